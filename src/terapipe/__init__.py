@@ -1,0 +1,69 @@
+"""Token-level pipeline parallelism: train long sequences across many devices, exactly.
+
+Importing this module never loads torch; the names that need it are loaded when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from terapipe.planning.slices import Plan, Slice
+from terapipe.planning.stages import balance, split_layers
+from terapipe.presets import PRESETS, GPTConfig
+from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
+from terapipe.scheduling.orders import ORDERS, schedule
+from terapipe.scheduling.timeline import Event, Timeline
+from terapipe.scheduling.validation import validate
+
+if TYPE_CHECKING:
+    from terapipe.modeling.attention import SliceCache, attend
+    from terapipe.modeling.gpt import GPT
+    from terapipe.modeling.stage import Stage, next_token_labels
+    from terapipe.runtime.failures import PipelineError
+    from terapipe.runtime.pipeline import Pipeline
+
+__version__ = "0.1.0"
+
+_NEEDS_TORCH = {
+    "GPT": "terapipe.modeling.gpt",
+    "Pipeline": "terapipe.runtime.pipeline",
+    "PipelineError": "terapipe.runtime.failures",
+    "SliceCache": "terapipe.modeling.attention",
+    "Stage": "terapipe.modeling.stage",
+    "attend": "terapipe.modeling.attention",
+    "next_token_labels": "terapipe.modeling.stage",
+}
+
+__all__ = [
+    "GPT",
+    "ORDERS",
+    "PRESETS",
+    "Action",
+    "Event",
+    "GPTConfig",
+    "Op",
+    "Pipeline",
+    "PipelineError",
+    "Plan",
+    "Schedule",
+    "Slice",
+    "SliceCache",
+    "Stage",
+    "Timeline",
+    "attend",
+    "balance",
+    "dependencies",
+    "next_token_labels",
+    "schedule",
+    "split_layers",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'terapipe' has no attribute {name!r}")
+    return getattr(import_module(_NEEDS_TORCH[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,195 @@
+"""A Plan says how a batch is cut: sequences into microbatches, their tokens into slices, the layers into stages."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Self
+
+FORMAT = 1
+
+
+class Slice(NamedTuple):
+    """Some consecutive tokens of all sequences of one microbatch. A tuple, because it is a key in every hot loop."""
+
+    microbatch: int
+    number: int  # among the slices of its microbatch
+    row: int  # the microbatch's first sequence in the batch
+    size: int  # sequences
+    context: int  # tokens before it
+    length: int  # tokens in it
+
+    @property
+    def end(self) -> int:
+        return self.context + self.length
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.number}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the ranks must agree on; everything else is derived from it.
+
+    Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and lives on rank ``k % num_ranks``, so that
+    with ``chunks`` > 1 every rank holds that many stages, spread over the model.
+    """
+
+    sizes: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    boundaries: tuple[int, ...]
+    order: str = "terapipe"
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", _whole_numbers("sizes", self.sizes))
+        rows = tuple(_whole_numbers(f"lengths[{m}]", row) for m, row in enumerate(_sequence("lengths", self.lengths)))
+        object.__setattr__(self, "lengths", rows)
+        object.__setattr__(self, "boundaries", _whole_numbers("boundaries", self.boundaries, least=0))
+        self._check_batch()
+        self._check_stages()
+
+    def _check_batch(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.lengths):
+            raise ValueError(
+                "a plan needs at least one microbatch and one list of slice lengths for each, "
+                f"got {len(self.sizes)} sizes and {len(self.lengths)} lists of lengths"
+            )
+        totals = sorted({sum(row) for row in self.lengths})
+        if len(totals) > 1:
+            raise ValueError(
+                f"the slices of every microbatch must cover the same number of tokens, got {totals}; "
+                "pad the shorter sequences or change the lengths"
+            )
+
+    def _check_stages(self) -> None:
+        edges = self.boundaries
+        if len(edges) < 2 or edges[0] != 0 or any(b <= a for a, b in pairwise(edges)):
+            raise ValueError(
+                "boundaries must start at 0 and rise, one more of them than stages, so that every stage has a layer; "
+                f"got {list(edges)}"
+            )
+        if not isinstance(self.chunks, int) or self.chunks < 1 or self.num_stages % self.chunks:
+            raise ValueError(
+                f"chunks per rank must divide the number of stages, got {self.chunks} chunks and "
+                f"{self.num_stages} stages; try one of {[c for c in range(1, 9) if self.num_stages % c == 0]}"
+            )
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        batch: int,
+        tokens: int,
+        boundaries: Sequence[int],
+        slices: int = 1,
+        microbatch: int = 1,
+        order: str = "terapipe",
+        chunks: int = 1,
+    ) -> Self:
+        """Microbatches of ``microbatch`` sequences, each cut into ``slices`` slices, their lengths as even as can be.
+
+        Uneven batches and lengths are fine: the last microbatch may be smaller, the first slices one token longer.
+        """
+        for name, value in {"batch": batch, "tokens": tokens, "slices": slices, "microbatch": microbatch}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if slices > tokens:
+            raise ValueError(f"a slice needs at least one token, got {slices} slices of {tokens} tokens")
+        sizes = [min(microbatch, batch - row) for row in range(0, batch, microbatch)]
+        short, longer = divmod(tokens, slices)
+        lengths = (short + 1,) * longer + (short,) * (slices - longer)
+        return cls(tuple(sizes), (lengths,) * len(sizes), tuple(boundaries), order, chunks)
+
+    @property
+    def batch(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths[0])
+
+    @property
+    def num_layers(self) -> int:
+        return self.boundaries[-1]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return self.num_stages // self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.num_ranks
+
+    def stages_of(self, rank: int) -> range:
+        return range(rank, self.num_stages, self.num_ranks)
+
+    @cached_property
+    def grid(self) -> tuple[tuple[Slice, ...], ...]:
+        """The slices, one row for each microbatch."""
+        first_rows = accumulate(self.sizes, initial=0)
+        return tuple(
+            tuple(
+                Slice(m, i, row, size, context, length)
+                for i, (context, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False))
+            )
+            for m, (row, size, lengths) in enumerate(zip(first_rows, self.sizes, self.lengths, strict=False))
+        )
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """All slices in the order of their forwards."""
+        return tuple(s for row in self.grid for s in row)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "order": self.order,
+            "chunks": self.chunks,
+            "boundaries": list(self.boundaries),
+            "sizes": list(self.sizes),
+            "lengths": [list(row) for row in self.lengths],
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a plan must be a JSON object, this is not JSON: {error}") from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        keys = {"format", "order", "chunks", "boundaries", "sizes", "lengths"}
+        if not isinstance(data, Mapping) or set(data) != keys:
+            found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {found}")
+        if data["format"] != FORMAT:
+            raise ValueError(
+                f"this version reads plans of format {FORMAT}, got {data['format']!r}; make the plan again"
+            )
+        if not isinstance(data["order"], str):
+            raise ValueError(f"order must be the name of an order, got {data['order']!r}")
+        return cls(data["sizes"], data["lengths"], data["boundaries"], data["order"], data["chunks"])
+
+
+def _sequence(name: str, values: Any) -> Sequence[Any]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a list, got {values!r}")
+    return values
+
+
+def _whole_numbers(name: str, values: Any, least: int = 1) -> tuple[int, ...]:
+    numbers = tuple(_sequence(name, values))
+    wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int) or n < least]
+    if wrong or not numbers:
+        raise ValueError(f"{name} must be whole numbers of at least {least}, got {list(numbers)}")
+    return numbers

@@ -1,0 +1,69 @@
+"""Shapes of models: what the planner needs to know of a GPT, and what builds one. No torch here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a decoder of the GPT family."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention
+    ffn: int | None = None  # four times hidden
+    vocab: int = 50257
+    max_tokens: int = 2048
+    tied: bool = True  # the head shares the embedding's weight
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "max_tokens", "num_kv_heads", "ffn_hidden"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.num_kv_heads}")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def ffn_hidden(self) -> int:
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def layer_parameters(self) -> int:
+        h, kv = self.hidden, self.num_kv_heads * self.head_size
+        attention = h * (h + 2 * kv) + (h + 2 * kv) + h * h + h
+        mlp = 2 * h * self.ffn_hidden + self.ffn_hidden + h
+        return attention + mlp + 4 * h
+
+    @property
+    def parameters(self) -> int:
+        ends = (self.vocab if self.tied else 2 * self.vocab) * self.hidden + self.max_tokens * self.hidden
+        return self.layers * self.layer_parameters + ends + 2 * self.hidden
+
+    def layer_flops(self, tokens: int) -> float:
+        """Multiply-adds, counted twice, of one layer's forward over one sequence of so many tokens."""
+        return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.hidden
+
+    def head_flops(self, tokens: int) -> float:
+        return 2.0 * tokens * self.hidden * self.vocab
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "gpt-tiny": GPTConfig(layers=4, hidden=64, heads=4, vocab=256, max_tokens=1024),
+    "gpt-small": GPTConfig(layers=6, hidden=256, heads=4, vocab=256, max_tokens=4096),
+    # The models of the TeraPipe paper.
+    "gpt3-1b": GPTConfig(layers=24, hidden=2048, heads=16),
+    "gpt3-13b": GPTConfig(layers=40, hidden=5120, heads=40),
+    "gpt3-44b": GPTConfig(layers=96, hidden=6144, heads=48),
+    "gpt3-175b": GPTConfig(layers=96, hidden=12288, heads=96),
+}

@@ -1,0 +1,1 @@
+"""Do one step: transport, executor and the library's face. torch.distributed."""

@@ -1,0 +1,195 @@
+"""Performs one rank's list of actions: one method for each Op."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.stage import Stage
+from terapipe.planning.slices import Slice
+from terapipe.runtime.clock import Clock, Mark
+from terapipe.runtime.transport import Transport
+from terapipe.scheduling.actions import Action, Op, Schedule, counterpart
+from terapipe.scheduling.timeline import Event
+
+PENDING = 8  # gradients sent and not yet known to have arrived; beyond that the oldest is waited for
+
+Key = tuple[int, Slice]  # a slice on a stage
+
+
+class Executor:
+    """Receives are posted when their turn comes and waited for when they are needed; sends are never waited for on the
+    way. Shapes come from the plan, so no message announces another."""
+
+    def __init__(
+        self, stages: Mapping[int, Stage], schedule: Schedule, transport: Transport, dtype: torch.dtype
+    ) -> None:
+        self._stages, self._plan, self._transport, self._dtype = stages, schedule.plan, transport, dtype
+        self._actions = schedule.ranks[transport.rank]
+        self._forwards = schedule.forward_only().ranks[transport.rank]
+        self._last_stage = schedule.plan.num_stages - 1
+        self._perform: dict[Op, Callable[[Action], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.SEND_F: self._send_output,
+            Op.SEND_B: self._send_gradient,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
+        }
+        self._spare: dict[tuple[int, int], list[SliceCache]] = {}
+        self._clock = Clock(transport.device)
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._caches: dict[tuple[int, int], SliceCache] = {}  # by stage and microbatch
+        self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self._inputs: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, Tensor] = {}
+        self._gradients: dict[Key, Tensor] = {}
+        self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
+        self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
+        self.at: Action | None = None
+
+    def run(self, input_ids: Tensor | None, labels: Tensor | None, scale: Tensor | None, *, train: bool) -> Tensor:
+        """The batch's summed loss times ``scale`` where the last stage is, zero elsewhere; gradients if ``train``."""
+        self._reset()
+        self._input_ids, self._labels, self._scale, self._train = input_ids, labels, scale, train
+        self._loss = torch.zeros((), dtype=self._dtype, device=self._transport.device)
+        self._marks.clear()
+        self._clock.start()
+        with torch.set_grad_enabled(train):
+            for action in self._actions if train else self._forwards:
+                self.at = action
+                self._perform[action.op](action)
+        while self._sent_outputs:
+            self._settle(self._sent_outputs.popitem()[1])
+        while self._sent_gradients:
+            self._settle(self._sent_gradients.popleft())
+        self.at = None
+        return self._loss
+
+    def events(self) -> list[Event]:
+        """What this rank computed in the last run, and when."""
+        rank, seconds = self._transport.rank, self._clock.seconds
+        return [Event(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks]
+
+    # Computations
+
+    def _forward(self, action: Action) -> None:
+        _, k, s = action
+        x = self._input(k, s)
+        start = self._clock.mark()
+        cache = self._cache(k, s)
+        cache.begin(s.context, s.length)
+        out = self._stages[k](x, cache)
+        if k == self._last_stage:
+            self._finish(k, s, out)
+        if self._train:
+            self._inputs[k, s], self._outputs[k, s] = x, out
+        elif k < self._last_stage:
+            self._outputs[k, s] = out
+        if not self._train and s.end == self._plan.tokens:
+            self._release(k, s)
+        self._marks.append((action, start, self._clock.mark()))
+
+    def _finish(self, k: int, s: Slice, out: Tensor) -> None:
+        """The loss, and at once its gradient: nobody has to be waited for, and the logits of one slice are gone
+        before those of the next exist."""
+        assert self._labels is not None and self._scale is not None
+        hidden = out.detach().requires_grad_(self._train)
+        labels = self._labels[s.row : s.row + s.size, s.context : s.end]
+        loss = self._stages[k].loss(hidden, labels) * self._scale
+        if self._train:
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert hidden.grad is not None
+            self._gradients[k, s] = hidden.grad
+        self._loss += loss.detach()
+
+    def _backward(self, action: Action) -> None:
+        _, k, s = action
+        gradient = self._gradient(k, s)
+        start = self._clock.mark()
+        self._caches[k, s.microbatch].begin(s.context, s.length)
+        x = self._inputs.pop((k, s))
+        # The cache adds what later slices owe to this one's keys and values.
+        self._outputs.pop((k, s)).backward(gradient)  # type: ignore[no-untyped-call]
+        if k > 0:
+            assert x.grad is not None
+            self._gradients[k - 1, s] = x.grad
+        if s.number == 0:
+            self._release(k, s)
+        self._marks.append((action, start, self._clock.mark()))
+
+    def _input(self, k: int, s: Slice) -> Tensor:
+        if k == 0:
+            assert self._input_ids is not None
+            return self._input_ids[s.row : s.row + s.size, s.context : s.end]
+        receive = Action(Op.RECV_F, k, s)
+        if receive in self._arriving:
+            return self._take(receive).requires_grad_(self._train)
+        previous = self._outputs[k - 1, s] if self._train else self._outputs.pop((k - 1, s))
+        return previous.detach().requires_grad_(self._train)  # the stage before is on this rank too
+
+    def _gradient(self, k: int, s: Slice) -> Tensor:
+        receive = Action(Op.RECV_B, k, s)
+        if receive not in self._arriving:
+            return self._gradients.pop((k, s))
+        gradient = self._take(receive)
+        # Its arrival shows that the output it answers has long been received: this wait ends at once.
+        self._settle(self._sent_outputs.pop((k, s)))
+        return gradient
+
+    # Transfers
+
+    def _receive(self, action: Action) -> None:
+        shape = self._stages[action.stage].hidden_shape(action.slice.size, action.slice.length)
+        self._arriving[action] = self._transport.receive(shape, self._dtype, self._peer(action), action)
+
+    def _take(self, receive: Action) -> Tensor:
+        tensor, work = self._arriving.pop(receive)
+        self._transport.wait(work, self._peer(receive), receive)
+        return tensor
+
+    def _send_output(self, action: Action) -> None:
+        key = action.stage, action.slice
+        out = self._outputs[key] if self._train else self._outputs.pop(key)
+        self._sent_outputs[key] = self._send(action, out.detach())
+
+    def _send_gradient(self, action: Action) -> None:
+        gradient = self._gradients.pop((action.stage - 1, action.slice))
+        self._sent_gradients.append(self._send(action, gradient))
+        if len(self._sent_gradients) > PENDING:
+            self._settle(self._sent_gradients.popleft())
+
+    def _send(self, action: Action, tensor: Tensor) -> tuple[Action, Tensor, dist.Work]:
+        shape = self._stages[action.stage].hidden_shape(action.slice.size, action.slice.length)
+        if tensor.shape != shape or tensor.dtype != self._dtype:
+            raise ValueError(
+                f"{action} must send {tuple(shape)} of {self._dtype}, as the plan says, the stage made "
+                f"{tuple(tensor.shape)} of {tensor.dtype}; hidden_shape() and the parameters must match its output"
+            )
+        tensor = tensor.contiguous()
+        return action, tensor, self._transport.send(tensor, self._peer(action), action)
+
+    def _settle(self, sent: tuple[Action, Tensor, dist.Work]) -> None:
+        action, _, work = sent
+        self._transport.wait(work, self._peer(action), action)
+
+    def _peer(self, transfer: Action) -> int:
+        return self._plan.rank_of(counterpart(transfer).stage)
+
+    # Caches: kept from step to step, because fresh memory is slow to touch the first time
+
+    def _cache(self, k: int, s: Slice) -> SliceCache:
+        key = (k, s.microbatch)
+        if key not in self._caches:
+            spare = self._spare.get((k, s.size))
+            self._caches[key] = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.tokens)
+        return self._caches[key]
+
+    def _release(self, k: int, s: Slice) -> None:
+        self._spare.setdefault((k, s.size), []).append(self._caches.pop((k, s.microbatch)))

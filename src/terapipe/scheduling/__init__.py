@@ -1,0 +1,1 @@
+"""In what order: actions, the rule of precedence, orders and timelines. No torch here."""

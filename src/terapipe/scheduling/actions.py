@@ -1,0 +1,142 @@
+"""Actions, Schedules, and the one statement of what an action waits for."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Self
+
+from terapipe.planning.slices import Plan, Slice
+
+
+class Op(StrEnum):
+    F = "F"  # forward
+    B = "B"  # backward, whole
+    I = "I"  # its input half: the gradient that the stage before waits for
+    W = "W"  # its weight half, which nobody waits for
+    SEND_F = "SEND_F"  # the output, to the next stage
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"  # the gradient of the input, to the stage before
+    RECV_B = "RECV_B"
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+
+
+class Action(NamedTuple):
+    """One thing that one rank does for one slice on one stage. A tuple, because it is a key in every hot loop."""
+
+    op: Op
+    stage: int
+    slice: Slice
+
+    def __str__(self) -> str:
+        return f"{self.op}(stage {self.stage}, microbatch {self.slice.microbatch}, slice {self.slice.number})"
+
+    def to_text(self) -> str:
+        return f"{self.op} {self.stage} {self.slice}"
+
+    @classmethod
+    def from_text(cls, text: str, plan: Plan) -> Self:
+        try:
+            op, stage, place = text.split()
+            m, i = map(int, place.split("."))
+            if min(int(stage), m, i) < 0 or int(stage) >= plan.num_stages:
+                raise IndexError
+            return cls(Op(op), int(stage), plan.grid[m][i])
+        except (AttributeError, ValueError, IndexError):
+            raise ValueError(
+                f"an action reads 'OP STAGE MICROBATCH.SLICE' and lies in the plan, got {text!r}"
+            ) from None
+
+
+def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
+    """What ``action`` waits for. Who waits for a backward waits for ``B``; where it is split, ``I`` stands for it.
+
+    The two clauses marked (*) are all that is special about cutting a sequence along its tokens.
+    """
+    op, k, s = action
+    if op is Op.F:
+        needs = [_arrival_of_input(k, s, plan)] if k > 0 else []
+        if s.number > 0:  # (*) its keys and values
+            needs.append(Action(Op.F, k, plan.grid[s.microbatch][s.number - 1]))
+        return tuple(needs)
+    if op is Op.B or op is Op.I:
+        needs = [Action(Op.F, k, s)]
+        if k < plan.num_stages - 1:
+            needs.append(_arrival_of_gradient(k, s, plan))
+        if s.number < len(plan.grid[s.microbatch]) - 1:  # (*) gradients of its keys and values
+            needs.append(Action(Op.B, k, plan.grid[s.microbatch][s.number + 1]))
+        return tuple(needs)
+    if op is Op.W or op is Op.SEND_B:
+        return (Action(Op.B, k, s),)
+    if op is Op.SEND_F:
+        return (Action(Op.F, k, s),)
+    return (counterpart(action),)  # a receive waits for its send
+
+
+def _arrival_of_input(k: int, s: Slice, plan: Plan) -> Action:
+    return Action(Op.RECV_F, k, s) if plan.rank_of(k) != plan.rank_of(k - 1) else Action(Op.F, k - 1, s)
+
+
+def _arrival_of_gradient(k: int, s: Slice, plan: Plan) -> Action:
+    return Action(Op.RECV_B, k, s) if plan.rank_of(k) != plan.rank_of(k + 1) else Action(Op.B, k + 1, s)
+
+
+def counterpart(transfer: Action) -> Action:
+    """The other end of a transfer: the receive of a send, the send of a receive."""
+    op, k, s = transfer
+    if op is Op.SEND_F:
+        return Action(Op.RECV_F, k + 1, s)
+    if op is Op.RECV_F:
+        return Action(Op.SEND_F, k - 1, s)
+    if op is Op.SEND_B:
+        return Action(Op.RECV_B, k - 1, s)
+    if op is Op.RECV_B:
+        return Action(Op.SEND_B, k + 1, s)
+    raise ValueError(f"only a transfer has a counterpart, got {transfer}")
+
+
+def settles(action: Action) -> Action:
+    """The action that others wait for when this one is done: an ``I`` settles the ``B`` that it is half of."""
+    return Action(Op.B, action.stage, action.slice) if action.op is Op.I else action
+
+
+def required(stage: int, plan: Plan, s: Slice) -> Iterable[Action]:
+    """Every action that a complete schedule holds for one slice on one stage, its backward unsplit."""
+    yield Action(Op.F, stage, s)
+    yield Action(Op.B, stage, s)
+    if stage > 0 and plan.rank_of(stage) != plan.rank_of(stage - 1):
+        yield Action(Op.RECV_F, stage, s)
+        yield Action(Op.SEND_B, stage, s)
+    if stage < plan.num_stages - 1 and plan.rank_of(stage) != plan.rank_of(stage + 1):
+        yield Action(Op.SEND_F, stage, s)
+        yield Action(Op.RECV_B, stage, s)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each rank, the actions it performs, in order."""
+
+    plan: Plan
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def forward_only(self) -> "Schedule":
+        """The same order without its backwards: what evaluation runs."""
+        forward = {Op.F, Op.SEND_F, Op.RECV_F}
+        return Schedule(self.plan, tuple(tuple(a for a in rank if a.op in forward) for rank in self.ranks))
+
+    def to_json(self) -> str:
+        ranks = [[action.to_text() for action in rank] for rank in self.ranks]
+        return json.dumps({"plan": self.plan.to_dict(), "ranks": ranks})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            data: Any = json.loads(text)
+            plan, ranks = data["plan"], [list(rank) for rank in data["ranks"]]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError("a schedule is a JSON object with the keys 'plan' and 'ranks'") from None
+        parsed = Plan.from_dict(plan)
+        return cls(parsed, tuple(tuple(Action.from_text(a, parsed) for a in rank) for rank in ranks))

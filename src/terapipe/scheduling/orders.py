@@ -1,0 +1,154 @@
+"""Orders: pure functions that turn a Plan into a Schedule. All speak of the same actions; only their order differs."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from terapipe.planning.slices import Plan, Slice
+from terapipe.scheduling.actions import Action, Op, Schedule
+from terapipe.scheduling.transfers import with_transfers
+
+Order = Callable[[Plan], Schedule]
+
+
+def gpipe(plan: Plan) -> Schedule:
+    """All forwards, then all backwards in reverse, over whole microbatches (Huang et al., 2019)."""
+    _refuse_slices(plan, "gpipe", instead="terapipe")
+    return _flush(plan)
+
+
+def terapipe(plan: Plan) -> Schedule:
+    """All forwards, then all backwards in reverse, over slices: the schedule of the TeraPipe paper."""
+    return _flush(plan)
+
+
+def one_f_one_b(plan: Plan) -> Schedule:
+    """One forward, one backward in turn, over whole microbatches (DAPPLE, DeepSpeed, Megatron-LM)."""
+    _refuse_slices(plan, "1f1b", instead="terapipe-1f1b")
+    return terapipe_one_f_one_b(plan)
+
+
+def terapipe_one_f_one_b(plan: Plan) -> Schedule:
+    """1F1B over slices: microbatches first in, first out; the slices inside one last in, first out."""
+    if plan.chunks > 1:
+        raise ValueError(f"1F1B orders hold one chunk of layers per rank, got {plan.chunks}; use order 'interleaved'")
+    backwards = _backward_order(plan)
+    needed = _forwards_before_backward(plan)
+    ranks = []
+    for rank in range(plan.num_ranks):
+        lead = plan.num_ranks - 1 - rank
+        before = [n + lead for n in needed]
+        ranks.append(
+            _alternate([Action(Op.F, rank, s) for s in plan.slices], [Action(Op.B, rank, s) for s in backwards], before)
+        )
+    return with_transfers(plan, ranks)
+
+
+def interleaved(plan: Plan) -> Schedule:
+    """1F1B with several chunks of layers per rank, over slices or whole microbatches (Narayanan et al., 2021).
+
+    Work goes round in groups of as many slices as there are ranks. The last group is filled up with phantoms that are
+    dropped again, which keeps the proof of progress for any number of slices; and the warm-up is as long as the first
+    backward needs, so any number of slices per microbatch works.
+    """
+    if plan.chunks == 1:
+        return terapipe_one_f_one_b(plan)
+    group, chunks = plan.num_ranks, plan.chunks
+    padding = [None] * (-len(plan.slices) % group)
+    forwards = _rounds([*plan.slices, *padding], group, range(chunks))
+    backwards = _rounds([*_backward_order(plan), *padding], group, range(chunks - 1, -1, -1))
+    needed = _forwards_before_interleaved_backward(plan, forwards, backwards)
+    ranks = []
+    for rank in range(plan.num_ranks):
+        lead = 2 * (plan.num_ranks - 1 - rank)
+        stage = [c * plan.num_ranks + rank for c in range(chunks)]
+        f = [Action(Op.F, stage[c], s) if s else None for c, s in forwards]
+        b = [Action(Op.B, stage[c], s) if s else None for c, s in backwards]
+        ranks.append(_alternate(f, b, [n + lead for n in needed]))
+    return with_transfers(plan, ranks)
+
+
+ORDERS: dict[str, Order] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "terapipe": terapipe,
+    "terapipe-1f1b": terapipe_one_f_one_b,
+    "interleaved": interleaved,
+}
+
+
+def schedule(plan: Plan) -> Schedule:
+    """The Schedule of the plan's own order."""
+    try:
+        order = ORDERS[plan.order]
+    except KeyError:
+        raise ValueError(f"unknown order {plan.order!r}; the orders are {', '.join(ORDERS)}") from None
+    return order(plan)
+
+
+def _refuse_slices(plan: Plan, name: str, instead: str) -> None:
+    counts = [len(row) for row in plan.grid]
+    if max(counts) > 1:
+        raise ValueError(f"order '{name}' takes one slice per microbatch, got {counts}; use order '{instead}'")
+
+
+def _flush(plan: Plan) -> Schedule:
+    """With several chunks per rank, chunk after chunk: breadth first."""
+    ranks = []
+    for rank in range(plan.num_ranks):
+        forwards = [Action(Op.F, k, s) for k in plan.stages_of(rank) for s in plan.slices]
+        ranks.append(forwards + [Action(Op.B, k, s) for _, k, s in reversed(forwards)])
+    return with_transfers(plan, ranks)
+
+
+def _backward_order(plan: Plan) -> list[Slice]:
+    return [s for row in plan.grid for s in reversed(row)]
+
+
+def _forwards_before_backward(plan: Plan) -> list[int]:
+    """How many forwards the last stage has done before each backward.
+
+    All of the backward's own microbatch; and of the next one as large a share as has been backwarded of this one, so
+    that memory stays level also where microbatches are cut into different numbers of slices.
+    """
+    counts = [len(row) for row in plan.grid]
+    total = list(accumulate(counts))
+    following = counts[1:] + [0]
+    return [
+        total[m] + position * following[m] // counts[m] for m in range(len(counts)) for position in range(counts[m])
+    ]
+
+
+def _forwards_before_interleaved_backward(plan: Plan, forwards: "Rounds", backwards: "Rounds") -> list[int]:
+    """As above, for chunks: the last chunk's forward of the microbatch's last slice must be done.
+
+    From one backward to the next the number rises by at least one: the proof of progress rests on that.
+    """
+    place = {(c, s): i for i, (c, s) in enumerate(forwards) if s}
+    needed: list[int] = []
+    lag = 1
+    for j, (chunk, s) in enumerate(backwards):
+        if s and chunk == plan.chunks - 1:
+            lag = max(lag, place[chunk, plan.grid[s.microbatch][-1]] + 1 - j)
+        needed.append(j + lag)
+    return needed
+
+
+Rounds = list[tuple[int, Slice | None]]
+
+
+def _rounds(slices: Sequence[Slice | None], group: int, chunks: Sequence[int]) -> Rounds:
+    return [(c, s) for g in range(0, len(slices), group) for c in chunks for s in slices[g : g + group]]
+
+
+def _alternate(
+    forwards: Sequence[Action | None], backwards: Sequence[Action | None], before: Sequence[int]
+) -> list[Action]:
+    """The forwards and backwards, with ``before[j]`` forwards ahead of backward ``j``; phantoms left out."""
+    actions: list[Action | None] = []
+    done = 0
+    for backward, needed in zip(backwards, before, strict=True):
+        if needed > done:
+            actions += forwards[done:needed]
+            done = needed
+        actions.append(backward)
+    return [action for action in actions if action is not None]

@@ -1,0 +1,37 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(n)``: the group of n processes, started when first asked for."""
+    started: dict[int, Ranks] = {}
+
+    def of_size(size: int) -> Ranks:
+        if size not in started:
+            started[size] = Ranks(size)
+        return started[size]
+
+    yield of_size
+    for group in started.values():
+        group.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """As ``ranks``, for a test that leaves its processes unusable."""
+    started: list[Ranks] = []
+
+    def of_size(size: int) -> Ranks:
+        started.append(Ranks(size))
+        return started[-1]
+
+    yield of_size
+    for group in started:
+        group.close()

@@ -1,0 +1,71 @@
+"""A small GPT, the plain single-process truth about it, and the same through a pipeline."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe import GPT, GPTConfig, Pipeline, Plan
+from terapipe.modeling.stage import IGNORE
+
+TINY = GPTConfig(layers=4, hidden=16, heads=4, vocab=19, max_tokens=64)
+
+
+def make_model(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
+    """Weights larger than an initialisation's, so that attention is far from uniform."""
+    model = GPT(config, seed=3).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8.0).add_(0.01)
+    return model
+
+
+def make_batch(config: GPTConfig, batch: int, tokens: int, ignored: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab, (batch, tokens), generator=generator)
+    labels = torch.randint(config.vocab, (batch, tokens), generator=generator)
+    if ignored:
+        labels[torch.rand(batch, tokens, generator=generator) < 0.4] = IGNORE
+        labels[-1, -1] = 1
+    return ids, labels
+
+
+def plain(config: GPTConfig, ids: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the whole model in one piece, by code that knows nothing of slices."""
+    model = make_model(config, dtype)
+    loss = model.loss(model(ids), labels) / (labels != IGNORE).sum()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def piped(
+    config: GPTConfig, plan: Plan, ids: Tensor, labels: Tensor, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor]]:
+    """This rank's loss and gradients."""
+    pipe = Pipeline(make_model(config, dtype), plan, timeout=20.0)
+    loss = pipe.step(ids if pipe.is_first else None, labels if pipe.is_last else None)
+    return loss.item(), {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def worst_error(
+    wanted: tuple[float, dict[str, Tensor]], found: list[tuple[float, dict[str, Tensor]]], config: GPTConfig
+) -> float:
+    """The largest difference of any gradient from the plain model's, relative to that gradient's largest entry."""
+    loss, gradients = wanted
+    worst = max(abs(other - loss) / abs(loss) for other, _ in found)
+    seen = set()
+    for _, part in found:
+        for name, gradient in part.items():
+            name = "embedding.weight" if config.tied and name == "head.weight" else name
+            seen.add(name)
+            truth = gradients[name]
+            # The bias of a key adds the same to all scores of a row: its gradient is zero but for rounding.
+            scale = max(truth.abs().max().item(), 1e-3)
+            worst = max(worst, (gradient - truth).abs().max().item() / scale)
+    assert seen == set(gradients), f"no gradient for {set(gradients) - seen}"
+    return worst
+
+
+def variant(**changes: Any) -> GPTConfig:
+    return replace(TINY, **changes)

@@ -1,0 +1,77 @@
+"""Real processes with a real gloo group, started once and used by many tests."""
+
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "terapipe.runtime.pipeline", "tests.models"])
+
+
+class Ranks:
+    """``ranks(function, *args)`` calls it on every rank and returns the results in order of rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory()
+        pipes = [_context.Pipe() for _ in range(size)]
+        store = Path(self.folder.name) / "store"
+        self.processes = [
+            _context.Process(target=_serve, args=(rank, size, str(store), pipes[rank][1]), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+        self.connections = [ours for ours, _ in pipes]
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> None:
+        for connection in self.connections:
+            connection.send((function, args))
+
+    def results(self, timeout: float = 60.0) -> list[Any]:
+        """Each rank's result, or the exception it raised, or None if it died or said nothing in time."""
+        return [_receive(c, timeout) for c in self.connections]
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.submit(function, *args)
+        results = self.results()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+def _receive(connection: Connection, timeout: float) -> Any:
+    try:
+        return connection.recv() if connection.poll(timeout) else None
+    except EOFError:
+        return None
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        function, args = connection.recv()
+        try:
+            connection.send(function(*args))
+        except Exception as error:
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+            connection.send(error)
