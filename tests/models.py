@@ -13,11 +13,12 @@ TINY = GPTConfig(layers=4, hidden=16, heads=4, vocab=19, max_tokens=64)
 
 
 def make_model(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
-    """Weights larger than an initialisation's, so that attention is far from uniform."""
+    """Weights larger than an initialisation's, so that attention is far from uniform, yet well conditioned."""
     model = GPT(config, seed=3).to(dtype)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8.0).add_(0.01)
+        for name, parameter in model.named_parameters():
+            wide = "embedding" in name or "positions" in name
+            parameter.mul_(1.0 if "norm" in name else 40.0 if wide else 8.0).add_(0.01)
     return model
 
 

@@ -160,7 +160,7 @@ class CudaEfficientKernel(Kernel):
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, _spread(k, q), _spread(v, q), None, True, 0.0, causal, scale=scale
         )
-        return out, lse[..., : q.shape[2]]  # the kernel pads its rows
+        return out, lse.narrow(-1, 0, q.shape[2])  # the kernel pads its rows
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -43,27 +44,28 @@ class Pipeline:
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
-        if plan.num_layers != model.num_layers:
-            raise ValueError(
-                f"the plan splits {plan.num_layers} layers, the model has {model.num_layers}; "
-                "the last of the plan's boundaries must be the number of layers"
-            )
         self.plan = plan
-        self.schedule = schedule(plan)
-        validate(self.schedule)
         self.device = local_device() if device is None else torch.device(device)
         self._transport = Transport(self.device, mesh, timeout)
-        self._check_ranks()
-        cuts = plan.boundaries
-        self.stages: dict[int, nn.Module] = {
-            k: model.stage(cuts[k], cuts[k + 1], self.device) for k in plan.stages_of(self.rank)
-        }
-        self._tied = self._tied_parameters(model)
-        dtype = next(self.parameters()).dtype
-        stages = {k: cast(Stage, stage) for k, stage in self.stages.items()}
-        self._executor = Executor(stages, self.schedule, self._transport, dtype)
+        self._executor: Executor | None = None
+        with self._telling_others():
+            self._check(model)
+            self.schedule = schedule(plan)
+            validate(self.schedule)
+            cuts = plan.boundaries
+            self.stages: dict[int, nn.Module] = {
+                k: model.stage(cuts[k], cuts[k + 1], self.device) for k in plan.stages_of(self.rank)
+            }
+            self._tied = self._tied_parameters(model)
+            stages = {k: cast(Stage, stage) for k, stage in self.stages.items()}
+            self._executor = Executor(stages, self.schedule, self._transport, self._dtype)
 
-    def _check_ranks(self) -> None:
+    def _check(self, model: Splittable) -> None:
+        if self.plan.num_layers != model.num_layers:
+            raise ValueError(
+                f"the plan splits {self.plan.num_layers} layers, the model has {model.num_layers}; "
+                "the last of the plan's boundaries must be the number of layers"
+            )
         size, ranks = self._transport.size, self.plan.num_ranks
         if size != ranks:
             raise ValueError(
@@ -80,6 +82,22 @@ class Pipeline:
         ends = {0, self.plan.num_stages - 1} & set(self.stages)
         found = [p for k in ends for name, p in self.stages[k].named_parameters() if name in model.tied]
         return list(dict.fromkeys(found)) if self.plan.num_stages > 1 else []
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """An error here stops the other ranks too, with this rank's error."""
+        try:
+            yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            at = self._executor.at if self._executor else None
+            self._transport.fail(Record(self.rank, f"{type(error).__name__}: {error}", str(at or "")))
+            raise
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
 
     @property
     def rank(self) -> int:
@@ -119,18 +137,13 @@ class Pipeline:
         return self._run(input_ids, labels, train=False)
 
     def _run(self, input_ids: Tensor | None, labels: Tensor | None, *, train: bool) -> Tensor:
-        try:
+        assert self._executor is not None
+        with self._telling_others():
             ids = self._batch("input_ids", input_ids) if self.is_first else None
             targets = self._batch("labels", labels) if self.is_last else None
             scale = None if targets is None else self._weight(targets)
             loss = self._executor.run(ids, targets, scale, train=train)
             return self._transport.broadcast(loss, self.plan.num_ranks - 1)
-        except PipelineError:
-            raise
-        except Exception as error:
-            at = str(self._executor.at or "")
-            self._transport.fail(Record(self.rank, f"{type(error).__name__}: {error}", at))
-            raise
 
     def _batch(self, name: str, tensor: Tensor | None) -> Tensor:
         shape = (self.plan.batch, self.plan.tokens)
@@ -145,7 +158,7 @@ class Pipeline:
         count = (labels != IGNORE).sum()
         if not count:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return 1.0 / count.to(next(self.parameters()).dtype)
+        return 1.0 / count.to(self._dtype)
 
     def _sum_tied_gradients(self) -> None:
         if not self._tied:
@@ -211,5 +224,6 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step, and when. All ranks must call it together."""
+        assert self._executor is not None
         events = self._transport.gather(self._executor.events())
         return Timeline.of(self.plan, [event for rank in events for event in rank])

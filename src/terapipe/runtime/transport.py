@@ -17,6 +17,8 @@ from terapipe.runtime.failures import Board, PipelineError, Record
 
 T = TypeVar("T")
 
+_NEVER_SENT = 1 << 16  # a tag that no message has
+
 
 def local_device() -> torch.device:
     """The device of this process: under torchrun, each takes the GPU of its local rank, if there are GPUs."""
@@ -139,11 +141,13 @@ class Transport:
         gloo offers no way to close a group that its peers would notice, short of leaving the process; but a receive
         that times out takes all of the group's connections down with it.
         """
-        if self._group is None or self.device.type != "cpu" or self.size == 1:
+        if self._group is None or self.device.type != "cpu":
             return
-        with suppress(RuntimeError):
-            peer = (self.rank + 1) % self.size
-            _work(dist.irecv(torch.empty(1), group=self._group, group_src=peer)).wait(timedelta(milliseconds=1))
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):  # from the time-out, or because this connection is down already
+                    nothing = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)
+                    _work(nothing).wait(timedelta(milliseconds=1))
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -1,0 +1,43 @@
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe import PRESETS, balance, split_layers
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 30), st.integers(0, 30))
+def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first: int, last: int) -> None:
+    stages = min(stages, len(costs))
+
+    def dearest(cuts: tuple[int, ...]) -> int:
+        parts = [sum(costs[a:b]) for a, b in pairwise(cuts)]
+        parts[0] += first
+        parts[-1] += last
+        return max(parts)
+
+    found = balance(costs, stages, first=first, last=last)
+    assert len(found) == stages + 1
+    assert (found[0], found[-1]) == (0, len(costs))
+    assert all(a < b for a, b in pairwise(found))
+    every = [(0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), stages - 1)]
+    assert dearest(found) == min(map(dearest, every))
+
+
+def test_equal_layers_are_spread_evenly() -> None:
+    widths = [b - a for a, b in pairwise(balance([1.0] * 96, 5))]
+    assert max(widths) - min(widths) == 1
+    assert sum(widths) == 96
+
+
+def test_a_large_head_takes_layers_from_the_last_stage() -> None:
+    cuts = split_layers(PRESETS["gpt3-1b"], 4, 2048)
+    widths = [b - a for a, b in pairwise(cuts)]
+    assert widths[-1] < widths[0]
+
+
+@pytest.mark.parametrize(("costs", "stages"), [([1.0], 2), ([1.0], 0), ([-1.0, 1.0], 1), ([float("nan")], 1)])
+def test_balance_refuses_the_impossible(costs: list[float], stages: int) -> None:
+    with pytest.raises(ValueError, match="layer"):
+        balance(costs, stages)

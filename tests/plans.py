@@ -1,0 +1,30 @@
+"""Random plans for property-based tests."""
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from terapipe import ORDERS, Plan
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_slices: int = 7) -> Plan:
+    order = draw(st.sampled_from(sorted(ORDERS)))
+    chunks = 1 if "1f1b" in order else draw(st.integers(1, 3))
+    stages = draw(st.integers(1, max_ranks)) * chunks
+    widths = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
+    boundaries = tuple(sum(widths[:k]) for k in range(stages + 1))
+    microbatches = draw(st.integers(1, max_microbatches))
+    tokens = draw(st.integers(1, 24))
+    sliced = order not in ("gpipe", "1f1b")
+    lengths = tuple(draw(slicings(tokens, max_slices)) if sliced else (tokens,) for _ in range(microbatches))
+    sizes = tuple(draw(st.lists(st.integers(1, 2), min_size=microbatches, max_size=microbatches)))
+    return Plan(sizes, lengths, boundaries, order, chunks)
+
+
+@st.composite
+def slicings(draw: st.DrawFn, tokens: int, most: int) -> tuple[int, ...]:
+    """Any way to cut so many tokens into at most ``most`` slices."""
+    cuts = draw(st.sets(st.integers(1, tokens - 1), max_size=most - 1)) if tokens > 1 else set()
+    edges = [0, *sorted(cuts), tokens]
+    return tuple(b - a for a, b in pairwise(edges))

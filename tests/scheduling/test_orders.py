@@ -1,0 +1,123 @@
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terapipe import ORDERS, Op, Plan, Schedule, schedule, validate
+from tests.plans import plans
+
+
+@settings(max_examples=2000, deadline=None)
+@given(plans())
+def test_every_order_is_whole_and_cannot_block(plan: Plan) -> None:
+    made = schedule(plan)
+    validate(made)
+    for rank, actions in enumerate(made.ranks):
+        counts = Counter(actions)
+        for k in plan.stages_of(rank):
+            for s in plan.slices:
+                assert counts[Op.F, k, s] == counts[Op.B, k, s] == 1  # type: ignore[index]
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans())
+def test_orders_are_pure_functions_of_the_plan(plan: Plan) -> None:
+    assert schedule(plan) == schedule(Plan.from_json(plan.to_json()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans())
+def test_no_receive_is_posted_later_than_it_must(plan: Plan) -> None:
+    """Each is listed before the computation ahead of the one that needs it, unless its turn had not come by then."""
+    for actions in schedule(plan).ranks:
+        for place, action in enumerate(actions):
+            if action.op in (Op.RECV_F, Op.RECV_B):
+                user = actions.index((Op.F if action.op is Op.RECV_F else Op.B, action.stage, action.slice))  # type: ignore[arg-type]
+                between = actions[place + 1 : user]
+                early = any(a.op in (Op.F, Op.B) for a in between)
+                blocked = place > 0 and actions[place - 1].op not in (Op.F, Op.B)
+                assert early or blocked or place == 0
+
+
+def peak(made: Schedule, rank: int) -> int:
+    """The most slices that a rank has forwarded and not yet backwarded."""
+    alive = most = 0
+    for action in made.ranks[rank]:
+        alive += {Op.F: 1, Op.B: -1}.get(action.op, 0)
+        most = max(most, alive)
+    return most
+
+
+def uniform(order: str, stages: int, batch: int, slices: int, chunks: int = 1) -> Plan:
+    return Plan.uniform(
+        batch=batch, tokens=60, slices=slices, boundaries=range(stages * chunks + 1), order=order, chunks=chunks
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_slices_in_flight(stages: int, batch: int) -> None:
+    for rank in range(stages):
+        behind = stages - 1 - rank
+        assert peak(schedule(uniform("gpipe", stages, batch, 1)), rank) == batch
+        assert peak(schedule(uniform("1f1b", stages, batch, 1)), rank) == min(batch, 1 + behind)
+        assert peak(schedule(uniform("terapipe", stages, batch, 5)), rank) == 5 * batch
+        assert peak(schedule(uniform("terapipe-1f1b", stages, batch, 5)), rank) == min(5 * batch, 5 + behind)
+
+
+@pytest.mark.parametrize(("stages", "slices", "chunks"), [(2, 4, 2), (4, 4, 2), (4, 8, 3), (3, 6, 2)])
+def test_sliced_interleaved_keeps_little_more_than_one_microbatch(stages: int, slices: int, chunks: int) -> None:
+    made = schedule(uniform("interleaved", stages, 6, slices, chunks))
+    for rank in range(stages):
+        assert peak(made, rank) == chunks * slices + 2 * (stages - 1 - rank)
+
+
+def test_memory_stays_level_when_microbatches_are_cut_differently() -> None:
+    """Many slices in the first microbatch must not keep many large slices of the later ones alive."""
+    plan = Plan((1,) * 6, ((10,) * 8, *(((40, 40),) * 5)), (0, 1, 2), "terapipe-1f1b")
+    for actions in schedule(plan).ranks:
+        alive = most = 0
+        for action in actions:
+            alive += {Op.F: 1, Op.B: -1}.get(action.op, 0) * action.slice.length
+            most = max(most, alive)
+        assert most <= 2 * 80
+
+
+def test_microbatches_first_in_first_out_slices_last_in_first_out() -> None:
+    made = schedule(uniform("terapipe-1f1b", 2, 2, 2))
+    backwards = [str(a.slice) for a in made.ranks[0] if a.op is Op.B]
+    assert backwards == ["0.1", "0.0", "1.1", "1.0"]
+
+
+def test_the_paper_runs_all_forwards_first() -> None:
+    made = schedule(uniform("terapipe", 2, 1, 3))
+    assert [f"{a.op}{a.slice.number}" for a in made.ranks[1] if a.op in (Op.F, Op.B)] == [
+        "F0",
+        "F1",
+        "F2",
+        "B2",
+        "B1",
+        "B0",
+    ]
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+@settings(max_examples=20, deadline=None)
+@given(stages=st.integers(1, 5), batch=st.integers(1, 3))
+def test_fewer_microbatches_than_stages(order: str, stages: int, batch: int) -> None:
+    chunks = 2 if order == "interleaved" else 1
+    validate(schedule(uniform(order, stages, batch, 1, chunks)))
+
+
+def test_what_an_order_cannot_do_is_said() -> None:
+    sliced = uniform("terapipe", 2, 2, 3)
+    with pytest.raises(ValueError, match=r"'gpipe' takes one slice per microbatch, got \[3, 3\]; use order 'terapipe'"):
+        schedule(replace(sliced, order="gpipe"))
+    with pytest.raises(ValueError, match="use order 'terapipe-1f1b'"):
+        schedule(replace(sliced, order="1f1b"))
+    with pytest.raises(ValueError, match="use order 'interleaved'"):
+        schedule(uniform("terapipe-1f1b", 2, 2, 3, chunks=2))
+    with pytest.raises(ValueError, match="unknown order 'gpip'; the orders are gpipe, 1f1b"):
+        schedule(replace(sliced, order="gpip"))

@@ -1,0 +1,71 @@
+"""Who may import whom, and what must never be loaded."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import terapipe
+
+SOURCE = Path(terapipe.__file__).parent
+
+# Each room and the rooms it may enter; a room may always enter itself.
+ALLOWED = {
+    "presets": set(),
+    "planning": {"presets"},
+    "scheduling": {"planning"},
+    "reporting": {"planning", "scheduling"},
+    "modeling": {"presets"},
+    "runtime": {"planning", "scheduling", "modeling"},
+    "__init__": {"presets", "planning", "scheduling", "modeling", "runtime", "reporting"},
+}
+TORCH_FREE = {"presets", "planning", "scheduling", "reporting", "__init__"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_respect_the_rooms(path: Path) -> None:
+    here = room(path)
+    entered = {name.split(".")[1] for name in imports(path) if name.startswith("terapipe.")} - {here}
+    assert entered <= ALLOWED[here]
+    loads_torch = any(name.split(".")[0] == "torch" for name in imports(path))
+    assert not (loads_torch and here in TORCH_FREE)
+    if here == "modeling":
+        assert not any(name.startswith("torch.distributed") for name in imports(path))
+
+
+def test_only_the_transport_reads_the_environment() -> None:
+    readers = {p.relative_to(SOURCE).as_posix() for p in FILES if "environ" in p.read_text()}
+    assert readers == {"runtime/transport.py"}
+
+
+def test_planning_scheduling_and_reporting_do_not_load_torch() -> None:
+    rooms = [p for p in FILES if room(p) in TORCH_FREE and p.name != "__init__.py"]
+    modules = [".".join(("terapipe", *p.relative_to(SOURCE).with_suffix("").parts)) for p in rooms]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(terapipe, name) is not None for name in terapipe.__all__)
+    assert set(terapipe.__all__) <= set(dir(terapipe))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        terapipe.nonsense  # noqa: B018

@@ -1,0 +1,81 @@
+"""The signature test: loss and every gradient equal those of the plain model in one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from terapipe import GPTConfig, Plan, Slice
+from terapipe.modeling.attention import KeyValueStore
+from terapipe.runtime.executor import Executor
+from tests.models import make_batch, piped, plain, variant, worst_error
+from tests.plans import plans
+from tests.ranks import Ranks
+
+BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=plans(max_ranks=4, max_microbatches=4), data=st.data())
+def test_any_plan(ranks: Callable[[int], Ranks], plan: Plan, data: st.DataObject) -> None:
+    config = variant(layers=plan.num_layers, tied=data.draw(st.booleans()), kv_heads=data.draw(st.sampled_from([4, 2])))
+    ids, labels = make_batch(config, plan.batch, plan.tokens, ignored=data.draw(st.booleans()))
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float64, torch.float32]))
+    found = ranks(plan.num_ranks)(piped, config, plan, ids, labels, dtype)
+    assert worst_error(plain(config, ids, labels, dtype), found, config) <= BOUND[dtype]
+
+
+UNEVEN = Plan((1, 2), ((9, 1, 12, 7), (20, 9)), (0, 1, 3, 4), "terapipe-1f1b")
+
+
+def test_known_plan_at_rounding_level(ranks: Callable[[int], Ranks]) -> None:
+    """Far tighter than the promise: errors of 1e-15 are what rounding leaves."""
+    config = variant()
+    ids, labels = make_batch(config, UNEVEN.batch, UNEVEN.tokens, ignored=True)
+    found = ranks(3)(piped, config, UNEVEN, ids, labels, torch.float64)
+    assert worst_error(plain(config, ids, labels, torch.float64), found, config) < 1e-13
+
+
+def forgetful(*args: object) -> object:
+    """As ``piped``, but gradients of keys and values do not reach earlier slices."""
+    nothing = torch.zeros(())
+    kept, KeyValueStore.owed = KeyValueStore.owed, lambda self, start, end: (nothing, nothing)  # type: ignore[method-assign, return-value]
+    try:
+        return piped(*args)  # type: ignore[arg-type]
+    finally:
+        KeyValueStore.owed = kept  # type: ignore[method-assign]
+
+
+def careless(*args: object) -> object:
+    """As ``piped``, but one slice's gradient is lost on the last stage."""
+    kept = Executor._finish
+
+    def lose(self: Executor, k: int, s: Slice, out: torch.Tensor) -> None:
+        kept(self, k, s, out)
+        if s.number == 1:
+            self._gradients[k, s].zero_()
+
+    Executor._finish = lose  # type: ignore[method-assign]
+    try:
+        return piped(*args)  # type: ignore[arg-type]
+    finally:
+        Executor._finish = kept  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("broken", [forgetful, careless])
+def test_this_suite_can_fail(ranks: Callable[[int], Ranks], broken: Callable[..., object]) -> None:
+    config = variant()
+    ids, labels = make_batch(config, UNEVEN.batch, UNEVEN.tokens, ignored=False)
+    found = ranks(3)(broken, config, UNEVEN, ids, labels, torch.float64)
+    assert worst_error(plain(config, ids, labels, torch.float64), found, config) > 1e-2
+
+
+def test_tied_weights_without_their_sum_are_noticed() -> None:
+    """worst_error compares both copies of a tied weight with the plain model's one."""
+    config: GPTConfig = variant()
+    ids, labels = make_batch(config, 1, 8, ignored=False)
+    loss, gradients = plain(config, ids, labels, torch.float64)
+    halved = {name: g / 2 if name == "embedding.weight" else g for name, g in gradients.items()}
+    assert worst_error((loss, gradients), [(loss, halved)], config) > 0.1
