@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from terapipe.runtime.transport import Transport, local_device
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Timeline
 from terapipe.scheduling.validation import validate
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -222,8 +224,12 @@ class Pipeline:
 
     # Looking back
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank, in the order of the pipeline. All ranks must call it together."""
+        return self._transport.gather(value)
+
     def timeline(self) -> Timeline:
         """What every rank did in the last step, and when. All ranks must call it together."""
         assert self._executor is not None
-        events = self._transport.gather(self._executor.events())
+        events = self.gather(self._executor.events())
         return Timeline.of(self.plan, [event for rank in events for event in rank])

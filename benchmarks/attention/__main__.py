@@ -1,0 +1,3 @@
+from benchmarks.attention.measure import main
+
+main()

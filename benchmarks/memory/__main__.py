@@ -1,0 +1,3 @@
+from benchmarks.memory.measure import main
+
+main()

@@ -1,0 +1,1 @@
+"""Show it: a Timeline as text, as a picture, as a page. No torch here."""
