@@ -38,6 +38,16 @@ def test_known_plan_at_rounding_level(ranks: Callable[[int], Ranks]) -> None:
     assert worst_error(plain(config, ids, labels, torch.float64), found, config) < 1e-13
 
 
+def test_bfloat16_stays_close_to_the_plain_model(ranks: Callable[[int], Ranks]) -> None:
+    """Rounding of 2**-9 at every step; what matters is that no sum or scale is done in it."""
+    config = variant()
+    ids, labels = make_batch(config, UNEVEN.batch, UNEVEN.tokens, ignored=True)
+    found = ranks(3)(piped, config, UNEVEN, ids, labels, torch.bfloat16)
+    truth = plain(config, ids, labels, torch.float64)
+    wide = [(loss, {name: g.double() for name, g in part.items()}) for loss, part in found]
+    assert worst_error(truth, wide, config) < 0.1
+
+
 def forgetful(*args: object) -> object:
     """As ``piped``, but gradients of keys and values do not reach earlier slices."""
     nothing = torch.zeros(())

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terapipe import ORDERS, Op, Plan, Schedule, schedule, validate
+from terapipe.scheduling.actions import COMPUTE
 from tests.plans import plans
 
 
@@ -18,7 +19,7 @@ def test_every_order_is_whole_and_cannot_block(plan: Plan) -> None:
         counts = Counter(actions)
         for k in plan.stages_of(rank):
             for s in plan.slices:
-                assert counts[Op.F, k, s] == counts[Op.B, k, s] == 1  # type: ignore[index]
+                assert counts[Op.F, k, s] == counts[Op.B, k, s] + counts[Op.I, k, s] == 1  # type: ignore[index]
 
 
 @settings(max_examples=300, deadline=None)
@@ -34,11 +35,22 @@ def test_no_receive_is_posted_later_than_it_must(plan: Plan) -> None:
     for actions in schedule(plan).ranks:
         for place, action in enumerate(actions):
             if action.op in (Op.RECV_F, Op.RECV_B):
-                user = actions.index((Op.F if action.op is Op.RECV_F else Op.B, action.stage, action.slice))  # type: ignore[arg-type]
-                between = actions[place + 1 : user]
-                early = any(a.op in (Op.F, Op.B) for a in between)
-                blocked = place > 0 and actions[place - 1].op not in (Op.F, Op.B)
+                needs = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}[action.op]
+                user = next(i for i, a in enumerate(actions) if a.op in needs and a[1:] == action[1:])
+                early = any(a.op in COMPUTE for a in actions[place + 1 : user])
+                blocked = place > 0 and actions[place - 1].op not in COMPUTE
                 assert early or blocked or place == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans())
+def test_a_send_follows_what_it_sends_at_once(plan: Plan) -> None:
+    for actions in schedule(plan).ranks:
+        for place, action in enumerate(actions):
+            if action.op in (Op.SEND_F, Op.SEND_B):
+                before = next(a for a in reversed(actions[:place]) if a.op in COMPUTE)
+                assert before.op in ((Op.F,) if action.op is Op.SEND_F else (Op.B, Op.I))
+                assert before[1:] == action[1:]
 
 
 def peak(made: Schedule, rank: int) -> int:
@@ -109,6 +121,12 @@ def test_the_paper_runs_all_forwards_first() -> None:
 def test_fewer_microbatches_than_stages(order: str, stages: int, batch: int) -> None:
     chunks = 2 if order == "interleaved" else 1
     validate(schedule(uniform(order, stages, batch, 1, chunks)))
+
+
+def test_deferred_weights_come_last() -> None:
+    made = schedule(uniform("terapipe-deferred", 2, 1, 3))
+    for actions in made.ranks:
+        assert "".join(a.op for a in actions if a.op in COMPUTE) == "FFFIIIWWW"
 
 
 def test_what_an_order_cannot_do_is_said() -> None:

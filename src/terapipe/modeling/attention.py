@@ -64,6 +64,8 @@ class SliceCache:
         self.context = 0
         self.length = 0
         self._stores: dict[int, KeyValueStore] = {}
+        self.defer = False  # whether backwards put off the gradients of weights ...
+        self.owed: list[Any] = []  # ... and what they put off: see linear.py
 
     def begin(self, context: int, length: int) -> None:
         if length < 1 or context < 0 or context + length > self.tokens:
@@ -71,6 +73,11 @@ class SliceCache:
                 f"a slice must lie within its cache of {self.tokens} tokens, got tokens {context} to {context + length}"
             )
         self.context, self.length = context, length
+
+    def take_owed(self) -> list[Any]:
+        """The gradients of weights that backwards put off since it was last asked."""
+        owed, self.owed = self.owed, []
+        return owed
 
     def store(self, layer: int) -> KeyValueStore:
         return self._stores.setdefault(layer, KeyValueStore())

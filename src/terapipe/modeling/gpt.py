@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe.modeling.attention import SliceCache, attend
+from terapipe.modeling.linear import project
 from terapipe.modeling.stage import IGNORE
 from terapipe.presets import PRESETS, GPTConfig
 
@@ -22,14 +23,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        heads = project(self.qkv, x, cache).view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
+        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if cache is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         else:
             mixed = attend(q, k, v, cache, self.layer)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
+        return project(self.out, mixed.transpose(1, 2).flatten(2), cache)
 
 
 class Block(nn.Module):
@@ -43,8 +43,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         x = x + self.attention(self.norm1(x), cache)
-        mixed: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return mixed
+        wide = F.gelu(project(self.up, self.norm2(x), cache), approximate="tanh")
+        return x + project(self.down, wide, cache)
 
 
 class GPT(nn.Module):
@@ -111,7 +111,8 @@ class GPT(nn.Module):
         """Sum over the labels that count; divide by their number for the mean."""
         if self.norm is None or self.head is None:
             raise ValueError(f"only the last stage has a head, this one holds layers {self.first} to {self.last}")
-        logits = self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precisions are too coarse for a sum
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     # As a Splittable and a Stage

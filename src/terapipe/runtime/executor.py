@@ -1,13 +1,15 @@
 """Performs one rank's list of actions: one method for each Op."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.linear import Owed, settle
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Slice
 from terapipe.runtime.clock import Clock, Mark
@@ -28,12 +30,13 @@ class Executor:
         self, stages: Mapping[int, Stage], schedule: Schedule, transport: Transport, dtype: torch.dtype
     ) -> None:
         self._stages, self._plan, self._transport, self._dtype = stages, schedule.plan, transport, dtype
-        self._actions = schedule.ranks[transport.rank]
-        self._forwards = schedule.forward_only().ranks[transport.rank]
+        self._runs = _runs(schedule.ranks[transport.rank])
+        self._forward_runs = _runs(schedule.forward_only().ranks[transport.rank])
         self._last_stage = schedule.plan.num_stages - 1
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.I: self._backward,
             Op.SEND_F: self._send_output,
             Op.SEND_B: self._send_gradient,
             Op.RECV_F: self._receive,
@@ -50,6 +53,7 @@ class Executor:
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._gradients: dict[Key, Tensor] = {}
+        self._owed: dict[Key, list[Owed]] = {}
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
         self.at: Action | None = None
@@ -58,13 +62,18 @@ class Executor:
         """The batch's summed loss times ``scale`` where the last stage is, zero elsewhere; gradients if ``train``."""
         self._reset()
         self._input_ids, self._labels, self._scale, self._train = input_ids, labels, scale, train
-        self._loss = torch.zeros((), dtype=self._dtype, device=self._transport.device)
+        self._loss = torch.zeros(
+            (), dtype=torch.promote_types(self._dtype, torch.float32), device=self._transport.device
+        )
         self._marks.clear()
         self._clock.start()
         with torch.set_grad_enabled(train):
-            for action in self._actions if train else self._forwards:
-                self.at = action
-                self._perform[action.op](action)
+            for run in self._runs if train else self._forward_runs:
+                self.at = run[0]
+                if self.at.op is Op.W:
+                    self._weights(run)
+                else:
+                    self._perform[self.at.op](self.at)
         while self._sent_outputs:
             self._settle(self._sent_outputs.popitem()[1])
         while self._sent_gradients:
@@ -113,16 +122,24 @@ class Executor:
         _, k, s = action
         gradient = self._gradient(k, s)
         start = self._clock.mark()
-        self._caches[k, s.microbatch].begin(s.context, s.length)
+        cache = self._caches[k, s.microbatch]
+        cache.begin(s.context, s.length)
+        cache.defer = action.op is Op.I
         x = self._inputs.pop((k, s))
         # The cache adds what later slices owe to this one's keys and values.
         self._outputs.pop((k, s)).backward(gradient)  # type: ignore[no-untyped-call]
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad
+        self._owed[k, s] = cache.take_owed()
         if s.number == 0:
             self._release(k, s)
         self._marks.append((action, start, self._clock.mark()))
+
+    def _weights(self, run: tuple[Action, ...]) -> None:
+        start = self._clock.mark()
+        settle(owed for _, k, s in run for owed in self._owed.pop((k, s)))
+        self._marks.append((run[-1], start, self._clock.mark()))
 
     def _input(self, k: int, s: Slice) -> Tensor:
         if k == 0:
@@ -193,3 +210,10 @@ class Executor:
 
     def _release(self, k: int, s: Slice) -> None:
         self._spare.setdefault((k, s.size), []).append(self._caches.pop((k, s.microbatch)))
+
+
+def _runs(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
+    """The actions one by one, except that weight halves that follow each other on one stage are done together."""
+    numbered = enumerate(actions)
+    key = lambda item: (item[1].stage, -1) if item[1].op is Op.W else item  # noqa: E731
+    return [tuple(action for _, action in group) for _, group in groupby(numbered, key)]

@@ -160,7 +160,7 @@ class Pipeline:
         count = (labels != IGNORE).sum()
         if not count:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return 1.0 / count.to(self._dtype)
+        return 1.0 / count.to(torch.promote_types(self._dtype, torch.float32))
 
     def _sum_tied_gradients(self) -> None:
         if not self._tied:

@@ -57,7 +57,8 @@ class Transport:
         store: Store | None = None
         if mesh is not None or ensure_process_group(device):
             ranks = mesh.mesh.tolist() if mesh is not None else list(range(dist.get_world_size()))
-            self._group = dist.new_group(ranks, timeout=self._span, use_local_synchronization=True)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            self._group = dist.new_group(ranks, self._span, backend, use_local_synchronization=True)
             self.rank, self.size = dist.get_rank(self._group), len(ranks)
             store = PrefixStore("terapipe/failures", self._group.get_group_store())
         self._board = Board(store, self.size)

@@ -21,6 +21,12 @@ def terapipe(plan: Plan) -> Schedule:
     return _flush(plan)
 
 
+def terapipe_deferred(plan: Plan) -> Schedule:
+    """As ``terapipe``, but backwards are split: first all input halves, which other ranks wait for, then all weight
+    halves, with which the later ranks fill their drain."""
+    return _flush(plan, deferred=True)
+
+
 def one_f_one_b(plan: Plan) -> Schedule:
     """One forward, one backward in turn, over whole microbatches (DAPPLE, DeepSpeed, Megatron-LM)."""
     _refuse_slices(plan, "1f1b", instead="terapipe-1f1b")
@@ -71,6 +77,7 @@ ORDERS: dict[str, Order] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "terapipe": terapipe,
+    "terapipe-deferred": terapipe_deferred,
     "terapipe-1f1b": terapipe_one_f_one_b,
     "interleaved": interleaved,
 }
@@ -91,12 +98,13 @@ def _refuse_slices(plan: Plan, name: str, instead: str) -> None:
         raise ValueError(f"order '{name}' takes one slice per microbatch, got {counts}; use order '{instead}'")
 
 
-def _flush(plan: Plan) -> Schedule:
+def _flush(plan: Plan, deferred: bool = False) -> Schedule:
     """With several chunks per rank, chunk after chunk: breadth first."""
+    halves = (Op.I, Op.W) if deferred else (Op.B,)
     ranks = []
     for rank in range(plan.num_ranks):
         forwards = [Action(Op.F, k, s) for k in plan.stages_of(rank) for s in plan.slices]
-        ranks.append(forwards + [Action(Op.B, k, s) for _, k, s in reversed(forwards)])
+        ranks.append(forwards + [Action(op, k, s) for op in halves for _, k, s in reversed(forwards)])
     return with_transfers(plan, ranks)
 
 

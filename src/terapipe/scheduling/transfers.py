@@ -90,14 +90,15 @@ def _merge(plan: Plan, rank: int, computations: list[Action], transfers: Sequenc
     place = {settles(action): i for i, action in enumerate(computations)}
     consumer = _consumers(plan, computations)
     mine = [end for send in transfers for end in (send, counterpart(send)) if plan.rank_of(end.stage) == rank]
-    # No computation may come before a receive that it needs, even one that is late in the order of transfers.
-    limits = [len(computations)] * (len(mine) + 1)
+    # A receive must come before what needs it, and must not hold up a send that follows it in the order of transfers.
+    latest = [len(computations)] * (len(mine) + 1)
     for j in range(len(mine) - 1, -1, -1):
-        limits[j] = min(limits[j + 1], len(computations) if mine[j].op in SENDS else place[consumer(mine[j])])
+        last = place[_producer(mine[j], plan)] + 1 if mine[j].op in SENDS else place[consumer(mine[j])]
+        latest[j] = min(latest[j + 1], last)
     merged: list[Action] = []
     emitted = 0
     for j, end in enumerate(mine):
-        upto = place[_producer(end, plan)] + 1 if end.op in SENDS else min(place[consumer(end)] - AHEAD, limits[j])
+        upto = latest[j] if end.op in SENDS else min(latest[j], place[consumer(end)] - AHEAD)
         if upto > emitted:
             merged += computations[emitted:upto]
             emitted = upto
