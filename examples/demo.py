@@ -68,8 +68,8 @@ class Demo:
     def run(self) -> None:
         million = CONFIG.parameters / 1e6
         self.console.print(
-            f"A GPT of {million:.1f} million parameters, {CONFIG.layers} layers over {STAGES} processes, "
-            f"1 sequence of {TOKENS} tokens per step,\ncut into slices of {list(TERAPIPE.lengths[0])} tokens.\n"
+            f"A GPT of {million:.1f} million parameters, {CONFIG.layers} layers over {STAGES} processes;\n"
+            f"each step one sequence of {TOKENS} tokens, in slices of {list(TERAPIPE.lengths[0])}.\n"
         )
         error = self.check()
         losses = self.train()
@@ -107,6 +107,7 @@ class Demo:
     def train(self) -> list[float]:
         pipe = self.terapipe
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
         losses: list[float] = []
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
         with Progress(*columns, TimeRemainingColumn(), console=self.console) as progress:
@@ -115,11 +116,13 @@ class Demo:
                 losses.append(pipe.step(*self.sequence(step)).item())
                 pipe.clip_grad_norm_(1.0)
                 optimizer.step()
+                warmup.step()
                 optimizer.zero_grad()
                 progress.update(task, advance=1, loss=f"loss {losses[-1]:.3f}")
                 if not self.console.is_terminal and step % 10 == 9:
                     self.console.print(f"step {step + 1:3d}  loss {losses[-1]:.3f}")
-        self.console.print(f"Loss: {losses[0]:.3f} -> [bold]{losses[-1]:.3f}[/] in {STEPS} steps\n")
+        late = sum(losses[-10:]) / 10
+        self.console.print(f"Loss: {losses[0]:.3f} -> [bold]{late:.3f}[/] in {STEPS} steps (mean of the last ten)\n")
         return losses
 
     def race(self) -> dict[str, tuple[float, Timeline]]:
@@ -144,14 +147,15 @@ class Demo:
             for name, t in seconds.items()
         ]
         header = ("order", "best step", "idle", "speed-up")
-        table = Table(*header, title=f"The same step, measured in turns, best of {ROUNDS}", title_justify="left")
+        self.console.print(f"The same step, measured in turns, best of {ROUNDS}:")
+        table = Table(*header)
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
         scale = max(t.makespan for t in timelines.values())
         for name, timeline in timelines.items():
             self.console.print(f"\n{name}: forwards are digits, backwards letters, idle time dots", highlight=False)
-            self.console.print(text.draw(timeline, 100, scale), highlight=False)
+            self.console.print(text.draw(timeline, min(100, self.console.width - 10), scale), highlight=False)
         if self.terapipe.is_first:
             lead = (
                 f"One sequence of {TOKENS} tokens on {STAGES} stages: TeraPipe is {speedup:.2f} times as fast as GPipe."
@@ -164,6 +168,7 @@ class Demo:
                 ("Exactness", proof),
             ]
             html.write(REPORT, html.page("terapipe demo", lead, sections))
+            html.write(REPORT.with_name("timeline.svg"), svg.timelines(timelines))
 
 
 def _timed(action: Callable[[], object]) -> float:

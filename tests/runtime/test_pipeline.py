@@ -1,10 +1,12 @@
 """What a user calls: step, evaluate, norms, accumulation, and what is said when something does not fit."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from terapipe import GPT, Op, Pipeline, Plan, Timeline
 from terapipe.modeling.stage import IGNORE
@@ -164,6 +166,45 @@ def other_plans(lengths: list[tuple[int, ...]]) -> str:
 def test_ranks_must_agree_on_the_plan(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(2)(other_plans, [(4, 4), (5, 3)])
     assert answers == ["all ranks must have the same plan, ranks [1] have another than rank 0"] * 2
+
+
+def on_mesh() -> tuple[float, dict[str, Tensor]]:
+    """Two pipelines of two ranks side by side."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    with pytest.raises(ValueError, match="one dimension of a mesh, got 2"):
+        Pipeline(make_model(TINY), PLAN, mesh=mesh)
+    pipe = Pipeline(make_model(TINY), PLAN, mesh=mesh["pipe"], timeout=20.0)
+    loss = pipe.step(*batch(seed=mesh["data"].get_local_rank()))
+    return loss.item(), {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def test_a_pipeline_may_be_one_dimension_of_a_mesh(ranks: Callable[[int], Ranks]) -> None:
+    found = ranks(4)(on_mesh)
+    assert worst_error(truth(seed=0), found[:2], TINY) < 1e-12
+    assert worst_error(truth(seed=1), found[2:], TINY) < 1e-12
+
+
+def test_the_logits_of_no_two_slices_exist_together() -> None:
+    config = variant(vocab=997)
+    alive: Counter[int] = Counter()
+    most = 0
+
+    class Held:
+        def __init__(self, x: Tensor) -> None:
+            nonlocal most
+            self.x = x
+            if x.shape[-1] == config.vocab and x.dim() == 2:
+                alive[x.data_ptr()] += len(x)
+                most = max(most, sum(alive.values()))
+
+        def __del__(self) -> None:
+            if self.x.data_ptr() in alive:
+                del alive[self.x.data_ptr()]
+
+    pipe = Pipeline(GPT(config), Plan((1,), ((8, 8, 8, 8),), (0, 4)))
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
+        pipe.step(*make_batch(config, 1, 32, ignored=False))
+    assert 0 < most <= 2 * 8, "one slice's logits and their softmax, not four slices'"
 
 
 def trained(plan: Plan, steps: int) -> tuple[list[float], float]:
