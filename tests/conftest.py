@@ -1,11 +1,17 @@
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)
+# CI sees the same examples every time; a developer's runs go on looking for others.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
