@@ -47,10 +47,6 @@ class KeyValueStore:
             room = self._tensors[name] = like.new_empty(batch, heads, tokens, size)
         return room
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._tensors.values())
-
 
 class SliceCache:
     """What a stage keeps of one microbatch from slice to slice: one store for each attention layer.
@@ -81,10 +77,6 @@ class SliceCache:
 
     def store(self, layer: int) -> KeyValueStore:
         return self._stores.setdefault(layer, KeyValueStore())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores.values())
 
 
 def attend(
