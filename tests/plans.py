@@ -19,7 +19,7 @@ def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_sl
     sliced = order not in ("gpipe", "1f1b")
     lengths = tuple(draw(slicings(tokens, max_slices)) if sliced else (tokens,) for _ in range(microbatches))
     sizes = tuple(draw(st.lists(st.integers(1, 2), min_size=microbatches, max_size=microbatches)))
-    return Plan(sizes, lengths, boundaries, order, chunks)
+    return Plan(sizes, lengths, boundaries, order, chunks, draw(st.booleans()))
 
 
 @st.composite

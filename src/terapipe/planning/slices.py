@@ -33,7 +33,8 @@ class Plan:
     """All that the ranks must agree on; everything else is derived from it.
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and lives on rank ``k % num_ranks``, so that
-    with ``chunks`` > 1 every rank holds that many stages, spread over the model.
+    with ``chunks`` > 1 every rank holds that many stages, spread over the model. With ``recompute`` a slice keeps only
+    its input from forward to backward, and the backward begins with the forward again.
     """
 
     sizes: tuple[int, ...]
@@ -41,6 +42,7 @@ class Plan:
     boundaries: tuple[int, ...]
     order: str = "terapipe"
     chunks: int = 1
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", _whole_numbers("sizes", self.sizes))
@@ -49,6 +51,8 @@ class Plan:
         object.__setattr__(self, "boundaries", _whole_numbers("boundaries", self.boundaries, least=0))
         self._check_batch()
         self._check_stages()
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"recompute must be true or false, got {self.recompute!r}")
 
     def _check_batch(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.lengths):
@@ -87,6 +91,7 @@ class Plan:
         microbatch: int = 1,
         order: str = "terapipe",
         chunks: int = 1,
+        recompute: bool = False,
     ) -> Self:
         """Microbatches of ``microbatch`` sequences, each cut into ``slices`` slices, their lengths as even as can be.
 
@@ -100,7 +105,7 @@ class Plan:
         sizes = [min(microbatch, batch - row) for row in range(0, batch, microbatch)]
         short, longer = divmod(tokens, slices)
         lengths = (short + 1,) * longer + (short,) * (slices - longer)
-        return cls(tuple(sizes), (lengths,) * len(sizes), tuple(boundaries), order, chunks)
+        return cls(tuple(sizes), (lengths,) * len(sizes), tuple(boundaries), order, chunks, recompute)
 
     @property
     def batch(self) -> int:
@@ -153,6 +158,7 @@ class Plan:
             "format": FORMAT,
             "order": self.order,
             "chunks": self.chunks,
+            "recompute": self.recompute,
             "boundaries": list(self.boundaries),
             "sizes": list(self.sizes),
             "lengths": [list(row) for row in self.lengths],
@@ -168,7 +174,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        keys = {"format", "order", "chunks", "boundaries", "sizes", "lengths"}
+        keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
         if not isinstance(data, Mapping) or set(data) != keys:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {found}")
@@ -178,7 +184,8 @@ class Plan:
             )
         if not isinstance(data["order"], str):
             raise ValueError(f"order must be the name of an order, got {data['order']!r}")
-        return cls(data["sizes"], data["lengths"], data["boundaries"], data["order"], data["chunks"])
+        cuts = data["sizes"], data["lengths"], data["boundaries"]
+        return cls(*cuts, data["order"], data["chunks"], data["recompute"])
 
 
 def _sequence(name: str, values: Any) -> Sequence[Any]:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class Executor:
         }
         self._spare: dict[tuple[int, int], list[SliceCache]] = {}
         self._clock = Clock(transport.device)
-        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._marks: list[tuple[tuple[Action, ...], Mark, Mark]] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -84,7 +84,14 @@ class Executor:
     def events(self) -> list[Event]:
         """What this rank computed in the last run, and when."""
         rank, seconds = self._transport.rank, self._clock.seconds
-        return [Event(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks]
+        found = []
+        for run, start, end in self._marks:
+            # Weight halves are done together, weight by weight: each gets its tokens' share of the time.
+            tokens = list(accumulate((a.slice.size * a.slice.length for a in run), initial=0))
+            unit = (seconds(end) - seconds(start)) / tokens[-1]
+            for action, (before, after) in zip(run, pairwise(tokens), strict=True):
+                found.append(Event(rank, action, seconds(start) + before * unit, seconds(start) + after * unit))
+        return found
 
     # Computations
 
@@ -94,16 +101,17 @@ class Executor:
         start = self._clock.mark()
         cache = self._cache(k, s)
         cache.begin(s.context, s.length)
-        out = self._stages[k](x, cache)
+        with torch.set_grad_enabled(self._train and not self._plan.recompute):
+            out = self._stages[k](x, cache)
         if k == self._last_stage:
             self._finish(k, s, out)
         if self._train:
-            self._inputs[k, s], self._outputs[k, s] = x, out
-        elif k < self._last_stage:
+            self._inputs[k, s] = x
+        if k < self._last_stage or (self._train and not self._plan.recompute):
             self._outputs[k, s] = out
         if not self._train and s.end == self._plan.tokens:
             self._release(k, s)
-        self._marks.append((action, start, self._clock.mark()))
+        self._marks.append(((action,), start, self._clock.mark()))
 
     def _finish(self, k: int, s: Slice, out: Tensor) -> None:
         """The loss, and at once its gradient: nobody has to be waited for, and the logits of one slice are gone
@@ -126,20 +134,24 @@ class Executor:
         cache.begin(s.context, s.length)
         cache.defer = action.op is Op.I
         x = self._inputs.pop((k, s))
+        out = self._outputs.pop((k, s), None)
+        if self._plan.recompute:  # writes the same keys and values to the cache again
+            out = self._stages[k](x, cache)
+        assert out is not None
         # The cache adds what later slices owe to this one's keys and values.
-        self._outputs.pop((k, s)).backward(gradient)  # type: ignore[no-untyped-call]
+        out.backward(gradient)  # type: ignore[no-untyped-call]
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad
         self._owed[k, s] = cache.take_owed()
         if s.number == 0:
             self._release(k, s)
-        self._marks.append((action, start, self._clock.mark()))
+        self._marks.append(((action,), start, self._clock.mark()))
 
     def _weights(self, run: tuple[Action, ...]) -> None:
         start = self._clock.mark()
         settle(owed for _, k, s in run for owed in self._owed.pop((k, s)))
-        self._marks.append((run[-1], start, self._clock.mark()))
+        self._marks.append((run, start, self._clock.mark()))
 
     def _input(self, k: int, s: Slice) -> Tensor:
         if k == 0:

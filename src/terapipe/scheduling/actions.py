@@ -10,6 +10,8 @@ from terapipe.planning.slices import Plan, Slice
 
 
 class Op(StrEnum):
+    __hash__ = str.__hash__  # Enum's own is slow, and actions are keys in every hot loop
+
     F = "F"  # forward
     B = "B"  # backward, whole
     I = "I"  # its input half: the gradient that the stage before waits for
@@ -51,37 +53,46 @@ class Action(NamedTuple):
             ) from None
 
 
+class Need(NamedTuple):
+    """An action that another waits for, by its place relative to the waiting one. Outside the plan it is no need."""
+
+    op: Op
+    stage: int = 0
+    slice: int = 0  # of the same microbatch
+
+
+_BACKWARD = (Need(Op.F), Need(Op.B, stage=+1), Need(Op.B, slice=+1))
+
+# The rule of precedence, the only statement of it. The needs of other slices are all that is special about cutting a
+# sequence along its tokens: the keys and values of earlier slices, and the gradients that later ones left on them.
+# Who waits for a backward waits for B; where it is split, I stands for it.
+NEEDS: dict[Op, tuple[Need, ...]] = {
+    Op.F: (Need(Op.F, stage=-1), Need(Op.F, slice=-1)),
+    Op.B: _BACKWARD,
+    Op.I: _BACKWARD,
+    Op.W: (Need(Op.B),),
+    Op.SEND_F: (Need(Op.F),),
+    Op.SEND_B: (Need(Op.B),),
+    Op.RECV_F: (Need(Op.SEND_F, stage=-1),),
+    Op.RECV_B: (Need(Op.SEND_B, stage=+1),),
+}
+ARRIVAL = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}  # what a computation waits for if the need is computed on another rank
+
+
 def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
-    """What ``action`` waits for. Who waits for a backward waits for ``B``; where it is split, ``I`` stands for it.
-
-    The two clauses marked (*) are all that is special about cutting a sequence along its tokens.
-    """
+    """What ``action`` waits for: ``NEEDS``, at its place."""
     op, k, s = action
-    if op is Op.F:
-        needs = [_arrival_of_input(k, s, plan)] if k > 0 else []
-        if s.number > 0:  # (*) its keys and values
-            needs.append(Action(Op.F, k, plan.grid[s.microbatch][s.number - 1]))
-        return tuple(needs)
-    if op is Op.B or op is Op.I:
-        needs = [Action(Op.F, k, s)]
-        if k < plan.num_stages - 1:
-            needs.append(_arrival_of_gradient(k, s, plan))
-        if s.number < len(plan.grid[s.microbatch]) - 1:  # (*) gradients of its keys and values
-            needs.append(Action(Op.B, k, plan.grid[s.microbatch][s.number + 1]))
-        return tuple(needs)
-    if op is Op.W or op is Op.SEND_B:
-        return (Action(Op.B, k, s),)
-    if op is Op.SEND_F:
-        return (Action(Op.F, k, s),)
-    return (counterpart(action),)  # a receive waits for its send
-
-
-def _arrival_of_input(k: int, s: Slice, plan: Plan) -> Action:
-    return Action(Op.RECV_F, k, s) if plan.rank_of(k) != plan.rank_of(k - 1) else Action(Op.F, k - 1, s)
-
-
-def _arrival_of_gradient(k: int, s: Slice, plan: Plan) -> Action:
-    return Action(Op.RECV_B, k, s) if plan.rank_of(k) != plan.rank_of(k + 1) else Action(Op.B, k + 1, s)
+    row = plan.grid[s.microbatch]
+    found = []
+    for need in NEEDS[op]:
+        stage, number = k + need.stage, s.number + need.slice
+        if not (0 <= stage < plan.num_stages and 0 <= number < len(row)):
+            continue
+        if op in COMPUTE and need.stage and plan.rank_of(stage) != plan.rank_of(k):
+            found.append(Action(ARRIVAL[need.op], k, s))
+        else:
+            found.append(Action(need.op, stage, row[number]))
+    return tuple(found)
 
 
 def counterpart(transfer: Action) -> Action:

@@ -1,4 +1,4 @@
-"""Orders: pure functions that turn a Plan into a Schedule. All speak of the same actions; only their order differs."""
+"""Orders: pure functions from a Plan to what each rank computes. The actions are the same; only their order differs."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -7,33 +7,34 @@ from terapipe.planning.slices import Plan, Slice
 from terapipe.scheduling.actions import Action, Op, Schedule
 from terapipe.scheduling.transfers import with_transfers
 
-Order = Callable[[Plan], Schedule]
+Computations = list[list[Action]]  # for each rank, in order
+Order = Callable[[Plan], Computations]
 
 
-def gpipe(plan: Plan) -> Schedule:
+def gpipe(plan: Plan) -> Computations:
     """All forwards, then all backwards in reverse, over whole microbatches (Huang et al., 2019)."""
     _refuse_slices(plan, "gpipe", instead="terapipe")
     return _flush(plan)
 
 
-def terapipe(plan: Plan) -> Schedule:
+def terapipe(plan: Plan) -> Computations:
     """All forwards, then all backwards in reverse, over slices: the schedule of the TeraPipe paper."""
     return _flush(plan)
 
 
-def terapipe_deferred(plan: Plan) -> Schedule:
+def terapipe_deferred(plan: Plan) -> Computations:
     """As ``terapipe``, but backwards are split: first all input halves, which other ranks wait for, then all weight
     halves, with which the later ranks fill their drain."""
     return _flush(plan, deferred=True)
 
 
-def one_f_one_b(plan: Plan) -> Schedule:
+def one_f_one_b(plan: Plan) -> Computations:
     """One forward, one backward in turn, over whole microbatches (DAPPLE, DeepSpeed, Megatron-LM)."""
     _refuse_slices(plan, "1f1b", instead="terapipe-1f1b")
     return terapipe_one_f_one_b(plan)
 
 
-def terapipe_one_f_one_b(plan: Plan) -> Schedule:
+def terapipe_one_f_one_b(plan: Plan) -> Computations:
     """1F1B over slices: microbatches first in, first out; the slices inside one last in, first out."""
     if plan.chunks > 1:
         raise ValueError(f"1F1B orders hold one chunk of layers per rank, got {plan.chunks}; use order 'interleaved'")
@@ -46,10 +47,10 @@ def terapipe_one_f_one_b(plan: Plan) -> Schedule:
         ranks.append(
             _alternate([Action(Op.F, rank, s) for s in plan.slices], [Action(Op.B, rank, s) for s in backwards], before)
         )
-    return with_transfers(plan, ranks)
+    return ranks
 
 
-def interleaved(plan: Plan) -> Schedule:
+def interleaved(plan: Plan) -> Computations:
     """1F1B with several chunks of layers per rank, over slices or whole microbatches (Narayanan et al., 2021).
 
     Work goes round in groups of as many slices as there are ranks. The last group is filled up with phantoms that are
@@ -70,7 +71,7 @@ def interleaved(plan: Plan) -> Schedule:
         f = [Action(Op.F, stage[c], s) if s else None for c, s in forwards]
         b = [Action(Op.B, stage[c], s) if s else None for c, s in backwards]
         ranks.append(_alternate(f, b, [n + lead for n in needed]))
-    return with_transfers(plan, ranks)
+    return ranks
 
 
 ORDERS: dict[str, Order] = {
@@ -83,13 +84,18 @@ ORDERS: dict[str, Order] = {
 }
 
 
-def schedule(plan: Plan) -> Schedule:
-    """The Schedule of the plan's own order."""
+def computations(plan: Plan) -> Computations:
+    """What each rank computes, in the plan's own order."""
     try:
         order = ORDERS[plan.order]
     except KeyError:
         raise ValueError(f"unknown order {plan.order!r}; the orders are {', '.join(ORDERS)}") from None
     return order(plan)
+
+
+def schedule(plan: Plan) -> Schedule:
+    """The Schedule of the plan's own order, transfers included."""
+    return with_transfers(plan, computations(plan))
 
 
 def _refuse_slices(plan: Plan, name: str, instead: str) -> None:
@@ -98,14 +104,14 @@ def _refuse_slices(plan: Plan, name: str, instead: str) -> None:
         raise ValueError(f"order '{name}' takes one slice per microbatch, got {counts}; use order '{instead}'")
 
 
-def _flush(plan: Plan, deferred: bool = False) -> Schedule:
+def _flush(plan: Plan, deferred: bool = False) -> Computations:
     """With several chunks per rank, chunk after chunk: breadth first."""
     halves = (Op.I, Op.W) if deferred else (Op.B,)
     ranks = []
     for rank in range(plan.num_ranks):
         forwards = [Action(Op.F, k, s) for k in plan.stages_of(rank) for s in plan.slices]
         ranks.append(forwards + [Action(op, k, s) for op in halves for _, k, s in reversed(forwards)])
-    return with_transfers(plan, ranks)
+    return ranks
 
 
 def _backward_order(plan: Plan) -> list[Slice]:

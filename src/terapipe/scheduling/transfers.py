@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import (
-    COMPUTE,
     SENDS,
     Action,
     Op,
@@ -14,6 +13,7 @@ from terapipe.scheduling.actions import (
     required,
     settles,
 )
+from terapipe.scheduling.program import compiled, run
 
 AHEAD = 2  # a receive is posted this many computations before the one that needs it, if its turn has come
 
@@ -27,47 +27,25 @@ def with_transfers(plan: Plan, computations: Lists) -> Schedule:
     send right after what produces it, a receive as early as ``AHEAD`` permits. So neighbours list what they share
     alike, and a run in which every transfer blocks both ends still gets through.
     """
-    finish = ideal_finish(plan, computations)
-    transfers = sorted(_transfers(plan, computations), key=lambda send: (finish[_producer(send, plan)], send))
-    return Schedule(plan, tuple(_merge(plan, rank, list(c), transfers) for rank, c in enumerate(computations)))
+    finish = _ideal_finish(plan, computations)
+    sends = sorted(_sends(plan, computations), key=lambda send: (finish[_producer(send, plan)], send))
+    ends: list[list[Action]] = [[] for _ in computations]
+    for send in sends:
+        for end in (send, counterpart(send)):
+            ends[plan.rank_of(end.stage)].append(end)
+    return Schedule(plan, tuple(_merge(plan, list(c), e) for c, e in zip(computations, ends, strict=True)))
 
 
-def ideal_finish(plan: Plan, computations: Lists) -> dict[Action, int]:
+def _ideal_finish(plan: Plan, computations: Lists) -> dict[Action, float]:
     """When each computation ends if a forward takes its number of tokens, a backward twice that, a transfer nothing."""
-    finish: dict[Action, int] = {}
-    clock, at = [0] * len(computations), [0] * len(computations)
-    waiting: dict[Action, list[int]] = {}
-    runnable = list(range(len(computations)))
-    while runnable:
-        rank = runnable.pop()
-        while at[rank] < len(computations[rank]):
-            action = computations[rank][at[rank]]
-            needs = list(_computed_needs(action, plan))
-            missing = next((need for need in needs if need not in finish), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            start = max([clock[rank]] + [finish[need] for need in needs])
-            clock[rank] = finish[settles(action)] = (
-                start + _DURATION[action.op] * action.slice.size * action.slice.length
-            )
-            at[rank] += 1
-            runnable += waiting.pop(settles(action), [])
-    stuck = [f"rank {r} at {c[i]}" for r, (c, i) in enumerate(zip(computations, at, strict=True)) if i < len(c)]
-    if stuck:
-        raise ValueError("these computations wait for each other in a circle: " + "; ".join(stuck))
-    return finish
+    program = compiled(plan, computations)
+    placed = list(zip(program.ops, program.stages, [plan.slices[i] for i in program.slices], strict=True))
+    seconds = [float(_DURATION[op] * s.size * s.length) for op, _, s in placed]
+    times = run(program, seconds, [0.0] * len(seconds), overlapped=True)
+    return {settles(Action(*place)): end for place, end in zip(placed, times.ends, strict=True)}
 
 
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-
-
-def _computed_needs(action: Action, plan: Plan) -> Iterator[Action]:
-    """Its dependencies, with each transfer replaced by the computation that produces what is sent."""
-    for need in dependencies(action, plan):
-        while need.op not in COMPUTE:
-            (need,) = dependencies(need, plan)
-        yield need
 
 
 def _producer(send: Action, plan: Plan) -> Action:
@@ -75,7 +53,7 @@ def _producer(send: Action, plan: Plan) -> Action:
     return need
 
 
-def _transfers(plan: Plan, computations: Lists) -> Iterator[Action]:
+def _sends(plan: Plan, computations: Lists) -> Iterator[Action]:
     """One send for every transfer that these computations call for."""
     done = {settles(action) for actions in computations for action in actions}
     for k in range(plan.num_stages):
@@ -85,11 +63,10 @@ def _transfers(plan: Plan, computations: Lists) -> Iterator[Action]:
                     yield action
 
 
-def _merge(plan: Plan, rank: int, computations: list[Action], transfers: Sequence[Action]) -> tuple[Action, ...]:
+def _merge(plan: Plan, computations: list[Action], mine: list[Action]) -> tuple[Action, ...]:
     """One rank's list: its computations and its ends of the transfers, both in their given order."""
     place = {settles(action): i for i, action in enumerate(computations)}
     consumer = _consumers(plan, computations)
-    mine = [end for send in transfers for end in (send, counterpart(send)) if plan.rank_of(end.stage) == rank]
     # A receive must come before what needs it, and must not hold up a send that follows it in the order of transfers.
     latest = [len(computations)] * (len(mine) + 1)
     for j in range(len(mine) - 1, -1, -1):

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 
+from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import (
     COMPUTE,
     SENDS,
@@ -45,19 +45,24 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_alike(schedule: Schedule) -> None:
-    for a, b in combinations(range(len(schedule.ranks)), 2):
-        ours = [t for t in schedule.ranks[a] if _peer(t, schedule) == b]
-        theirs = [counterpart(t) for t in schedule.ranks[b] if _peer(t, schedule) == a]
-        for mine, other in zip(ours, theirs, strict=False):  # as many on both sides: both are complete
-            if mine != other:
-                raise ValueError(
-                    f"neighbours must list their shared transfers in the same order: where rank {a} has {mine}, "
-                    f"rank {b} has {counterpart(other)}"
-                )
+    shared = [_by_peer(actions, schedule.plan) for actions in schedule.ranks]
+    for a, peers in enumerate(shared):
+        for b in (peer for peer in peers if peer > a):
+            for mine, theirs in zip(peers[b], shared[b][a], strict=True):  # as many: both are complete
+                if mine != counterpart(theirs):
+                    raise ValueError(
+                        f"neighbours must list their shared transfers in the same order: where rank {a} has {mine}, "
+                        f"rank {b} has {theirs}"
+                    )
 
 
-def _peer(action: Action, schedule: Schedule) -> int | None:
-    return None if action.op in COMPUTE else schedule.plan.rank_of(counterpart(action).stage)
+def _by_peer(actions: Sequence[Action], plan: Plan) -> dict[int, list[Action]]:
+    """One rank's transfers, by the rank at their other end."""
+    peers: dict[int, list[Action]] = {}
+    for action in actions:
+        if action.op not in COMPUTE:
+            peers.setdefault(plan.rank_of(counterpart(action).stage), []).append(action)
+    return peers
 
 
 def _check_progress(schedule: Schedule) -> None:

@@ -1,0 +1,120 @@
+"""Seconds from first principles: the shape of a model, a description of the hardware, a layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.hardware import Cluster, Link
+from terapipe.planning.layout import Layout
+from terapipe.planning.memory import parameters
+from terapipe.presets import GPTConfig
+
+
+@dataclass(frozen=True)
+class AnalyticCost:
+    """A layer takes a fixed time beside its arithmetic, or the time to read its weights where that is longer.
+
+    Devices are numbered tensor innermost, then pipe, then data, so a tensor group lies inside a host. ``ends`` says
+    whether embedding, head and loss count.
+    """
+
+    config: GPTConfig
+    cluster: Cluster
+    layout: Layout
+    recompute: bool = False
+    ends: bool = True
+
+    @property
+    def overlapped(self) -> bool:
+        return self.cluster.host.overlapped
+
+    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        return part.layers * self._layer(size, length, context) + self._ends(part, size, length)
+
+    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        again = self._layer(size, length, context) if self.recompute else 0.0
+        device = self.cluster.host.device
+        # Twice the products; and weights are read again, their gradients read, added to and written.
+        arithmetic = 2 * self._flops(size, length, context) / device.rate
+        moved = 3 * self._weight_bytes / device.bandwidth
+        busy = 2 * device.layer_overhead + np.maximum(arithmetic, moved)
+        layer = np.maximum(2 * device.layer_least, busy) + self._all_reduces(size, length)
+        return np.asarray(part.layers * (layer + again), dtype=np.float64)
+
+    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        device = self.cluster.host.device
+        flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tensor
+        moved = 2 * self._weight_bytes / device.bandwidth
+        return np.asarray(part.layers * np.maximum(flops / device.rate, moved), dtype=np.float64)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
+        link = self._link(source * self.layout.tensor, target * self.layout.tensor)
+        return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
+
+    def once(self, held: Sequence[Part]) -> float:
+        device = self.cluster.host.device
+        count = parameters(self.config, held) / self.layout.tensor if self.ends else self._layer_parameters(held)
+        optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
+        return optimizer + self._reduction(count)
+
+    # One layer
+
+    @property
+    def _weight_bytes(self) -> float:
+        return self.config.layer_parameters * self.cluster.host.device.element / self.layout.tensor
+
+    def _layer_parameters(self, held: Sequence[Part]) -> float:
+        return sum(part.layers for part in held) * self.config.layer_parameters / self.layout.tensor
+
+    def _flops(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Multiply-adds, counted twice, of one layer's forward on one device."""
+        tokens = np.multiply(size, length)
+        seen = np.add(context, np.multiply(length, 0.5 if self.cluster.host.device.causal else 1.0))
+        linear = 2.0 * tokens * self.config.layer_parameters
+        return np.asarray((linear + 4.0 * tokens * seen * self.config.hidden) / self.layout.tensor, dtype=np.float64)
+
+    def _layer(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        device = self.cluster.host.device
+        arithmetic = self._flops(size, length, context) / device.rate
+        busy = device.layer_overhead + np.maximum(arithmetic, self._weight_bytes / device.bandwidth)
+        return np.asarray(np.maximum(device.layer_least, busy) + self._all_reduces(size, length), dtype=np.float64)
+
+    def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:
+        """Two in each direction: after attention and after the feed-forward layer."""
+        t = self.layout.tensor
+        if t == 1:
+            return 0.0
+        link = self._link(0, t - 1)
+        nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
+        return np.asarray(2 * (link.latency + 2 * (t - 1) / t * nbytes / link.bandwidth), dtype=np.float64)
+
+    def _ends(self, part: Part, size: Numbers, length: Numbers) -> Array | float:
+        """The embedding only moves memory; head and loss are three products, forward and backward at once."""
+        if not self.ends:
+            return 0.0
+        device, tokens = self.cluster.host.device, np.multiply(size, length) * 1.0
+        embedding = 3.0 * tokens * self.config.hidden * device.element / device.bandwidth if part.first else 0.0
+        if not part.last:
+            return np.asarray(embedding, dtype=np.float64)
+        head = 3 * self.config.head_flops(1) * tokens / self.layout.tensor / device.rate
+        return np.asarray(embedding + head + 3 * device.layer_overhead, dtype=np.float64)
+
+    # Links
+
+    def _link(self, a: int, b: int) -> Link:
+        host = self.cluster.host
+        return host.inside if a // host.devices == b // host.devices else host.outside
+
+    def _reduction(self, count: float) -> float:
+        """All replicas sum their gradients, in float32, round a ring; the devices of a host share its card."""
+        d = self.layout.data
+        if d == 1:
+            return 0.0
+        host = self.cluster.host
+        sent = 2 * (d - 1) / d * 4 * count
+        if self.layout.devices <= host.devices:
+            return host.inside.seconds(sent)
+        return host.outside.seconds(sent * host.devices)

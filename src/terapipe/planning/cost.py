@@ -1,0 +1,73 @@
+"""What a cost model answers: how long a slice takes on a stage, and how many bytes it holds there."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Numbers = Array | NDArray[np.int64] | float
+
+
+class Part(NamedTuple):
+    """What a stage holds of the model: so many layers, and perhaps what comes before or after all layers."""
+
+    layers: int
+    first: bool = False  # the embedding
+    last: bool = False  # the final norm, the head and the loss
+
+
+def parts(boundaries: Sequence[int]) -> tuple[Part, ...]:
+    """The part of every stage."""
+    last = boundaries[-1]
+    return tuple(Part(b - a, a == 0, b == last) for a, b in pairwise(boundaries))
+
+
+class Cost(Protocol):
+    """Seconds. Sizes, lengths and contexts are arrays that broadcast against each other; answers are element-wise."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether a rank computes while it sends; otherwise it first sends, then goes on."""
+
+    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """One slice's forward. On the last stage the loss and its gradient are part of it, as in the executor."""
+
+    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """One slice's whole backward."""
+
+    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        """The half of a backward that nobody waits for: gradients of weights."""
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        """Hidden states of one slice, or their gradient, from one rank of the pipeline to another."""
+
+    def once(self, held: Sequence[Part]) -> float:
+        """What a rank that holds these parts does once per step: reduction over replicas, the optimizer."""
+
+
+class Memory(Protocol):
+    """Bytes on one device."""
+
+    def static(self, part: Part) -> float:
+        """Weights, gradients and optimizer state."""
+
+    def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        """What one slice keeps from its forward to its backward."""
+
+    def owed(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        """What one slice keeps from the input half of its backward to the weight half."""
+
+    def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
+        """Keys, values and their gradients of one microbatch, from its first forward to its last backward."""
+
+    def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+        """What only exists during a forward, and only during a backward."""
+
+
+def round_trip(cost: Cost, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+    """One slice's forward, backward and both its transfers: what the formula of the paper calls t."""
+    transfers = 2 * cost.transfer(0, 1, size, length)
+    return cost.forward(part, size, length, context) + cost.backward(part, size, length, context) + transfers

@@ -1,0 +1,113 @@
+"""Known devices, hosts and clusters: what the analytic cost model needs to know of hardware."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+GB, GIB = 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    bandwidth: float  # bytes per second, one way
+    latency: float  # seconds
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, and how well layers of a transformer use it."""
+
+    peak: float  # floating-point operations per second, in the precision of training
+    achieved: float  # the share of it that large products reach
+    bandwidth: float  # bytes per second of its memory
+    memory: int  # bytes
+    layer_overhead: float  # seconds that a layer's forward takes beside its arithmetic
+    layer_least: float  # seconds below which no layer's forward falls, however short the slice
+    element: int = 2  # bytes of a weight, an activation, a gradient
+    state: int = 12  # bytes of optimizer state for each parameter: float32 copy and Adam's two moments
+    causal: bool = True  # whether attention skips the future; otherwise it computes whole rectangles
+
+    @property
+    def rate(self) -> float:
+        return self.peak * self.achieved
+
+
+@dataclass(frozen=True)
+class Host:
+    device: Device
+    devices: int
+    inside: Link  # between two devices of the host
+    outside: Link  # of the whole host, shared by its devices
+    overlapped: bool = True  # whether devices compute while they send
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str
+    host: Host
+    hosts: int
+
+    @property
+    def devices(self) -> int:
+        return self.host.devices * self.hosts
+
+
+# The constants of the V100 host are those with which the TeraPipe paper's published timings come out: 72 of 125 TFLOPS,
+# 1 ms beside the arithmetic and never below 1.46 ms per layer, transfers not overlapped, attention not causal.
+_V100 = Device(125e12, 0.576, 900 * GB, 16 * GIB, 1.0e-3, 1.46e-3, causal=False)
+# For the others, published peaks and the shares and overheads that well-tuned training reaches; not measured by us.
+_A100 = Device(312e12, 0.60, 2.0e12, 80 * GIB, 0.15e-3, 0.20e-3)
+_A100_40 = Device(312e12, 0.60, 1.55e12, 40 * GIB, 0.15e-3, 0.20e-3)
+_H100 = Device(989e12, 0.50, 3.35e12, 80 * GIB, 0.12e-3, 0.15e-3)
+
+HOSTS: dict[str, Host] = {
+    "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False),
+    "p4d.24xlarge": Host(_A100_40, 8, Link(235 * GB, 8e-6), Link(50 * GB, 20e-6)),
+    "dgx-a100": Host(_A100, 8, Link(235 * GB, 8e-6), Link(200 * GB, 10e-6)),
+    "p5.48xlarge": Host(_H100, 8, Link(360 * GB, 8e-6), Link(400 * GB, 20e-6)),
+    "dgx-h100": Host(_H100, 8, Link(360 * GB, 8e-6), Link(400 * GB, 10e-6)),
+}
+
+
+def cluster(text: str) -> Cluster:
+    """From ``HOST:COUNT``, such as ``p3.16xlarge:48``; ``cpu`` is this machine, calibrated on the spot."""
+    name, _, count = text.partition(":")
+    if name != "cpu" and name not in HOSTS:
+        raise ValueError(f"unknown host {name!r} in cluster {text!r}; the hosts are {', '.join([*HOSTS, 'cpu'])}")
+    try:
+        hosts = int(count or "1")
+    except ValueError:
+        hosts = 0
+    if hosts < 1:
+        raise ValueError(f"a cluster is HOST:COUNT with a count of at least 1, got {text!r}; try {name}:1")
+    return Cluster(f"{name}:{hosts}", this_cpu() if name == "cpu" else HOSTS[name], hosts)
+
+
+@cache
+def this_cpu() -> Host:
+    """This machine as a host whose devices are its cores, calibrated by large products and copies in a second or so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
+    block = np.ones(1 << 24, np.float32)
+    rate = 2 * 1024**3 / _best(lambda: a @ b) / cores
+    bandwidth = 2 * block.nbytes / _best(block.copy)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
+    device = Device(rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, element=4, state=8)
+    link = Link(bandwidth / 6, 50e-6)  # through a socket: several copies
+    return Host(device, cores, link, Link(1.25 * GB, 50e-6))
+
+
+def _best(action: Callable[[], object], rounds: int = 7) -> float:
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

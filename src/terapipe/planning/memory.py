@@ -1,0 +1,69 @@
+"""Bytes from the shape of a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.presets import GPTConfig
+
+
+def parameters(config: GPTConfig, held: Sequence[Part]) -> int:
+    """How many parameters the stages hold; a tied weight counts wherever it lies."""
+    count = sum(part.layers for part in held) * config.layer_parameters
+    embedding = config.vocab * config.hidden
+    if any(part.first for part in held):
+        count += embedding + config.max_tokens * config.hidden
+    if any(part.last for part in held):
+        both = any(part.first for part in held) and config.tied
+        count += 2 * config.hidden + (0 if both else embedding)
+    return count
+
+
+@dataclass(frozen=True)
+class ShapeMemory:
+    """Bytes of a GPT's stage on one device, by what the stage really saves: see ``modeling/gpt.py``."""
+
+    config: GPTConfig
+    element: int = 4
+    state: int = 8
+    tensor: int = 1
+    recompute: bool = False
+
+    def static(self, part: Part) -> float:
+        return parameters(self.config, [part]) / self.tensor * (2 * self.element + self.state)
+
+    def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        # Beside what the layers save: the output until its gradient is back; on the last stage that gradient itself.
+        hidden = np.multiply(size, length) * float(self.config.hidden * self.element)
+        if self.recompute:
+            return np.asarray(2 * hidden, dtype=np.float64)
+        return hidden * (1 + part.last) + part.layers * self._layer(size, length)
+
+    def owed(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        c = self.config
+        inputs = 3 * c.hidden + c.ffn_hidden
+        gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
+        per_token = (inputs + gradients) * self.element / self.tensor
+        return np.asarray(part.layers * np.multiply(size, length) * per_token, dtype=np.float64)
+
+    def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
+        width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and a gradient of each
+        return np.asarray(
+            part.layers * np.multiply(size, tokens) * width * self.element / self.tensor, dtype=np.float64
+        )
+
+    def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+        tokens = np.multiply(size, length) * 1.0
+        logits = tokens * (3 * 4 * self.config.vocab / self.tensor) if part.last else 0.0 * tokens
+        again = part.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
+        return np.asarray(logits, dtype=np.float64), np.asarray(again, dtype=np.float64)
+
+    def _layer(self, size: Numbers, length: Numbers) -> Array:
+        """What autograd saves in one layer: inputs of both norms and their results on every device, the rest split."""
+        c = self.config
+        whole = 4 * c.hidden
+        split = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention's result twice, both sides of the activation
+        per_token = (whole + split / self.tensor) * self.element + 4 * (c.heads / self.tensor + 4)
+        return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)

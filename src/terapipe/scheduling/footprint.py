@@ -1,0 +1,70 @@
+"""How many bytes a rank holds, and when. Only the order of its computations matters for the peak, not their times."""
+
+import numpy as np
+
+from terapipe.planning.cost import Array, Memory, Part, parts
+from terapipe.planning.slices import Plan
+from terapipe.scheduling.actions import Op
+from terapipe.scheduling.program import Program
+from terapipe.scheduling.simulator import columns
+from terapipe.scheduling.timeline import Timeline
+
+_COLUMN = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
+
+
+def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
+    """The most that each rank ever holds."""
+    during, change = _tables(plan, memory)
+    static = _static(plan, memory)
+    ops = np.array([_COLUMN[op] for op in program.ops])
+    ranks, stages, slices = np.array(program.ranks), np.array(program.stages), np.array(program.slices)
+    found = []
+    for rank in range(program.num_ranks):
+        mine = (stages[ranks == rank], ops[ranks == rank], slices[ranks == rank])
+        after = np.cumsum(change[mine])
+        before = np.concatenate(([0.0], after[:-1]))
+        found.append(round(static[rank] + float(np.max(before + during[mine], initial=0.0))))
+    return found
+
+
+def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]]:
+    """Each rank's bytes over time as steps: (second, bytes from then on)."""
+    plan = timeline.plan
+    during, change = _tables(plan, memory)
+    place = {s: i for i, s in enumerate(plan.slices)}
+    out: list[list[tuple[float, float]]] = []
+    for rank, level in enumerate(_static(plan, memory)):
+        steps = [(0.0, level)]
+        for event in timeline.computations:
+            if event.rank == rank:
+                op, stage, s = event.action
+                key = (stage, _COLUMN[op], place[s])
+                steps.append((event.start, level + float(during[key])))
+                level += float(change[key])
+                steps.append((event.end, level))
+        out.append(steps)
+    return out
+
+
+def _static(plan: Plan, memory: Memory) -> list[float]:
+    held = parts(plan.boundaries)
+    return [sum(memory.static(held[k]) for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+
+
+def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:
+    """By stage, op and slice: bytes that are there during a computation beside what was, and the change it leaves."""
+    held = parts(plan.boundaries)
+    kinds = {part: _of_part(plan, part, memory) for part in set(held)}
+    return np.stack([kinds[part][0] for part in held]), np.stack([kinds[part][1] for part in held])
+
+
+def _of_part(plan: Plan, part: Part, memory: Memory) -> tuple[Array, Array]:
+    size, length, context = columns(plan)
+    kept, owed = memory.kept(part, size, length), memory.owed(part, size, length)
+    in_forward, in_backward = memory.working(part, size, length)
+    # The first slice's forward makes the microbatch's cache, and its backward, the last one, gives it back.
+    cache = np.where(context == 0, memory.cache(part, size, plan.tokens), 0.0)
+    nothing = np.zeros_like(kept)
+    during = np.stack([kept + cache + in_forward, in_backward, in_backward + owed, nothing])
+    change = np.stack([kept + cache, -kept - cache, owed - kept - cache, -owed])
+    return during, change
