@@ -1,7 +1,6 @@
 """Runs contenders on pinned ranks, interleaved, and prints a table and one JSON line."""
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from terapipe.runtime.launch import keep_memory
 
 Contender = Callable[[], object]
 
@@ -48,15 +49,6 @@ def pin(rank: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     keep_memory()
-
-
-def keep_memory() -> None:
-    """Tells glibc to keep freed memory. Otherwise large tensors come with fresh pages in some rounds and not in
-    others, for every contender: a noise of ten per cent."""
-    libc = ctypes.CDLL("libc.so.6")
-    trim_threshold, mmap_threshold = -1, -3
-    for option in (trim_threshold, mmap_threshold):
-        libc.mallopt(option, 1 << 30)
 
 
 def race(contenders: Mapping[str, Contender], rounds: int, warmup: int = 1) -> dict[str, list[float]]:

@@ -1,6 +1,8 @@
 """Shapes of models: what the planner needs to know of a GPT, and what builds one. No torch here."""
 
 from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,27 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt3-44b": GPTConfig(layers=96, hidden=6144, heads=48),
     "gpt3-175b": GPTConfig(layers=96, hidden=12288, heads=96),
 }
+
+
+def model(text: str) -> GPTConfig:
+    """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``."""
+    if "=" not in text:
+        if text not in PRESETS:
+            likely = get_close_matches(text, PRESETS, 1)
+            hint = f"did you mean {likely[0]!r}? " if likely else ""
+            raise ValueError(
+                f"unknown model {text!r}; {hint}the presets are {', '.join(PRESETS)}; or give a shape: "
+                "layers=96,hidden=12288,heads=96"
+            )
+        return PRESETS[text]
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_tokens")
+    shape: dict[str, Any] = {}
+    for item in text.split(","):
+        name, _, value = (word.strip() for word in item.partition("="))
+        if name not in names or not value.isdecimal() or name in shape:
+            raise ValueError(f"a shape is NAME=NUMBER,... with names from {', '.join(names)}, each once, got {item!r}")
+        shape[name] = int(value)
+    missing = [name for name in names[:3] if name not in shape]
+    if missing:
+        raise ValueError(f"a shape needs layers, hidden and heads, {text!r} lacks {', '.join(missing)}")
+    return GPTConfig(**shape)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from terapipe import Event, Op, Plan, Timeline, schedule
-from terapipe.reporting import html, svg, text
+from terapipe.reporting import html, svg
+from tests.reporting.runs import crowd, stages, stepped
+
+_SVG = "{http://www.w3.org/2000/svg}"
 
 
 def ideal(plan: Plan) -> Timeline:
@@ -26,30 +29,52 @@ def ideal(plan: Plan) -> Timeline:
 TIMELINE = ideal(Plan((1,), ((3, 1),), (0, 1, 2)))
 
 
-def test_text_shows_each_slice_for_as_long_as_it_took() -> None:
-    assert text.draw(TIMELINE, 13).splitlines() == ["rank 0 │0001BBAAAAAA·│", "rank 1 │·0001BBAAAAAA│"]
+def words(drawn: str) -> list[str]:
+    return [e.text or "" for e in ET.fromstring(drawn).iter(_SVG + "text")]
 
 
-def test_text_on_a_common_scale_is_shorter() -> None:
-    assert text.draw(TIMELINE, 26, scale=26.0).splitlines()[0] == "rank 0 │0001BBAAAAAA·│"
-    with pytest.raises(ValueError, match="a width and a duration"):
-        text.draw(TIMELINE, 0)
-
-
-def test_svg_names_every_computation() -> None:
-    root = ET.fromstring(svg.timelines({"One <way>": TIMELINE, "Another": TIMELINE}))
-    titles = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
+def test_timelines_name_every_computation() -> None:
+    drawn = svg.timelines({"One <way>": TIMELINE, "Another": TIMELINE})
+    titles = [e.text or "" for e in ET.fromstring(drawn).iter(_SVG + "title")]
     assert len(titles) == 2 * 8
     assert "backward: stage 1, microbatch 0, slice 0 (3 tokens), 6 s" in titles
-    words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "One <way>" in words
-    assert "13 s per step, 8% idle" in words
+    assert "forward: stage 0, microbatch 0, slice 1 (1 token after 3), 1 s" in titles
+    assert {"One <way>", "13 s per step, 7.7% idle", "rank 0", "rank 1", "numbers: slices"} <= set(words(drawn))
 
 
-def test_svg_bars_are_to_scale() -> None:
+def test_bars_are_to_scale() -> None:
     drawn = svg.timelines({"x": TIMELINE})
     widths = [float(w) for w in re.findall(r"<g>.*?width='([\d.]+)'", drawn)]
     assert widths[0] / widths[1] == pytest.approx(3.0, rel=1e-3)
+
+
+def test_each_half_of_a_backward_has_its_colour() -> None:
+    whole, halves = Plan((1,), ((2, 2),), stages(2)), Plan((1,), ((2, 2),), stages(2), "terapipe-deferred")
+    drawn = svg.timelines({"whole": stepped(whole), "halves": stepped(halves)})
+    names = {"forward", "backward", "backward, inputs", "backward, weights", "idle"}
+    assert names <= set(words(drawn))
+    fills = re.findall(r"height='12.00' rx='2' fill='(.*?)'", drawn)
+    assert len(set(fills)) == len(names)
+
+
+def test_many_ranks_and_slices_stay_small_and_legible() -> None:
+    timeline = crowd(64, 1000)
+    drawn = svg.timelines({"large": timeline})
+    root = ET.fromstring(drawn)
+    assert float(root.attrib["height"]) < 800
+    assert len(list(root.iter(_SVG + "rect"))) < len(timeline.computations) / 3
+    ranks = [w for w in words(drawn) if w.startswith("rank")]
+    assert ranks[:2] == ["rank 0", "rank 2"]
+    assert "numbers: slices" not in words(drawn)
+
+
+def test_bars_drawn_together_keep_the_shares_of_the_ops() -> None:
+    """Of 800 forwards and 800 backwards, twice as long, on one rank: a third of the drawn bars are forwards."""
+    plan = Plan((1,) * 800, ((1,),) * 800, stages(1), "1f1b")
+    drawn = svg.timelines({"x": stepped(plan)})
+    fills = [rect.split("fill=")[1] for rect in re.findall(r"<rect [^>]*height='34.00' fill='#\w+'", drawn)]
+    assert len(set(fills)) == 2
+    assert min(map(fills.count, set(fills))) / len(fills) == pytest.approx(1 / 3, abs=0.02)
 
 
 def test_a_picture_of_nothing_is_refused() -> None:
@@ -57,12 +82,30 @@ def test_a_picture_of_nothing_is_refused() -> None:
         svg.timelines({"x": Timeline(TIMELINE.plan, ())})
     with pytest.raises(ValueError, match="at least one finite value"):
         svg.lines({"loss": [float("nan")]}, "loss")
+    with pytest.raises(ValueError, match="positive, finite value"):
+        svg.bars({"a": 0.0}, "x")
 
 
 def test_lines_pass_over_what_is_not_finite() -> None:
-    root = ET.fromstring(svg.lines({"loss": [3.0, float("nan"), 1.0]}, "loss"))
-    (line,) = root.iter("{http://www.w3.org/2000/svg}polyline")
+    drawn = svg.lines({"loss": [3.0, float("nan"), 1.25, float("inf")]}, "loss")
+    (line,) = ET.fromstring(drawn).iter(_SVG + "polyline")
     assert len(line.attrib["points"].split()) == 2
+    assert "loss 1.25" in words(drawn)
+
+
+def test_bars_are_labelled_with_their_values() -> None:
+    assert {"gpipe", "694 ms", "terapipe", "631 ms"} <= set(
+        words(svg.bars({"gpipe": 0.694, "terapipe": 0.631}, "step"))
+    )
+
+
+def test_pictures_follow_the_colours_of_a_page() -> None:
+    """Every tone that a picture names has a rule in the style sheet, and no text has a fixed dark colour."""
+    drawn = svg.timelines({"x": TIMELINE}) + svg.lines({"a": [1, 2]}, "b") + svg.frontier({"a": (1, 1)}, "x", "y", 3)
+    sheet = html.asset("page.css")
+    for classes in re.findall(r"class='([\w ]+)'", drawn):
+        assert all(re.search(rf"svg [\w]*\.{name} ", sheet) for name in classes.split())
+    assert "fill='#1f2933'" not in re.sub(r"class='ink[^>]*", "", drawn)
 
 
 def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
@@ -73,5 +116,6 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     written = (tmp_path / "new" / "report.html").read_text()
     assert "T &amp; co" in written
     assert "<td>&lt;b&gt;</td>" in written
-    assert not re.search(r"(src|href)=", written)
+    assert "default-src 'none'" in written
+    assert not re.search(r"(src|href)=|url\((?!#)", written)
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["report.html"]

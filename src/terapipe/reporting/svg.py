@@ -1,17 +1,23 @@
-"""Pictures: timelines as bars, series as lines. Plain SVG, no dependencies."""
+"""Pictures. Here timelines as bars; the charts come from their own files. Plain SVG, no dependencies."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 
+from terapipe.reporting.charts import bars, lines
+from terapipe.reporting.drawing import box, document, line, text, text_width, ticks
+from terapipe.reporting.frontier import frontier
+from terapipe.reporting.palette import OPS, TONES, lightness, of_op, on
+from terapipe.reporting.units import seconds, share
+from terapipe.reporting.words import NAMES, in_words
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Event, Timeline
 
-_FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
-_INK, _FAINT, _GRID, _PAPER = "#1f2933", "#616e7c", "#d9dfe5", "#ffffff"
-_HUE = {Op.F: 212, Op.B: 27, Op.I: 27, Op.W: 150}
-_NAME = {Op.F: "forward", Op.B: "backward", Op.I: "backward, inputs", Op.W: "backward, weights"}
-_LEFT, _RIGHT, _ROW, _GAP, _HEAD = 74, 24, 34, 6, 40
+__all__ = ["bars", "frontier", "lines", "timelines"]
+
+_LEFT, _RIGHT, _HEAD = 74, 24, 30
+_TALL, _THIN, _BLOCK = 34.0, 5.0, 480.0  # heights of a row, and of all rows of a timeline with many ranks
+_ROOMY = 12.0  # rows of this height have names and numbers
+_NARROW = 2.0  # bars narrower than this are drawn together
 
 
 def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
@@ -23,122 +29,106 @@ def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
     parts: list[str] = []
     y = 16.0
     for title, timeline in drawn.items():
-        parts.append(_text(_LEFT, y + 16, title, size=15, weight=600))
-        summary = f"{_seconds(timeline.makespan)} per step, {timeline.idle:.0%} idle"
-        parts.append(_text(width - _RIGHT, y + 16, summary, anchor="end", fill=_FAINT))
-        y += _HEAD - 10
-        for rank in range(timeline.plan.num_ranks):
-            parts += _rank(timeline, rank, y, unit)
-            y += _ROW + _GAP
+        summary = f"{seconds(timeline.makespan)} per step, {share(timeline.idle)} idle"
+        parts.append(text(_LEFT, y + 16, title, size=15, weight=600))
+        parts.append(text(width - _RIGHT, y + 16, summary, anchor="end", tone="faint"))
+        rows, y = _rows(timeline, y + _HEAD, unit)
+        parts += rows
         y += 14
     parts += _axis(span, unit, y)
-    ops = {e.action.op for t in drawn.values() for e in t.computations}
-    parts += _legend([op for op in _HUE if op in ops], width, y + 40)
-    return _document(width, y + 58, parts)
+    parts += _legend(drawn.values(), width, y + 40)
+    return document(width, y + 58, parts, "timelines: " + ", ".join(drawn))
 
 
-def _rank(timeline: Timeline, rank: int, y: float, unit: float) -> list[str]:
+def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
+    """One row for each rank, thinner and with fewer labels the more there are; and where they end."""
+    ranks = timeline.plan.num_ranks
+    row = _height(ranks)
+    pitch = row + max(1.0, min(6.0, row / 5))
+    every = next(n for n in (1, 2, 4, 8, 16, 32, 64) if n * pitch >= 15)
     end = timeline.makespan * unit
-    parts = [
-        _text(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", anchor="end", fill=_FAINT),
-        f"<rect x='{_LEFT}' y='{y}' width='{end:.1f}' height='{_ROW}' fill='url(#idle)' rx='3'/>",
-    ]
-    return parts + [_bar(e, y, unit, timeline) for e in timeline.computations if e.rank == rank]
+    parts = []
+    for rank, events in by_rank(timeline).items():
+        top = y + rank * pitch
+        if rank % every == 0:
+            parts.append(text(_LEFT - 12, top + row / 2 + 4, f"rank {rank}", anchor="end", tone="faint"))
+        parts.append(box(_LEFT, top, end, row, fill="url(#idle)", round_=min(3, row / 4)))
+        owed = dict.fromkeys(OPS, 0.0)
+        for group in _grouped(events, unit):
+            single = len(group) == 1
+            parts.append(_bar(group[0], timeline, top, row, unit) if single else _mixed(group, owed, top, row, unit))
+    return parts, y + ranks * pitch
 
 
-def _bar(event: Event, y: float, unit: float, timeline: Timeline) -> str:
-    op, stage, s = event.action
-    count = len(timeline.plan.grid[s.microbatch])
+def _height(ranks: int) -> float:
+    return max(_THIN, min(_TALL, _BLOCK / ranks))
+
+
+def by_rank(timeline: Timeline) -> dict[int, list[Event]]:
+    """Each rank's computations."""
+    found: dict[int, list[Event]] = {rank: [] for rank in range(timeline.plan.num_ranks)}
+    for event in timeline.computations:
+        found[event.rank].append(event)
+    return found
+
+
+def _grouped(events: Sequence[Event], unit: float) -> Iterator[list[Event]]:
+    """Neighbours that would be too narrow to see are drawn as one bar, or a large run makes a picture of gigabytes."""
+    group: list[Event] = []
+    for event in events:
+        if group and ((event.end - group[0].start) * unit > _NARROW or (event.start - group[-1].end) * unit > 0.5):
+            yield group
+            group = []
+        group.append(event)
+    if group:
+        yield group
+
+
+def _bar(event: Event, timeline: Timeline, y: float, row: float, unit: float) -> str:
+    op, _, s = event.action
+    slices = len(timeline.plan.grid[s.microbatch])
+    light = lightness(s.number, slices)
     x, wide = _LEFT + event.start * unit, max((event.end - event.start) * unit, 0.5)
-    light = 46 + 26 * (s.number / max(count - 1, 1))
-    seconds = _seconds(event.end - event.start)
-    label = f"{_NAME[op]}: stage {stage}, microbatch {s.microbatch}, slice {s.number} ({s.length} tokens), {seconds}"
-    number = str(s.number) if count > 1 else str(s.microbatch)
-    inside = _text(x + wide / 2, y + _ROW / 2 + 4, number, anchor="middle", fill="#fff", size=11) if wide > 15 else ""
-    return (
-        f"<g><title>{escape(label)}</title><rect x='{x:.2f}' y='{y}' width='{wide:.2f}' height='{_ROW}' rx='2.5' "
-        f"fill='hsl({_HUE[op]} 68% {light:.0f}%)' stroke='{_PAPER}' stroke-width='0.7'/>{inside}</g>"
-    )
+    bar = box(x, y, wide, row, fill=of_op(op, light), round_=2.5 if row >= _ROOMY and wide > 5 else 0)
+    if wide > 4:
+        bar = bar.replace("/>", f" class='edge' stroke='{TONES['paper']}' stroke-width='0.7'/>")
+    if row < _ROOMY:
+        return bar
+    number = str(s.number if slices > 1 else s.microbatch)
+    fits = wide > 6 + 7 * len(number)
+    inside = text(x + wide / 2, y + row / 2 + 4, number, anchor="middle", fill=on(light), size=11) if fits else ""
+    title = escape(f"{in_words(event.action)}, {seconds(event.end - event.start)}")
+    return f"<g><title>{title}</title>{bar}{inside}</g>"
+
+
+def _mixed(group: Sequence[Event], owed: dict[Op, float], y: float, row: float, unit: float) -> str:
+    """One bar for several, in the colour of the op that is owed most: along a row each op gets its share of them."""
+    busy = sum(e.end - e.start for e in group)
+    for event in group:
+        owed[event.action.op] += (event.end - event.start) / busy if busy else 0.0
+    op = max(owed, key=lambda op: owed[op])
+    owed[op] -= 1.0
+    long = group[-1].end - group[0].start
+    bar = box(_LEFT + group[0].start * unit, y, max(long * unit, 0.5), row, fill=of_op(op))
+    return bar.replace("/>", f" opacity='{busy / long:.2f}'/>") if busy < 0.97 * long else bar
 
 
 def _axis(span: float, unit: float, y: float) -> list[str]:
-    step = _round_step(span / 8)
     parts = []
-    for i in range(int(span / step + 1e-9) + 1):
-        x = _LEFT + i * step * unit
-        parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{y - 6}' y2='{y}' stroke='{_FAINT}'/>")
-        parts.append(_text(x, y + 14, _seconds(i * step), anchor="middle", fill=_FAINT, size=11))
+    for at in ticks(0.0, span, 8):
+        x = _LEFT + at * unit
+        parts.append(line(x, y - 6, x, y, tone="faint"))
+        parts.append(text(x, y + 14, seconds(at), anchor="middle", tone="faint", size=11))
     return parts
 
 
-def _legend(ops: Sequence[Op], width: int, y: float) -> list[str]:
+def _legend(drawn: Collection[Timeline], width: int, y: float) -> list[str]:
+    ops = {e.action.op for timeline in drawn for e in timeline.computations}
     parts, x = [], float(_LEFT)
-    for name, fill in [(_NAME[op], f"hsl({_HUE[op]} 68% 52%)") for op in ops] + [("idle", "url(#idle)")]:
-        parts.append(f"<rect x='{x}' y='{y - 10}' width='22' height='12' rx='2' fill='{fill}' stroke='{_GRID}'/>")
-        parts.append(_text(x + 30, y, name, fill=_FAINT, size=12))
-        x += 58 + 7.0 * len(name)
-    parts.append(_text(width - _RIGHT, y, "numbers: slices", anchor="end", fill=_FAINT, size=12))
+    for name, fill in [(NAMES[op], of_op(op)) for op in OPS if op in ops] + [("idle", "url(#idle)")]:
+        parts.append(box(x, y - 10, 22, 12, fill=fill, round_=2))
+        parts.append(text(x + 30, y, name, tone="faint", size=12))
+        x += 56 + text_width(name, 12)
+    if any(_height(timeline.plan.num_ranks) >= _ROOMY for timeline in drawn):
+        parts.append(text(width - _RIGHT, y, "numbers: slices", anchor="end", tone="faint", size=12))
     return parts
-
-
-def lines(series: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260) -> str:
-    """One line for each series over 1, 2, 3, ..., with its last value written at its end."""
-    values = [v for ys in series.values() for v in ys if math.isfinite(v)]
-    if not values:
-        raise ValueError("a chart needs at least one finite value")
-    low, high = min(values), max(values)
-    high = high if high > low else low + 1.0
-    longest = max(map(len, series.values()))
-    right, bottom, top = width - 90, height - 34, 24
-
-    def x_of(i: int) -> float:
-        return _LEFT + (right - _LEFT) * (i / max(longest - 1, 1))
-
-    def y_of(v: float) -> float:
-        return bottom - (bottom - top) * (v - low) / (high - low)
-
-    parts = [_text(_LEFT, 14, label, size=13, weight=600)]
-    step = _round_step((high - low) / 5)
-    for i in range(math.ceil(low / step), math.floor(high / step) + 1):
-        y = y_of(i * step)
-        parts.append(f"<line x1='{_LEFT}' x2='{right}' y1='{y:.1f}' y2='{y:.1f}' stroke='{_GRID}'/>")
-        parts.append(_text(_LEFT - 10, y + 4, f"{i * step:g}", anchor="end", fill=_FAINT, size=11))
-    for hue, (name, ys) in zip((212, 27, 150, 280), series.items(), strict=False):
-        points = " ".join(f"{x_of(i):.1f},{y_of(v):.1f}" for i, v in enumerate(ys) if math.isfinite(v))
-        color = f"hsl({hue} 68% 46%)"
-        parts.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2'/>")
-        end = f"{name} {ys[-1]:.3f}".strip()
-        parts.append(_text(right + 8, y_of(ys[-1]) + 4, end, fill=color, size=12))
-    parts.append(_text(_LEFT, height - 12, "1", anchor="middle", fill=_FAINT, size=11))
-    parts.append(_text(right, height - 12, str(longest), anchor="middle", fill=_FAINT, size=11))
-    return _document(width, height, parts)
-
-
-def _document(width: float, height: float, parts: Sequence[str]) -> str:
-    idle = (
-        "<defs><pattern id='idle' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
-        "<rect width='6' height='6' fill='#f1f4f7'/><line y2='6' stroke='#d3dae1' stroke-width='2'/>"
-        "</pattern></defs>"
-    )
-    frame = f"<rect width='{width}' height='{height:.0f}' fill='{_PAPER}'/>"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height:.0f}' width='{width}' {_FONT}>"
-    return "\n".join([head, idle, frame, *parts, "</svg>"])
-
-
-def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", fill: str = _INK, size: int = 13, weight: int = 400
-) -> str:
-    style = f"font-size='{size}' fill='{fill}' text-anchor='{anchor}' font-weight='{weight}'"
-    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(text)}</text>"
-
-
-def _seconds(value: float) -> str:
-    if value == 0:
-        return "0"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
-
-
-def _round_step(rough: float) -> float:
-    """The largest of 1, 2, 5 times a power of ten that is not above ``rough``."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return max(m for m in (1, 2, 5) if m * power <= rough * (1 + 1e-9)) * power

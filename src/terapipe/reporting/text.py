@@ -1,33 +1,48 @@
 """A Timeline in a terminal."""
 
+import math
 from string import ascii_uppercase, digits
 
+from terapipe.reporting.words import count
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Timeline
 
 _FORWARD, _BACKWARD, _WEIGHTS, _IDLE = digits, ascii_uppercase, "+", "·"
 
 
-def draw(timeline: Timeline, width: int = 100, scale: float | None = None) -> str:
+def draw(timeline: Timeline, width: int = 100, scale: float | None = None, rows: int = 16) -> str:
     """One line for each rank; ``scale`` is the time of the whole width, by default the timeline's own makespan.
 
-    Forwards show the last digit of their slice's number, backwards its letter (A for slice 0), idle time dots.
+    Forwards show the last digit of their slice's number, backwards its letter (A for slice 0), idle time dots. Of more
+    than ``rows`` ranks the first and the last ones are shown.
     """
     span = scale or timeline.makespan
-    if width < 1 or span <= 0:
-        raise ValueError(f"a drawing needs a width and a duration, got {width} columns for {span} s")
+    if width < 1 or rows < 2 or span <= 0:
+        raise ValueError(
+            f"a drawing needs a width, two rows and a duration, got {width} columns and {rows} rows for {span} s"
+        )
+    ranks = timeline.plan.num_ranks
     columns = min(width, max(1, round(width * timeline.makespan / span)))
-    lines = []
-    for rank in range(timeline.plan.num_ranks):
-        cells = [_IDLE] * columns
-        events = [e for e in timeline.computations if e.rank == rank]
-        for column in range(columns):
-            middle = (column + 0.5) * span / width
-            cells[column] = next(
-                (_mark(e.action.op, e.action.slice.number) for e in events if e.start <= middle < e.end), _IDLE
-            )
-        lines.append(f"rank {rank} │{''.join(cells)}│")
+    cells = {rank: [_IDLE] * columns for rank in _shown(ranks, rows)}
+    for event in timeline.computations:
+        if event.rank in cells:
+            # A column shows what happens in its middle.
+            first, last = (math.ceil(t * width / span - 0.5) for t in (event.start, event.end))
+            first, last = max(first, 0), min(last, columns)
+            if first < last:
+                mark = _mark(event.action.op, event.action.slice.number)
+                cells[event.rank][first:last] = mark * (last - first)
+    label = len(str(ranks - 1))
+    lines = [f"rank {rank:>{label}} │{''.join(row)}│" for rank, row in cells.items()]
+    if len(cells) < ranks:
+        lines.insert((len(cells) + 1) // 2, f"     {'⋮':>{label}} {count(ranks - len(cells), 'more rank')}")
     return "\n".join(lines)
+
+
+def _shown(ranks: int, rows: int) -> list[int]:
+    if ranks <= rows:
+        return list(range(ranks))
+    return [*range((rows + 1) // 2), *range(ranks - rows // 2, ranks)]
 
 
 def _mark(op: Op, number: int) -> str:

@@ -20,16 +20,29 @@ T = TypeVar("T")
 _NEVER_SENT = 1 << 16  # a tag that no message has
 
 
+def local_rank() -> int:
+    """This process among those that torchrun started on this host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
 def local_device() -> torch.device:
     """The device of this process: under torchrun, each takes the GPU of its local rank, if there are GPUs."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def ensure_process_group(device: torch.device) -> bool:
     """Joins the processes that torchrun started, if nobody has yet. False where there is only this process."""
-    if not dist.is_initialized() and "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    if not dist.is_initialized() and under_torchrun():
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

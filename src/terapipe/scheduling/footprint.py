@@ -4,26 +4,23 @@ import numpy as np
 
 from terapipe.planning.cost import Array, Memory, Part, parts
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import Op
-from terapipe.scheduling.program import Program
+from terapipe.scheduling.program import COMPUTATIONS, Program
 from terapipe.scheduling.simulator import columns
 from terapipe.scheduling.timeline import Timeline
-
-_COLUMN = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
 
 
 def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     """The most that each rank ever holds."""
     during, change = _tables(plan, memory)
     static = _static(plan, memory)
-    ops = np.array([_COLUMN[op] for op in program.ops])
-    ranks, stages, slices = np.array(program.ranks), np.array(program.stages), np.array(program.slices)
+    stages, ops, slices = program.places
+    changes, extras = change[stages, ops, slices], during[stages, ops, slices]
+    ranks = np.array(program.ranks)
     found = []
     for rank in range(program.num_ranks):
-        mine = (stages[ranks == rank], ops[ranks == rank], slices[ranks == rank])
-        after = np.cumsum(change[mine])
-        before = np.concatenate(([0.0], after[:-1]))
-        found.append(round(static[rank] + float(np.max(before + during[mine], initial=0.0))))
+        mine = np.flatnonzero(ranks == rank)
+        before = np.cumsum(changes[mine]) - changes[mine]
+        found.append(round(static[rank] + float(np.max(before + extras[mine], initial=0.0))))
     return found
 
 
@@ -38,7 +35,7 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
         for event in timeline.computations:
             if event.rank == rank:
                 op, stage, s = event.action
-                key = (stage, _COLUMN[op], place[s])
+                key = (stage, COMPUTATIONS.index(op), place[s])
                 steps.append((event.start, level + float(during[key])))
                 level += float(change[key])
                 steps.append((event.end, level))

@@ -1,13 +1,19 @@
 """An order's computations as numbers: compiled once, run in one pass with any durations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, NEEDS, Action, Op
+from terapipe.scheduling.actions import NEEDS, Action, Op
 
+COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
+_COLUMN = {op: i for i, op in enumerate(COMPUTATIONS)}
 _CODE = {op: code for code, op in enumerate(Op)} | {Op.I: list(Op).index(Op.B)}  # who waits for B is content with I
-_NEEDS = {op: [(_CODE[n.op], n.stage, n.slice) for n in NEEDS[op]] for op in COMPUTE}
 
 
 @dataclass(frozen=True)
@@ -20,63 +26,76 @@ class Program:
 
     num_ranks: int
     ranks: list[int]
-    ops: list[Op]
-    stages: list[int]
-    slices: list[int]  # places in Plan.slices
+    actions: list[Action]
+    firsts: list[int]  # the place in ``Plan.slices`` of each microbatch's first slice
     needs: list[int]  # the computation whose result must have arrived, or -1
     peers: list[int]  # the rank to which the result is sent, or -1
 
+    @cached_property
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Stages, ops by their place in ``COMPUTATIONS``, and slices, to look up tables with."""
+        rows = [(k, _COLUMN[op], self.firsts[s.microbatch] + s.number) for op, k, s in self.actions]
+        stages, ops, slices = np.array(rows, dtype=np.int64).T
+        return stages, ops, slices
+
+    @cached_property
+    def links(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
+        """All pairs of ranks of which one sends to the other, and each computation's place among them, or -1."""
+        pairs = list(zip(self.ranks, self.peers, strict=True))
+        known = sorted({pair for pair in pairs if pair[1] >= 0})
+        place = {pair: i for i, pair in enumerate(known)}
+        return known, np.array([place.get(pair, -1) for pair in pairs])
+
 
 def compiled(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
-    out = Program(len(lists), [], [], [], [], [], [])
-    place = {s: i for i, s in enumerate(plan.slices)}
-    number: dict[tuple[int, int, int], int] = {}  # computations done: by op, stage and slice
+    """Walks all lists at once; a rank stops where a need is not computed yet and goes on when it is."""
+    counts = [len(row) for row in plan.lengths]
+    firsts = list(accumulate(counts, initial=0))  # the place of each microbatch's first slice
+    stages, width = plan.num_stages, firsts[-1]
+    number = [-1] * (len(Op) * stages * width)  # which computation it is: by op, stage and slice
+    own = {op: _CODE[op] * stages * width for op in COMPUTATIONS}
+    needed = {op: [(own[n.op] + n.stage * width + n.slice, n.stage, n.slice) for n in NEEDS[op]] for op in COMPUTATIONS}
+    ranks: list[int] = []
+    needs: list[int] = []
+    peers: list[int] = []
     at = [0] * len(lists)
-    waiting: dict[tuple[int, int, int], list[int]] = {}
+    waiting: dict[int, list[int]] = {}
     runnable = list(range(len(lists)))
     while runnable:
         rank = runnable.pop()
-        actions = lists[rank]
-        while at[rank] < len(actions):
-            op, k, s = actions[at[rank]]
-            flat, far = place[s], -1
-            for need in _keys(plan, op, k, s.number, len(plan.lengths[s.microbatch]), flat):
-                found = number.get(need)
-                if found is None:
-                    waiting.setdefault(need, []).append(rank)
-                    break
-                if out.ranks[found] != rank:
-                    far = found
+        actions, here = lists[rank], at[rank]
+        while here < len(actions):
+            op, k, s = actions[here]
+            microbatch, i = s[0], s[1]
+            place, far = k * width + firsts[microbatch] + i, -1
+            for offset, stage, ahead in needed[op]:
+                if 0 <= k + stage < stages and 0 <= i + ahead < counts[microbatch]:
+                    key = place + offset
+                    found = number[key]
+                    if found < 0:
+                        break
+                    if ranks[found] != rank:
+                        far = found
             else:
-                key = (_CODE[op], k, flat)
-                number[key] = len(out.ops)
-                _append(out, rank, op, k, flat, far)
-                at[rank] += 1
-                runnable += waiting.pop(key, ())
+                key = place + own[op]
+                number[key] = len(ranks)
+                ranks.append(rank)
+                needs.append(far)
+                peers.append(-1)
+                if far >= 0:
+                    peers[far] = rank
+                here += 1
+                if key in waiting:
+                    runnable += waiting.pop(key)
                 continue
+            waiting.setdefault(key, []).append(rank)
             break
+        at[rank] = here
     stuck = [f"rank {r} at {a[i]}" for r, (a, i) in enumerate(zip(lists, at, strict=True)) if i < len(a)]
     if stuck:
         raise ValueError("these computations wait for each other in a circle: " + "; ".join(stuck))
-    return out
-
-
-def _keys(plan: Plan, op: Op, k: int, i: int, count: int, flat: int) -> Iterator[tuple[int, int, int]]:
-    """What ``NEEDS`` says, as keys."""
-    for code, stage, ahead in _NEEDS[op]:
-        if 0 <= k + stage < plan.num_stages and 0 <= i + ahead < count:
-            yield code, k + stage, flat + ahead
-
-
-def _append(out: Program, rank: int, op: Op, stage: int, flat: int, far: int) -> None:
-    out.ranks.append(rank)
-    out.ops.append(op)
-    out.stages.append(stage)
-    out.slices.append(flat)
-    out.needs.append(far)
-    out.peers.append(-1)
-    if far >= 0:
-        out.peers[far] = rank
+    turns = [iter(actions) for actions in lists]
+    return Program(len(lists), ranks, [next(turns[rank]) for rank in ranks], firsts, needs, peers)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """How long a schedule would take: its computations, run against a cost model instead of a clock."""
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -15,19 +17,37 @@ from terapipe.scheduling.timeline import Event, Timeline
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     """The Timeline of one step, without what happens once per step."""
+    with _without_collecting():
+        return _simulate(schedule, cost)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Many small tuples that all stay, none in a circle: looking through them for garbage would double the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     plan = schedule.plan
     lists = [[a for a in rank if a.op in COMPUTE] for rank in schedule.ranks]
     built = compiled(plan, lists)
     delays = _delays(built, plan, cost)
     times = run(built, _durations(built, plan, cost), delays, overlapped=cost.overlapped)
-    return Timeline(plan, tuple(sorted(_events(built, plan, times, delays), key=lambda e: (e.rank, e.start, e.end))))
+    return Timeline(plan, tuple(_events(built, times, delays)))
 
 
-def makespan(plan: Plan, cost: Cost) -> float:
-    """Seconds of one step, as ``simulate(schedule(plan), cost)`` says, but without listing a schedule."""
+def measure(plan: Plan, cost: Cost) -> tuple[float, float]:
+    """Makespan and idle share, as ``simulate(schedule(plan), cost)`` has them, but without listing a schedule."""
     built = program(plan)
     seconds, delays = _durations(built, plan, cost), _delays(built, plan, cost)
-    return run(built, seconds, delays, overlapped=cost.overlapped).makespan
+    span = run(built, seconds, delays, overlapped=cost.overlapped).makespan
+    return span, 1.0 - sum(seconds) / (span * plan.num_ranks) if span else 0.0
 
 
 def program(plan: Plan) -> Program:
@@ -43,22 +63,19 @@ def _program(order: str, counts: tuple[int, ...], num_stages: int, chunks: int) 
     return compiled(plan, computations(plan))
 
 
-_COLUMN = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
-
-
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
     """The seconds of each computation."""
     held = parts(plan.boundaries)
     kinds = sorted(set(held))
     tables = np.stack([_table(plan, part, cost) for part in kinds])
     kind = np.array([kinds.index(part) for part in held])
-    ops = [_COLUMN[op] for op in program.ops]
-    seconds: list[float] = tables[kind[program.stages], ops, program.slices].tolist()
+    stages, ops, slices = program.places
+    seconds: list[float] = tables[kind[stages], ops, slices].tolist()
     return seconds
 
 
 def _table(plan: Plan, part: Part, cost: Cost) -> Array:
-    """Seconds by op and slice."""
+    """Seconds by op, as ``COMPUTATIONS`` lists them, and slice."""
     size, length, context = columns(plan)
     forward = cost.forward(part, size, length, context)
     backward = cost.backward(part, size, length, context)
@@ -80,23 +97,25 @@ def columns(plan: Plan) -> tuple[Array, Array, Array]:
 def _delays(program: Program, plan: Plan, cost: Cost) -> list[float]:
     """The seconds of each computation's transfer, nothing where there is none."""
     size, length, _ = columns(plan)
-    ends = list(zip(program.ranks, program.peers, strict=True))
-    seconds = {
-        pair: np.broadcast_to(cost.transfer(*pair, size, length), size.shape).tolist()
-        for pair in set(ends)
-        if pair[1] >= 0
-    }
-    return [seconds[pair][flat] if pair in seconds else 0.0 for pair, flat in zip(ends, program.slices, strict=True)]
+    pairs, links = program.links
+    rows = [np.broadcast_to(cost.transfer(*pair, size, length), size.shape) for pair in pairs]
+    table = np.stack([*rows, np.zeros_like(size)])  # the last row is what -1 finds: no transfer
+    delays: list[float] = table[links, program.places[2]].tolist()
+    return delays
 
 
-def _events(program: Program, plan: Plan, times: Times, delays: list[float]) -> Iterable[Event]:
-    slices = plan.slices
-    for i, (rank, op, stage, flat) in enumerate(
-        zip(program.ranks, program.ops, program.stages, program.slices, strict=True)
-    ):
-        yield Event(rank, Action(op, stage, slices[flat]), times.starts[i], times.ends[i])
-        if program.peers[i] >= 0:
-            send = Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, slices[flat])
-            began = times.arrivals[i] - delays[i]
-            yield Event(rank, send, began, times.arrivals[i])
-            yield Event(program.peers[i], counterpart(send), began, times.arrivals[i])
+def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Event]:
+    """Every computation, and both ends of every transfer; each rank's in the order in which they begin."""
+    actions = list(program.actions)
+    ranks, starts, ends = list(program.ranks), list(times.starts), list(times.ends)
+    for i, peer in enumerate(program.peers):
+        if peer >= 0:
+            op, k, s = actions[i]
+            send = Action(Op.SEND_F if op is Op.F else Op.SEND_B, k, s)
+            actions += (send, counterpart(send))
+            ranks += (program.ranks[i], peer)
+            ends += [times.arrivals[i]] * 2
+            starts += [times.arrivals[i] - delays[i]] * 2
+    rows = list(zip(ranks, actions, starts, ends, strict=True))
+    for i in np.lexsort((ends, starts, ranks)).tolist():
+        yield Event._make(rows[i])

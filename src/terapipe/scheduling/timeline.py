@@ -35,18 +35,15 @@ class Timeline:
     def computations(self) -> tuple[Event, ...]:
         return tuple(e for e in self.events if e.action.op in COMPUTE)
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         return max((e.end for e in self.computations), default=0.0)
 
-    def busy(self, rank: int) -> float:
-        return sum(e.end - e.start for e in self.computations if e.rank == rank)
-
-    @property
+    @cached_property
     def idle(self) -> float:
         """The share of all ranks' time in which they compute nothing."""
         total = self.makespan * self.plan.num_ranks
-        return 1.0 - sum(map(self.busy, range(self.plan.num_ranks))) / total if total else 0.0
+        return 1.0 - sum(e.end - e.start for e in self.computations) / total if total else 0.0
 
     def to_json(self) -> str:
         events = [[e.rank, e.action.to_text(), e.start, e.end] for e in self.events]

@@ -39,10 +39,9 @@ def with_transfers(plan: Plan, computations: Lists) -> Schedule:
 def _ideal_finish(plan: Plan, computations: Lists) -> dict[Action, float]:
     """When each computation ends if a forward takes its number of tokens, a backward twice that, a transfer nothing."""
     program = compiled(plan, computations)
-    placed = list(zip(program.ops, program.stages, [plan.slices[i] for i in program.slices], strict=True))
-    seconds = [float(_DURATION[op] * s.size * s.length) for op, _, s in placed]
+    seconds = [float(_DURATION[op] * s.size * s.length) for op, _, s in program.actions]
     times = run(program, seconds, [0.0] * len(seconds), overlapped=True)
-    return {settles(Action(*place)): end for place, end in zip(placed, times.ends, strict=True)}
+    return {settles(action): end for action, end in zip(program.actions, times.ends, strict=True)}
 
 
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}

@@ -1,0 +1,3 @@
+from benchmarks.prediction.measure import main
+
+main()

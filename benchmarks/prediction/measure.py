@@ -1,0 +1,83 @@
+"""Predicted against measured step times: one profile, many plans, two stages of this machine."""
+
+from statistics import median
+
+import torch
+
+from benchmarks.harness import Contender, arguments, on_ranks, race, report
+from terapipe import GPT, GPTConfig, Pipeline, Plan
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.profile import Profile
+from terapipe.runtime.profiler import Profiler
+from terapipe.scheduling.simulator import measure as simulated
+from terapipe.search.choose import choose
+from terapipe.search.request import ProfileSource, Request
+
+CUTS, CHUNKED = (0, 2, 4), (0, 1, 2, 3, 4)
+
+
+def even(tokens: int, batch: int, slices: int, order: str, chunks: int = 1) -> Plan:
+    cuts = CHUNKED if chunks == 2 else CUTS
+    return Plan.uniform(batch=batch, tokens=tokens, slices=slices, boundaries=cuts, order=order, chunks=chunks)
+
+
+def planned(profile: Profile, batch: int, order: str) -> Plan:
+    request = Request(batch, profile.tokens, data=1, pipe=2, tensor=1, order=order, chunks=1, recompute=False)
+    return choose(ProfileSource(profile, 2), request).chosen.plan
+
+
+def plans(profile: Profile, quick: bool) -> dict[str, Plan]:
+    tokens = profile.tokens
+    found = {f"1 sequence, {n} even slices": even(tokens, 1, n, "terapipe") for n in ((1, 4, 8) if quick else COUNTS)}
+    found["1 sequence, planned"] = planned(profile, 1, "terapipe")
+    found["1 sequence, planned, deferred"] = planned(profile, 1, "terapipe-deferred")
+    if quick:
+        return found
+    found["1 sequence, 8 even slices, 2 chunks"] = even(tokens, 1, 8, "terapipe", 2)
+    found["2 sequences, gpipe"] = even(tokens, 2, 1, "gpipe")
+    found["2 sequences, 1f1b"] = even(tokens, 2, 1, "1f1b")
+    found["2 sequences, 4 even slices, 1f1b"] = even(tokens, 2, 4, "terapipe-1f1b")
+    found["2 sequences, planned, 1f1b"] = planned(profile, 2, "terapipe-1f1b")
+    return found
+
+
+COUNTS = (1, 2, 4, 6, 8, 12, 16)
+
+
+def contender(config: GPTConfig, plan: Plan) -> Contender:
+    pipe = Pipeline(GPT(config), plan)
+    ids = torch.randint(config.vocab, (plan.batch, plan.tokens), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        pipe.step(ids, ids)
+        pipe.zero_grad(set_to_none=False)
+
+    return step
+
+
+def measure(quick: bool) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    """Errors on held-out samples; for each plan predicted and measured seconds."""
+    tokens = 1024 if quick else 2048
+    config = GPTConfig(layers=4, hidden=512, heads=8, vocab=256, max_tokens=tokens)
+    profiler = Profiler(GPT(config), layers=2, tokens=tokens)
+    profile = profiler.transport.gather(profiler.run(12.0 if quick else 50.0))[0]
+    cost = FittedCost(profile)
+    tried = profiler.transport.gather(plans(profile, quick))[0]
+    times = race({name: contender(config, plan) for name, plan in tried.items()}, 2 if quick else 7)
+    return cost.errors(), {name: (simulated(plan, cost)[0], median(times[name])) for name, plan in tried.items()}
+
+
+def main() -> None:
+    quick = arguments(__doc__ or "").quick
+    errors, found = on_ranks(2, measure, quick)
+    rows: list[list[object]] = [[name, p, m, p / m] for name, (p, m) in found.items()]
+    off = [abs(p / m - 1) for p, m in found.values()]
+    best_even = min(m for name, (_, m) in found.items() if name.startswith("1 sequence") and name.endswith("slices"))
+    figures = {
+        "worst": max(off),
+        "median": median(off),
+        "plan_over_best_uniform": found["1 sequence, planned"][1] / best_even,
+        "held_out": max(map(abs, errors)),
+    }
+    title = (__doc__ or "") + (" Quick: 1024 tokens only." if quick else "")
+    report(title, ("plan", "predicted s", "measured s", "ratio"), rows, figures)

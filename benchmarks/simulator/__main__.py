@@ -1,0 +1,3 @@
+from benchmarks.simulator.measure import main
+
+main()

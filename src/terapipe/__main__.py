@@ -1,0 +1,5 @@
+"""``python -m terapipe``"""
+
+from terapipe.cli import main
+
+raise SystemExit(main())

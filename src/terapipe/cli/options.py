@@ -1,0 +1,114 @@
+"""Options that several verbs share, and what becomes of them."""
+
+import argparse
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from terapipe.planning.hardware import HOSTS, cluster
+from terapipe.planning.profile import Profile
+from terapipe.presets import PRESETS, GPTConfig, model
+from terapipe.scheduling.orders import ORDERS
+from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
+
+Verbs = Any  # argparse does not name the type of its subparsers
+
+
+def add_source(parser: argparse.ArgumentParser, *, table: bool = False) -> None:
+    shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
+    parser.add_argument("--model", help=f"a preset ({', '.join(PRESETS)}) or a shape: {shape}")
+    costs = parser.add_mutually_exclusive_group(required=True)
+    costs.add_argument("--cluster", metavar="HOST:COUNT", help=f"hosts: {', '.join([*HOSTS, 'cpu'])} (cpu: this one)")
+    costs.add_argument("--profile", metavar="FILE", type=Path, help="what `terapipe profile` measured")
+    if table:
+        costs.add_argument(
+            "--cost-table",
+            metavar="FILE",
+            type=Path,
+            help="a JSON list of {size, length, context, seconds}: forward plus backward on one of equal stages",
+        )
+    parser.add_argument(
+        "--layers-only", action="store_true", help="leave out embedding, head and loss, as the TeraPipe paper does"
+    )
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, required=True, help="sequences per step, over all replicas")
+    parser.add_argument("--seq", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
+    parser.add_argument("--memory", metavar="BYTES", help="budget per device, such as 16GiB; default: what it has")
+    fixed = parser.add_argument_group("fixed by you, chosen if left out")
+    fixed.add_argument("--data", type=int, help="replicas")
+    fixed.add_argument("--pipe", type=int, help="ranks of the pipeline")
+    fixed.add_argument("--tensor", type=int, help="devices to each operator")
+    fixed.add_argument("--order", help=f"one of {', '.join(ORDERS)}")
+    fixed.add_argument("--slices", help="a number of equal slices, or lengths such as 704,688,656")
+    fixed.add_argument("--microbatch", type=int, help="sequences per microbatch")
+    fixed.add_argument("--chunks", type=int, help="chunks of layers per rank")
+    fixed.add_argument("--recompute", choices=("on", "off"), help="keep only a slice's input for its backward")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--tile", type=int, default=8, help="slice lengths are multiples of it (default 8)")
+    limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
+
+
+def source_of(parsed: argparse.Namespace) -> Source:
+    """The source of costs that was asked for."""
+    if parsed.profile is not None:
+        profile = Profile.from_json(read(parsed.profile))
+        if parsed.model is not None:
+            profile.check_model(model(parsed.model))
+        ranks = (getattr(parsed, "data", None) or 1) * (getattr(parsed, "pipe", None) or 0) or profile.ranks
+        return ProfileSource(profile, ranks)
+    if parsed.model is None:
+        raise ValueError("--cluster needs --model: a preset, or a shape such as layers=96,hidden=12288,heads=96")
+    return ClusterSource(_long_enough(model(parsed.model), parsed), cluster(parsed.cluster), not parsed.layers_only)
+
+
+def _long_enough(config: GPTConfig, parsed: argparse.Namespace) -> GPTConfig:
+    """A preset with positions for sequences of the asked length: a plan for longer ones is a plan for such a model."""
+    return replace(config, max_tokens=max(config.max_tokens, getattr(parsed, "seq", None) or 1))
+
+
+def request_of(parsed: argparse.Namespace) -> Request:
+    return Request(
+        batch=parsed.batch,
+        tokens=parsed.seq,
+        data=parsed.data,
+        pipe=parsed.pipe,
+        tensor=parsed.tensor,
+        order=parsed.order,
+        slices=_slices(parsed.slices),
+        microbatch=parsed.microbatch,
+        chunks=parsed.chunks,
+        recompute={"on": True, "off": False, None: None}[parsed.recompute],
+        tile=parsed.tile,
+        distinct=parsed.distinct,
+        budget=None if parsed.memory is None else nbytes(parsed.memory),
+    )
+
+
+def _slices(text: str | None) -> int | tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        lengths = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"--slices is a number or lengths such as 704,688,656, got {text!r}") from None
+    return lengths if "," in text else lengths[0]
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def nbytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file") from None

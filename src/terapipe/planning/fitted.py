@@ -1,0 +1,150 @@
+"""Costs from a Profile: what was measured, interpolated; and a term for the context that is zero without one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from statistics import median
+
+import numpy as np
+
+from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.memory import parameters
+from terapipe.planning.profile import Profile, Sample
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds of the measured stage, for one kind of work.
+
+    ``tables`` holds, for each measured microbatch size, lengths and seconds without context. ``context`` are the
+    coefficients of what a context adds: a second block of attention at all, its keys and values, and its scores.
+    """
+
+    tables: dict[int, tuple[Array, Array]]
+    context: Array
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Fit":
+        tables = {}
+        for n in sorted({s.size for s in samples}):
+            rows = sorted((s.length, median(s.seconds)) for s in samples if s.size == n and not s.context)
+            tables[n] = (np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], float))
+        bare = cls(tables, np.zeros(3))
+        behind = [s for s in samples if s.context]
+        if not behind:
+            return bare
+        size, length, context = np.array([(s.size, s.length, s.context) for s in behind], float).T
+        seconds = np.array([median(s.seconds) for s in behind])
+        added = seconds - bare(size, length, context)
+        return cls(tables, _not_negative(_features(size, length, context), added, seconds))
+
+    def __call__(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        sizes, lengths, contexts = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (size, length, context)))
+        added: Array = np.asarray(_features(sizes, lengths, contexts) @ self.context, dtype=np.float64)
+        return np.maximum(self._without_context(sizes, lengths), 0.0) + added
+
+    def _without_context(self, size: Array, length: Array) -> Array:
+        known = list(self.tables)
+        rows = np.stack([_line(length, *self.tables[n]) for n in known])
+        if len(known) == 1:
+            return np.asarray(rows[0] * size / known[0], dtype=np.float64)
+        at = np.clip(np.searchsorted(known, size, side="right") - 1, 0, len(known) - 2)
+        low, high = np.take(known, at), np.take(known, at + 1)
+        below, above = (np.take_along_axis(rows, (at + i)[None], 0)[0] for i in (0, 1))
+        return np.asarray(below + (above - below) * (size - low) / (high - low), dtype=np.float64)
+
+
+def _features(size: Array, length: Array, context: Array) -> Array:
+    return np.stack([1.0 * (context > 0), size * context, size * length * context], axis=-1)
+
+
+def _not_negative(features: Array, wanted: Array, scale: Array) -> Array:
+    """Least squares of relative errors, no coefficient below zero: the best of all subsets that give none."""
+    best, least = np.zeros(features.shape[1]), float(np.sum((wanted / scale) ** 2))
+    rows = features / scale[:, None]
+    for count in range(1, features.shape[1] + 1):
+        for subset in map(list, combinations(range(features.shape[1]), count)):
+            found = np.linalg.lstsq(rows[:, subset], wanted / scale, rcond=None)[0]
+            error = float(np.sum((rows[:, subset] @ found - wanted / scale) ** 2))
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(features.shape[1]), error
+                best[subset] = found
+    return best
+
+
+def _line(x: Array, xs: Array, ys: Array) -> Array:
+    """Straight between the points, and beyond them as between the last two."""
+    if len(xs) == 1:
+        return np.asarray(ys[0] * x / xs[0], dtype=np.float64)
+    at = np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2)
+    slope = (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])
+    return np.asarray(ys[at] + slope * (x - xs[at]), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class FittedCost:
+    profile: Profile
+    recompute: bool = False
+    overlapped: bool = True
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for kind in ("forward", "backward"):
+            if not any(s.kind == kind and not s.context and not s.held_out for s in self.profile.samples):
+                raise ValueError(
+                    f"the profile has no {kind} without context to start from; run `terapipe profile` again"
+                )
+
+    @cached_property
+    def _fits(self) -> dict[str, Fit]:
+        used = [s for s in self.profile.samples if not s.held_out]
+        kinds = {s.kind for s in used}
+        return {kind: Fit.of([s for s in used if s.kind == kind]) for kind in kinds}
+
+    def _of(self, kind: str, size: Numbers, length: Numbers, context: Numbers = 0.0) -> Array:
+        fit = self._fits.get(kind)
+        return fit(size, length, context) if fit else np.zeros(np.broadcast(size, length, context).shape)
+
+    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        seconds = self._of("forward", size, length, context) * (part.layers / self.profile.layers)
+        if part.first:
+            seconds = seconds + self._of("embedding", size, length)
+        return seconds + self._of("head", size, length) if part.last else seconds
+
+    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        seconds = self._of("backward", size, length, context) * (part.layers / self.profile.layers)
+        if self.recompute:
+            seconds = seconds + self._of("forward", size, length, context) * (part.layers / self.profile.layers)
+        return seconds + self._of("embedding_backward", size, length) if part.first else seconds
+
+    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        return self._of("weights", size, length) * (part.layers / self.profile.layers)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        nbytes = np.multiply(size, length) * float(self.profile.config.hidden * 4)
+        return self._message(np.asarray(nbytes, dtype=np.float64))
+
+    def _message(self, nbytes: Array) -> Array:
+        if not self.profile.transfers:
+            return np.zeros_like(nbytes)
+        rows = sorted((t.nbytes, median(t.seconds)) for t in self.profile.transfers)
+        xs, ys = (np.array(column, float) for column in zip(*rows, strict=True))
+        return np.maximum(_line(nbytes, xs, ys), 0.0)
+
+    def once(self, held: Sequence[Part]) -> float:
+        """The optimizer, gradients summed over replicas, a tied weight's exchanged between first and last rank."""
+        config, count = self.profile.config, parameters(self.profile.config, held)
+        seconds = count * median(self.profile.optimizer)
+        if self.replicas > 1:
+            seconds += float(self._message(np.array(2 * (self.replicas - 1) / self.replicas * 4.0 * count)))
+        apart = config.tied and any(part.first for part in held) != any(part.last for part in held)
+        return seconds + (float(self._message(np.array(4.0 * config.vocab * config.hidden))) if apart else 0.0)
+
+    def errors(self) -> list[float]:
+        """Relative errors on the samples that were held out of the fit."""
+        return [
+            float(self._of(s.kind, s.size, s.length, s.context)) / median(s.seconds) - 1
+            for s in self.profile.samples
+            if s.held_out
+        ]

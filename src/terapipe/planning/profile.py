@@ -1,0 +1,104 @@
+"""A Profile: what was measured of a model on a machine, as plain data. A JSON file between measuring and deciding."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
+
+from terapipe.presets import GPTConfig
+
+FORMAT = 1
+KINDS = ("forward", "backward", "weights", "embedding", "embedding_backward", "head")
+
+
+class Sample(NamedTuple):
+    """Repeated measurements of one slice: of all layers of the measured stage, or of what comes before or after them.
+
+    ``weights`` is the half of a backward that may be put off, ``head`` final norm, head and loss, both directions.
+    """
+
+    kind: str
+    size: int
+    length: int
+    context: int
+    seconds: tuple[float, ...]
+    held_out: bool = False  # only to judge a fit by
+
+
+class Transfer(NamedTuple):
+    """Repeated measurements of a message from one rank to the next, one way."""
+
+    nbytes: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    config: GPTConfig
+    layers: int  # of the stage that was measured
+    tokens: int  # the longest sequence
+    ranks: int  # that measured at the same time
+    samples: tuple[Sample, ...]
+    transfers: tuple[Transfer, ...]
+    optimizer: tuple[float, ...]  # seconds per parameter of an optimizer step, repeatedly
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    def to_json(self) -> str:
+        samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
+        transfers = [{"nbytes": t.nbytes, "seconds": list(t.seconds)} for t in self.transfers]
+        known = {"layers": self.layers, "tokens": self.tokens, "ranks": self.ranks, "optimizer": list(self.optimizer)}
+        about = {"model": asdict(self.config), "machine": dict(self.machine), "versions": dict(self.versions)}
+        return json.dumps({"format": FORMAT, **about, **known, "transfers": transfers, "samples": samples}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"a profile must be whole JSON, this one is damaged or cut off: {error}; run `terapipe profile` again"
+            ) from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"this version reads profiles of format {FORMAT}, got {found!r}; run `terapipe profile`")
+        try:
+            samples = tuple(_sample(row) for row in data["samples"])
+            transfers = tuple(Transfer(int(row["nbytes"]), _seconds(row["seconds"])) for row in data["transfers"])
+            return cls(
+                config=GPTConfig(**data["model"]),
+                layers=int(data["layers"]),
+                tokens=int(data["tokens"]),
+                ranks=int(data["ranks"]),
+                samples=samples,
+                transfers=transfers,
+                optimizer=_seconds(data["optimizer"]),
+                machine=data["machine"],
+                versions=data["versions"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this profile lacks or misnames {error}; run `terapipe profile` again") from None
+
+    def check_model(self, config: GPTConfig) -> None:
+        """Refuses another model's profile. The number of positions is no part of what was measured."""
+        mine, other = asdict(self.config), asdict(config)
+        differ = [f"{k} {mine[k]} and {other[k]}" for k in mine if k != "max_tokens" and mine[k] != other[k]]
+        if differ:
+            raise ValueError(
+                f"the profile is of another model: {', '.join(differ)} (profile and --model); "
+                "profile this model, or leave --model out"
+            )
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    if row["kind"] not in KINDS:
+        raise ValueError(f"a sample's kind is one of {', '.join(KINDS)}, got {row['kind']!r}")
+    numbers = int(row["size"]), int(row["length"]), int(row["context"])
+    return Sample(row["kind"], *numbers, _seconds(row["seconds"]), bool(row["held_out"]))
+
+
+def _seconds(values: Any) -> tuple[float, ...]:
+    seconds = tuple(float(v) for v in values)
+    if not seconds or not all(0 <= v < float("inf") for v in seconds):
+        raise ValueError(f"measured seconds must be finite and at least 0, at least one of them, got {list(seconds)}")
+    return seconds

@@ -1,0 +1,240 @@
+"""Measures one stage of a model on a grid of slices, on all ranks at the same time, as in a real step."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.gpt import GPT
+from terapipe.modeling.linear import settle
+from terapipe.modeling.stage import Stage
+from terapipe.planning.profile import Profile, Sample, Transfer
+from terapipe.runtime.transport import Transport, local_device
+
+LEAST, MOST = 3, 15  # measurements of each point
+TIGHT = 0.03  # relative uncertainty of a median at which measuring stops
+MESSAGES = tuple(2**n for n in range(12, 25, 2))  # bytes
+
+Progress = Callable[[float], None]  # the share that is done
+
+
+class Point(NamedTuple):
+    """A slice to measure; ``held_out`` ones only judge the fit."""
+
+    size: int
+    length: int
+    context: int
+    held_out: bool = False
+
+
+def grid(tokens: int, sizes: Sequence[int]) -> list[Point]:
+    """Lengths from short to whole without context; a few of them behind some contexts; two that are held out."""
+    lengths = {n for n in (16, 32, 64, 128, 192, 256) if n < tokens}
+    lengths |= {tokens * i // 16 for i in (2, 3, 4, 6, 8, 12, 16) if tokens * i >= 16} | {min(64, tokens)}
+    points = [Point(size, length, 0) for size in sizes for length in sorted(lengths)]
+    behind = [n for n in (tokens // 32, tokens // 12, tokens // 6, tokens // 3) if n >= 1]
+    for size in sizes:
+        for context in (tokens // 4, tokens // 2, tokens * 3 // 4):
+            points += [Point(size, n, context) for n in behind if n + context <= tokens and context]
+    size = sizes[0]
+    held_out = [(tokens // 10, tokens * 3 // 5), (tokens // 5, tokens // 3), (tokens * 7 // 16, 0)]
+    return points + [Point(size, n, c, True) for n, c in held_out if n >= 1]
+
+
+class Profiler:
+    """All ranks make the same one and call ``run`` together."""
+
+    def __init__(self, model: GPT, *, layers: int, tokens: int, sizes: Sequence[int] = (1,)) -> None:
+        self.device = local_device()
+        self.transport = Transport(self.device)
+        self.model, self.tokens, self.layers, self.sizes = model, tokens, layers, sizes
+        count = model.num_layers
+        # The last layers: their stage takes hidden states, and its head is only called for the loss.
+        self.stage = model.stage(count - layers, count, self.device)
+        self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
+        # What grows evenly with the tokens is measured at a few lengths only.
+        self._sparse = {min(64, tokens), tokens // 8 or 1, tokens // 2 or 1}
+        self._caches: dict[tuple[int, int], SliceCache] = {}
+        self._taken: dict[tuple[str, Point], list[float]] = {}
+
+    def run(self, seconds: float = 45.0, progress: Progress = lambda share: None) -> Profile:
+        """Round after round over all points, until every median is tight or the time is up."""
+        points = grid(self.tokens, self.sizes)
+        deadline = time.monotonic() + seconds
+        for turn in range(-1, MOST):
+            todo = [p for p in points if turn < LEAST or not self._tight(p)]
+            for i, point in enumerate(todo):
+                self._measure(point)
+                done = (turn + 1 + i / len(todo)) / MOST
+                spent = 1 - (deadline - time.monotonic()) / seconds
+                progress(min(1.0, max(done, spent)))
+            if turn < 0:
+                self._taken.clear()  # warm-up
+            late = any(self.transport.gather(time.monotonic() > deadline))
+            if turn >= 0 and (late or not todo):
+                break
+        transfers = self._transfers()
+        optimizer = self._optimizer()
+        progress(1.0)
+        return self._profile(transfers, optimizer)
+
+    def _profile(self, transfers: Sequence[Transfer], optimizer: Sequence[float]) -> Profile:
+        """All ranks' measurements together."""
+        taken = self.transport.gather(self._taken)
+        samples = tuple(
+            Sample(kind, p.size, p.length, p.context, tuple(s for rank in taken for s in rank[kind, p]), p.held_out)
+            for kind, p in self._taken
+        )
+        rates = tuple(rate for rank in self.transport.gather(tuple(optimizer)) for rate in rank)
+        machine = {
+            "platform": platform.platform(),
+            "processor": platform.machine(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        }
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        return Profile(
+            self.model.config, self.layers, self.tokens, self.transport.size, samples, tuple(transfers), rates,
+            machine, versions,
+        )  # fmt: skip
+
+    # One point
+
+    def _measure(self, point: Point) -> None:
+        self._together()
+        for kind, seconds in self._slice(point):
+            self._taken.setdefault((kind, point), []).append(seconds)
+
+    def _slice(self, point: Point) -> Iterator[tuple[str, float]]:
+        size, length, context, held_out = point
+        stage = cast(Stage, self.stage)
+        cache = self._cache(self.stage, size)
+        forward, backward, _ = self._pass(self.stage, cache, point, self._hidden(point), deferred=False)
+        yield "forward", forward
+        yield "backward", backward
+        if context or held_out or length not in self._sparse:
+            return
+        yield "weights", self._pass(self.stage, cache, point, self._hidden(point), deferred=True)[2]
+        yield "head", self._timed(lambda: self._loss(stage, point))
+        ids = torch.zeros(size, length, dtype=torch.int64, device=self.device)
+        bare = self._pass(self.plain, self._cache(self.plain, size), point, self._hidden(point), deferred=False)
+        first = self._pass(self.first, self._cache(self.first, size), point, ids, deferred=False)
+        yield "embedding", max(0.0, first[0] - bare[0])
+        yield "embedding_backward", max(0.0, first[1] - bare[1])
+
+    def _hidden(self, point: Point) -> Tensor:
+        return torch.randn(point.size, point.length, self.model.config.hidden, device=self.device).requires_grad_()
+
+    def _pass(
+        self, stage: nn.Module, cache: SliceCache, point: Point, x: Tensor, *, deferred: bool
+    ) -> tuple[float, float, float]:
+        """Seconds of a forward, of its backward, and of what the backward put off."""
+        gradient = torch.randn(point.size, point.length, self.model.config.hidden, device=self.device)
+        out: list[Tensor] = []
+        cache.begin(point.context, point.length)
+        cache.defer = deferred
+        forward = self._timed(lambda: out.append(stage(x, cache)))
+        backward = self._timed(lambda: out.pop().backward(gradient))  # type: ignore[no-untyped-call]
+        owed = cache.take_owed()
+        return forward, backward, self._timed(lambda: settle(owed))
+
+    def _loss(self, stage: Stage, point: Point) -> None:
+        hidden = self._hidden(point)
+        labels = torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
+        stage.loss(hidden, labels).backward()  # type: ignore[no-untyped-call]
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        action()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _together(self) -> None:
+        """All ranks begin at the same time."""
+        self.transport.all_reduce(torch.zeros(1, device=self.device))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _cache(self, stage: nn.Module, size: int) -> SliceCache:
+        """A cache in which all keys, values and their gradients have been written once, by two slices."""
+        key = (id(stage), size)
+        if key not in self._caches:
+            cache = self._caches[key] = cast(Stage, stage).make_cache(size, self.tokens)
+            half = self.tokens // 2 or 1
+            first = stage is self.first
+            halves = [Point(size, half, 0), Point(size, self.tokens - half, half)] if self.tokens > 1 else []
+            outs = []
+            for p in halves:
+                x = torch.zeros(size, p.length, dtype=torch.int64, device=self.device) if first else self._hidden(p)
+                cache.begin(p.context, p.length)
+                outs.append((p, stage(x, cache)))
+            for p, out in reversed(outs):
+                cache.begin(p.context, p.length)
+                out.sum().backward()
+            cache.take_owed()
+        return self._caches[key]
+
+    def _tight(self, point: Point) -> bool:
+        """Whether every median of this point is known well, on every rank."""
+        mine = all(_spread(taken) < TIGHT for (_, p), taken in self._taken.items() if p == point)
+        return all(self.transport.gather(mine))
+
+    # Beside the slices
+
+    def _transfers(self) -> list[Transfer]:
+        """There and back between the first two ranks, halved."""
+        transport = self.transport
+        if transport.size == 1:
+            return []
+        taken: dict[int, list[float]] = {}
+        for nbytes in MESSAGES:
+            payload = torch.zeros(nbytes // 4, device=self.device)
+            for turn in range(-2, 9):
+                self._together()
+                seconds = self._timed(lambda payload=payload: self._there_and_back(payload)) / 2  # type: ignore[misc]
+                if turn >= 0:
+                    taken.setdefault(nbytes, []).append(seconds)
+        gathered = transport.gather(taken)
+        return [Transfer(nbytes, tuple(seconds)) for nbytes, seconds in gathered[0].items()]
+
+    def _there_and_back(self, payload: Tensor) -> None:
+        rank, why = self.transport.rank, "a measured message"
+        if rank > 1:
+            return
+        for sender in (0, 1):
+            if rank == sender:
+                self.transport.wait(self.transport.send(payload, 1 - rank, why), 1 - rank, why)
+            else:
+                _, work = self.transport.receive(tuple(payload.shape), payload.dtype, 1 - rank, why)
+                self.transport.wait(work, 1 - rank, why)
+
+    def _optimizer(self) -> list[float]:
+        """Seconds per parameter of an AdamW step over the measured stage."""
+        parameters = list(self.stage.parameters())
+        count = sum(p.numel() for p in parameters)
+        optimizer = torch.optim.AdamW(parameters, lr=0.0)
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        self._together()
+        rates = [self._timed(optimizer.step) / count for _ in range(LEAST + 1)]
+        return rates[1:]
+
+
+def _spread(taken: Sequence[float]) -> float:
+    """The relative uncertainty of the median, by the middle half of the measurements."""
+    if len(taken) < LEAST:
+        return 1.0
+    low, high = np.quantile(taken, (0.25, 0.75))
+    return float((high - low) / max(median(taken), 1e-9) / len(taken) ** 0.5)

@@ -1,0 +1,121 @@
+"""One way to run a step, judged: its time by simulation, its memory by count."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from terapipe.planning.cost import Array, Cost, Memory, Numbers, Part, parts, round_trip
+from terapipe.planning.layout import Layout
+from terapipe.planning.slices import Plan
+from terapipe.planning.stages import balance
+from terapipe.scheduling.footprint import peaks
+from terapipe.scheduling.simulator import measure, program
+from terapipe.search.cuts import Grid, Lengths
+from terapipe.search.request import Request, Source
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan of one replica, the layout it is part of, and what it costs."""
+
+    layout: Layout
+    plan: Plan
+    step_time: float
+    idle: float
+    peak_bytes: int
+    fits: bool
+    name: str = ""
+
+    @property
+    def sliced(self) -> bool:
+        return any(len(row) > 1 for row in self.plan.lengths)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.plan.batch * self.layout.data * self.plan.tokens / self.step_time
+
+    def to_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            **({"name": self.name} if self.name else {}),
+            "step_time": self.step_time,
+            "tokens_per_second": self.tokens_per_second,
+            "order": plan.order,
+            "layout": {"data": self.layout.data, "pipe": self.layout.pipe, "tensor": self.layout.tensor},
+            "chunks": plan.chunks,
+            "recompute": plan.recompute,
+            "boundaries": list(plan.boundaries),
+            "microbatches": list(plan.sizes),
+            "slices": [list(row) for row in plan.lengths],
+            "idle": self.idle,
+            "peak_bytes": self.peak_bytes,
+            "fits": self.fits,
+        }
+
+
+class Bench:
+    """Builds plans for one layout and judges them."""
+
+    def __init__(self, source: Source, request: Request, layout: Layout, recompute: bool) -> None:
+        self.source, self.request, self.layout, self.recompute = source, request, layout, recompute
+        self.cost: Cost = source.cost(layout, recompute)
+        self.memory: Memory = source.memory(layout, recompute)
+        self.batch = request.batch // layout.data
+        self._grids: dict[int, Grid] = {}
+
+    @cached_property
+    def budget(self) -> int | None:
+        return self.request.budget or self.source.budget
+
+    def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
+        layer = self._whole(Part(1))
+        first, last = self._whole(Part(1, first=True)) - layer, self._whole(Part(1, last=True)) - layer
+        return _balanced(self.source.layers, self.layout.pipe * chunks, layer, max(first, 0.0), max(last, 0.0))
+
+    def _whole(self, part: Part) -> float:
+        """Seconds of a whole sequence; an eighth of it at a time, so that fixed costs weigh as they will."""
+        length = max(1, self.request.tokens // 8)
+        context = np.arange(8.0) * length
+        one, lengths = np.ones(8), np.full(8, float(length))
+        seconds = self.cost.forward(part, one, lengths, context) + self.cost.backward(part, one, lengths, context)
+        return float(seconds.sum())
+
+    @cached_property
+    def dearest(self) -> Part:
+        """The stage that the others wait for."""
+        return max(parts(self.boundaries()), key=self._whole)
+
+    def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """A slice's time there, forward and backward and transfers."""
+        return round_trip(self.cost, self.dearest, size, length, context)
+
+    def grid(self, size: int) -> Grid:
+        if size not in self._grids:
+            request = self.request
+            self._grids[size] = Grid.of(lambda l, c: self.seconds(size, l, c), request.tokens, request.tile)
+        return self._grids[size]
+
+    def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:
+        """Microbatches of one size, the last one smaller if need be, all cut alike."""
+        sizes = tuple(min(size, self.batch - row) for row in range(0, self.batch, size))
+        return Plan(sizes, (lengths,) * len(sizes), self.boundaries(chunks), order, chunks, self.recompute)
+
+    def judge(self, plan: Plan) -> Choice:
+        seconds, idle = measure(plan, self.cost)
+        step = seconds + self.once(plan)
+        peak = max(peaks(program(plan), plan, self.memory))
+        fits = self.budget is None or peak <= self.budget
+        return Choice(self.layout, plan, step, idle * seconds / step, peak, fits)
+
+    def once(self, plan: Plan) -> float:
+        """What comes once per step, on the rank where it takes longest."""
+        held = parts(plan.boundaries)
+        ranks = {tuple(held[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)}
+        return max(map(self.cost.once, ranks))
+
+
+@lru_cache(maxsize=1024)
+def _balanced(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
+    return balance([layer] * layers, stages, first=first, last=last)

@@ -1,0 +1,120 @@
+"""The search: promising seeds are simulated, the best of them refined, and the fastest that fits is chosen."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from terapipe.planning.slices import Plan
+from terapipe.scheduling.orders import ORDERS
+from terapipe.search.choice import Bench, Choice
+from terapipe.search.cuts import uniform
+from terapipe.search.refine import preference, refined, with_few_lengths
+from terapipe.search.request import UNSLICED, Request, Source
+from terapipe.search.seeds import Seed, seeds
+
+WORK = 250_000  # computations to simulate for each order
+FINALISTS = 3  # refining costs time, so only the best few are refined
+WORTH = 1.005
+
+
+@dataclass(frozen=True)
+class Decision:
+    chosen: Choice
+    runners_up: tuple[Choice, ...]  # the best of every other order, fastest first
+    price: float | None = None  # of a limit on distinct lengths: step time over that without the limit
+
+    @property
+    def unsliced(self) -> Choice | None:
+        """The best that leaves sequences whole."""
+        return next((c for c in (self.chosen, *self.runners_up) if not c.sliced), None)
+
+
+def choose(source: Source, request: Request) -> Decision:
+    """The fastest plan that fits, by the simulated makespan of the order that will run."""
+    found = seeds(source, request)
+    fitting = candidates(found, source, request)
+    finished = sorted([finish(found, c) for c in fitting[:FINALISTS]] + fitting[FINALISTS:], key=preference)
+    # What is not worth its trouble is left: whole sequences win if slices gain next to nothing.
+    chosen = next((c for c in finished if not c.sliced and c.step_time <= WORTH * finished[0].step_time), finished[0])
+    rest = [c for c in finished if c is not chosen]
+    if request.distinct is None or request.slices is not None:
+        return Decision(chosen, tuple(rest))
+    limited = with_few_lengths(bench_of(found, chosen), chosen, request.distinct)
+    return Decision(limited, tuple(rest), limited.step_time / chosen.step_time)
+
+
+def candidates(found: list[Seed], source: Source, request: Request) -> list[Choice]:
+    """The best of each order before any refinement, of those that fit, fastest first."""
+    best = [choice for order in ORDERS if (choice := best_of(found, order))]
+    if not best:
+        _refuse_orders(source, request)
+    fitting = sorted((c for c in best if c.fits), key=preference)
+    if not fitting:
+        _refuse_budget(found, best)
+    return fitting
+
+
+def best_of(found: Iterable[Seed], order: str, *, even: bool = False) -> Choice | None:
+    """The best simulated plan of one order; one that fits if any does, else the one with the smallest peak."""
+    best: Choice | None = None
+    work = WORK
+    for seed in _likely([seed for seed in found if seed.order == order]):
+        done = best is not None and best.fits and (work < 0 or seed.estimate > best.step_time)
+        if done or work < -3 * WORK:  # the estimate is nearly a lower bound
+            break
+        work -= seed.work
+        choice = seed.bench.judge(first_plan(seed, even=even))
+        best = choice if best is None else min(best, choice, key=preference)
+    return best
+
+
+def _likely(mine: list[Seed]) -> list[Seed]:
+    """Those that by the rough count will fit, fastest first; then the others, smallest first."""
+    budget = mine[0].bench.budget if mine else None
+    if budget is None:
+        return mine
+    fit = [seed for seed in mine if seed.peak <= budget]
+    return fit + sorted((seed for seed in mine if seed.peak > budget), key=lambda seed: seed.peak)
+
+
+def first_plan(seed: Seed, *, even: bool = False) -> Plan:
+    """The seed's plan, with slices of equal time unless they are given or to be even."""
+    request, bench = seed.bench.request, seed.bench
+    if isinstance(request.slices, tuple):
+        lengths = request.slices
+    elif request.slices is not None:
+        lengths = uniform(request.tokens, seed.count, 1)
+    elif even or seed.count == 1:
+        lengths = uniform(request.tokens, seed.count, request.tile)
+    else:
+        lengths = bench.grid(seed.size).equal_time(seed.count)
+    return bench.plan(seed.order, seed.size, lengths, seed.chunks)
+
+
+def finish(found: Iterable[Seed], choice: Choice) -> Choice:
+    bench = bench_of(found, choice)
+    fixed = choice.plan.order in UNSLICED or bench.request.slices is not None
+    return choice if fixed else refined(bench, choice)
+
+
+def bench_of(found: Iterable[Seed], choice: Choice) -> Bench:
+    benches = (seed.bench for seed in found)
+    return next(b for b in benches if b.layout == choice.layout and b.recompute == choice.plan.recompute)
+
+
+def _refuse_orders(source: Source, request: Request) -> NoReturn:
+    raise ValueError(
+        f"order {request.order!r} with {request.chunks or 'any'} chunks per rank has no plan on {source.name}: every "
+        f"chunk needs a layer of the {source.layers}, and several chunks need several ranks; change --order, --chunks "
+        "or --pipe"
+    )
+
+
+def _refuse_budget(found: list[Seed], best: list[Choice]) -> NoReturn:
+    least = min(best, key=lambda c: c.peak_bytes)
+    raise ValueError(
+        f"no plan fits into {(found[0].bench.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
+        f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
+        f"{'with' if least.plan.recompute else 'without'} recomputation); take more devices, a smaller batch or "
+        "shorter sequences, fix less, or raise --memory"
+    )

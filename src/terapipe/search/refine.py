@@ -1,0 +1,151 @@
+"""Better cuts for a plan that is already good: the solver's, even ones, other numbers of slices, cuts moved by hand."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from terapipe.planning.slices import Plan
+from terapipe.planning.solver import Cuts, solve
+from terapipe.search.choice import Bench, Choice
+from terapipe.search.cuts import Lengths, improve, uniform
+from terapipe.search.request import Request
+
+WORK = 250_000  # computations to simulate while cuts are moved
+SOLVED = 512  # places at which the solver may cut; for longer sequences its step is a multiple of the tile
+LOOKS = 8  # cuts of one kind to simulate, the best by the formula
+TRIES = 60  # sets of lengths, where their number is limited
+
+
+def preference(choice: Choice) -> tuple[bool, float]:
+    """What fits is preferred to what does not; then the faster, or else the smaller."""
+    return (False, choice.step_time) if choice.fits else (True, float(choice.peak_bytes))
+
+
+def refined(bench: Bench, choice: Choice) -> Choice:
+    plan, request = choice.plan, bench.request
+    size, count = plan.sizes[0], len(plan.lengths[0])
+    grid = bench.grid(size)
+
+    def judged(lengths: Lengths) -> Choice:
+        return bench.judge(bench.plan(plan.order, size, lengths, plan.chunks))
+
+    most = request.tokens // request.tile
+    found = [choice, climbed(lambda n: judged(grid.equal_time(n)), count, most)]
+    found.append(climbed(lambda n: judged(uniform(request.tokens, n, request.tile)), count, most))
+    for cuts in _solutions(bench, size):
+        found.append(bench.judge(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))
+    return moved(bench, min(found, key=preference))
+
+
+def climbed(judged: Callable[[int], Choice], start: int, most: int) -> Choice:
+    """The best number of slices on the way from ``start``, in large steps first."""
+    seen: dict[int, Choice] = {}
+
+    def look(n: int) -> tuple[bool, float]:
+        if n not in seen:
+            seen[n] = judged(n)
+        return preference(seen[n])
+
+    best, stride = min(start, most), max(1, start // 3)
+    look(best)
+    while stride:
+        near = [n for n in (best - stride, best + stride) if 1 <= n <= most]
+        better = min([best, *near], key=look)
+        if better == best:
+            stride //= 2
+        best = better
+    return seen[best]
+
+
+def estimate(bench: Bench, plan: Plan, lengths: Lengths) -> float:
+    """The formula: all work, and the wait for the dearest slice, which chunks divide."""
+    array = np.array(lengths, dtype=np.float64)
+    t = bench.seconds(plan.sizes[0], array, np.cumsum(array) - array)
+    return float(t.sum()) * bench.batch / plan.sizes[0] + (bench.layout.pipe - 1) * float(t.max()) / plan.chunks
+
+
+def _solutions(bench: Bench, size: int) -> list[Cuts]:
+    """The solver's cuts with microbatches of this size, and with any where there are not too many to choose from."""
+    found = [solved(bench, [size, bench.batch % size or size])]
+    if bench.request.microbatch is None and 1 < bench.batch <= 96:
+        found.append(solved(bench, [n for n in range(1, bench.batch + 1) if n <= 8 or n & (n - 1) == 0]))
+    return found
+
+
+def solved(bench: Bench, sizes: list[int], lengths: Lengths | None = None) -> Cuts:
+    return solve(
+        bench.seconds,
+        tokens=bench.request.tokens,
+        stages=bench.layout.pipe,
+        step=_step(bench.request),
+        batch=bench.batch,
+        sizes=sorted(set(sizes)),
+        lengths=lengths,
+    )
+
+
+def _step(request: Request) -> int:
+    return request.tile * -(-request.tokens // (request.tile * SOLVED))
+
+
+def moved(bench: Bench, choice: Choice) -> Choice:
+    """Cuts moved by simulation, the same way in all microbatches, if these are cut alike."""
+    plan = choice.plan
+    if len(set(plan.lengths)) > 1 or len(plan.lengths[0]) == 1:
+        return choice
+
+    def judged(lengths: Lengths) -> Choice:
+        return bench.judge(replace(plan, lengths=(lengths,) * len(plan.sizes)))
+
+    def seconds(lengths: Lengths) -> float:
+        found = judged(lengths)
+        return found.step_time if found.fits or not choice.fits else inf
+
+    tries = WORK // (2 * len(plan.slices) * plan.num_stages)
+    return min(choice, judged(improve(plan.lengths[0], seconds, bench.request.tile, tries)), key=preference)
+
+
+def with_few_lengths(bench: Bench, choice: Choice, distinct: int) -> Choice:
+    """The best found with at most so many different lengths: equal slices, and sets near the lengths chosen freely."""
+    plan, request = choice.plan, bench.request
+    free = [length for row in plan.lengths for length in row]
+    if len(set(free)) <= distinct:
+        return choice
+    size = max(plan.sizes)
+    equal = [n for n in range(1, request.tokens // request.tile + 1) if request.tokens % n == 0]
+    equal = [n for n in equal if (request.tokens // n) % request.tile == 0 or n == 1]
+    plans = [bench.plan(plan.order, size, uniform(request.tokens, n, 1), plan.chunks) for n in equal]
+    if distinct > 1 and (cuts := _few(bench, size, free, distinct)):
+        plans.append(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths))
+    plans.sort(key=lambda p: estimate(bench, p, p.lengths[0]))
+    return min(map(bench.judge, plans[:LOOKS]), key=preference)
+
+
+def _few(bench: Bench, size: int, free: list[int], distinct: int) -> Cuts | None:
+    """Sets of allowed lengths, changed one by one as long as the solver finds better cuts with them."""
+    step = _step(bench.request)
+    groups = np.array_split(np.sort(free), distinct)
+    start = tuple(max(step, round(float(group.mean()) / step) * step) for group in groups if len(group))
+    sizes = [size, bench.batch % size or size]
+    best: Cuts | None = None
+    seen: set[Lengths] = set()
+    todo = [start, *((*start[:-1], bench.request.tokens // n) for n in range(2, 40) if bench.request.tokens % n == 0)]
+    while todo and len(seen) < TRIES:
+        lengths = tuple(sorted(set(todo.pop(0))))
+        if lengths in seen or min(lengths) < 1:
+            continue
+        seen.add(lengths)
+        try:
+            cuts = solved(bench, sizes, lengths)
+        except ValueError:  # no sum of these lengths is a whole sequence
+            continue
+        if best is None or cuts.time < best.time:
+            best = cuts
+            todo = [_changed(lengths, i, by * step) for i in range(len(lengths)) for by in (-1, 1, -2, 2, -4, 4)] + todo
+    return best
+
+
+def _changed(lengths: Lengths, place: int, by: int) -> Lengths:
+    return tuple(length + by if i == place else length for i, length in enumerate(lengths))

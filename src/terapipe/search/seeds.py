@@ -1,0 +1,117 @@
+"""Where the search begins: every layout, order, microbatch and number of slices, by a formula that costs nothing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from terapipe.planning.cost import Part, parts
+from terapipe.scheduling.orders import ORDERS
+from terapipe.search.choice import Bench
+from terapipe.search.request import UNSLICED, Request, Source, layouts
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+CHUNKS = {"interleaved": (2, 4), "terapipe": (1, 2), "terapipe-deferred": (1, 2)}
+_BUBBLE = {"terapipe-deferred": 2 / 3}  # weight halves fill a third of the drain
+
+
+@dataclass(frozen=True)
+class Seed:
+    """``estimate`` is the formula's step time, ``peak`` a rough count of bytes: both only say what to look at first."""
+
+    estimate: float
+    peak: float
+    bench: Bench
+    order: str
+    size: int
+    count: int
+    chunks: int
+
+    @property
+    def work(self) -> int:
+        """Computations in one step: what simulating it once costs."""
+        microbatches = -(-self.bench.batch // self.size)
+        return 2 * microbatches * self.count * self.bench.layout.pipe * self.chunks
+
+
+def seeds(source: Source, request: Request) -> list[Seed]:
+    """All of them, the most promising first."""
+    found: list[Seed] = []
+    for layout in layouts(source, request):
+        for recompute in (False, True) if request.recompute is None else (request.recompute,):
+            found += _of_bench(Bench(source, request, layout, recompute))
+    return sorted(found, key=lambda seed: (seed.estimate, seed.count, seed.chunks))
+
+
+def _of_bench(bench: Bench) -> Iterator[Seed]:
+    request, kinds = bench.request, set(parts(bench.boundaries()))
+    once = max(bench.cost.once([part]) for part in kinds)
+    static = max(bench.memory.static(part) for part in kinds)
+    for size in _sizes(bench):
+        microbatches = -(-bench.batch // size)
+        whole = _held(bench, size)
+        for count in _counts(request):
+            lengths = _even(request, count)
+            t = bench.seconds(size, lengths, np.cumsum(lengths) - lengths)
+            work = float(t.sum()) * microbatches
+            for order, chunks in _orders(bench, count):
+                bubble = (bench.layout.pipe - 1) * float(t.mean()) / chunks * _BUBBLE.get(order, 1.0)
+                peak = static + whole * _microbatches_held(order, microbatches, count, bench.layout.pipe, chunks)
+                yield Seed(work + bubble + once, peak, bench, order, size, count, chunks)
+
+
+def _even(request: Request, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if isinstance(request.slices, tuple):
+        return np.array(request.slices, dtype=np.float64)
+    return np.full(count, request.tokens / count)
+
+
+def _sizes(bench: Bench) -> list[int]:
+    fixed = bench.request.microbatch
+    if fixed is not None:
+        if fixed > bench.batch:
+            raise ValueError(
+                f"a microbatch of {fixed} sequences does not fit into a replica's batch of {bench.batch}; "
+                "lower --microbatch or --data"
+            )
+        return [fixed]
+    return [size for size in (2**i for i in range(20)) if size <= bench.batch]
+
+
+def _counts(request: Request) -> list[int]:
+    if request.slices is not None:
+        return [len(request.slices) if isinstance(request.slices, tuple) else request.slices]
+    return [n for n in COUNTS if n * request.tile <= max(request.tokens, request.tile)]
+
+
+def _orders(bench: Bench, count: int) -> Iterator[tuple[str, int]]:
+    request, pipe = bench.request, bench.layout.pipe
+    for order in [request.order] if request.order else ORDERS:
+        if (order in UNSLICED) and count > 1:
+            continue
+        if request.order is None and order not in UNSLICED and order != "interleaved" and count == 1:
+            continue  # the same as gpipe or 1f1b
+        for chunks in [request.chunks] if request.chunks else CHUNKS.get(order, (1,)):
+            if pipe * chunks <= bench.source.layers and (chunks == 1 or pipe > 1):
+                yield order, chunks
+
+
+def _held(bench: Bench, size: int) -> float:
+    """Bytes of one whole microbatch on one rank."""
+    part = Part(-(-bench.source.layers // bench.layout.pipe))
+    tokens = bench.request.tokens
+    kept = bench.memory.kept(part, float(size), float(tokens)) + bench.memory.cache(part, float(size), tokens)
+    return float(kept)
+
+
+def _microbatches_held(order: str, microbatches: int, count: int, ranks: int, chunks: int) -> float:
+    """The published peaks of the orders, in microbatches."""
+    if order == "interleaved" and count == 1:
+        most = ranks + (ranks - 1) / chunks
+    elif order == "interleaved":
+        most = 1 + 2 * (ranks - 1) / (chunks * count)
+    elif order in ("1f1b", "terapipe-1f1b"):
+        most = 1 + (ranks - 1) / count
+    else:
+        most = microbatches
+    return min(float(microbatches), most)

@@ -1,0 +1,64 @@
+"""Simple costs and memories with which formulas can be checked by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from terapipe.planning.cost import Array, Numbers, Part
+
+
+@dataclass(frozen=True)
+class SimpleCost:
+    """Per layer a fixed time, a time per token, a time per score; backward twice that; transfers per token."""
+
+    fixed: float = 0.0
+    token: float = 1.0
+    score: float = 0.0
+    sent: float = 0.0
+    head: float = 0.0
+    overlapped: bool = True
+
+    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        scores = np.multiply(length, np.add(context, np.multiply(length, 0.5)))
+        layer = self.fixed + np.multiply(size, np.multiply(self.token, length) + self.score * scores)
+        return np.asarray(part.layers * layer + self.head * part.last * np.multiply(size, length), dtype=np.float64)
+
+    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        return 2 * self.forward(part._replace(last=False), size, length, context)
+
+    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(part.layers * self.token * np.multiply(size, length), dtype=np.float64)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(self.sent * np.multiply(size, length), dtype=np.float64)
+
+    def once(self, held: Sequence[Part]) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class SimpleMemory:
+    """A byte per token and layer; the rest as asked."""
+
+    held: float = 1.0
+    owing: float = 0.0
+    caching: float = 0.0
+    weight: float = 0.0
+    extra: float = 0.0
+
+    def static(self, part: Part) -> float:
+        return self.weight * part.layers
+
+    def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(self.held * part.layers * np.multiply(size, length), dtype=np.float64)
+
+    def owed(self, part: Part, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(self.owing * part.layers * np.multiply(size, length), dtype=np.float64)
+
+    def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
+        return np.asarray(self.caching * part.layers * np.multiply(size, tokens), dtype=np.float64)
+
+    def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+        tokens = np.asarray(self.extra * np.multiply(size, length), dtype=np.float64)
+        return tokens * part.last, 0.0 * tokens

@@ -1,0 +1,159 @@
+"""The simulator against the formulas, and against the rule of precedence."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terapipe import Op, Plan, Timeline, dependencies, schedule
+from terapipe.planning.cost import Part
+from terapipe.scheduling.actions import COMPUTE, SENDS, counterpart, settles
+from terapipe.scheduling.idle import idle_by_cause
+from terapipe.scheduling.simulator import measure, simulate
+from tests.costs import SimpleCost
+from tests.plans import plans
+
+COSTS = st.builds(
+    SimpleCost,
+    fixed=st.sampled_from([0.0, 3.0]),
+    score=st.sampled_from([0.0, 0.1]),
+    sent=st.sampled_from([0.0, 0.5]),
+    head=st.sampled_from([0.0, 0.7]),
+    overlapped=st.booleans(),
+)
+
+
+def uniform(order: str, ranks: int, batch: int, slices: int = 1, chunks: int = 1) -> Plan:
+    stages = ranks * chunks
+    return Plan.uniform(
+        batch=batch, tokens=slices * 4, slices=slices, boundaries=range(stages + 1), order=order, chunks=chunks
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("slices", [1, 4])
+def test_idle_shares_are_the_published_ones(ranks: int, batch: int, slices: int) -> None:
+    whole = ["gpipe", "1f1b"] if slices == 1 else []
+    for order in [*whole, "terapipe", "terapipe-1f1b"]:
+        plan = uniform(order, ranks, batch, slices)
+        wanted = (ranks - 1) / (batch * slices + ranks - 1)
+        assert simulate(schedule(plan), SimpleCost()).idle == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "groups", "chunks"), [(2, 2, 2), (4, 2, 3), (3, 4, 2)])
+def test_idle_share_of_interleaving(ranks: int, groups: int, chunks: int) -> None:
+    batch = ranks * groups
+    timeline = simulate(schedule(uniform("interleaved", ranks, batch, chunks=chunks)), SimpleCost())
+    assert timeline.idle == pytest.approx((ranks - 1) / (chunks * batch + ranks - 1), abs=1e-12)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    ranks=st.integers(1, 6),
+    cost=st.builds(SimpleCost, fixed=st.floats(0, 9), score=st.floats(0, 1), sent=st.floats(0, 2)),
+)
+def test_the_formula_holds_for_equal_stages(lengths: list[int], ranks: int, cost: SimpleCost) -> None:
+    """sum + (K - 1) max, with each slice's transfer held by its sender; the last stage sends nothing forward and the
+    first nothing back, which the formula counts."""
+    cost = SimpleCost(cost.fixed, 1.0, cost.score, cost.sent, overlapped=False)
+    plan = Plan((1,), (tuple(lengths),), tuple(range(ranks + 1)))
+    size, length = np.ones(len(lengths)), np.array(lengths, float)
+    context = np.cumsum(length) - length
+    t = cost.forward(Part(1), size, length, context)
+    free = SimpleCost(cost.fixed, 1.0, cost.score)
+    assert measure(plan, free)[0] == pytest.approx(3 * (t.sum() + (ranks - 1) * t.max()), rel=1e-12)
+    both = 3 * t + 2 * cost.sent * length
+    forward, backward = t + cost.sent * length, 2 * t + cost.sent * length
+    formula = both.sum() + (ranks - 1) * (forward.max() + backward.max())
+    assert measure(plan, cost)[0] <= formula * (1 + 1e-12)
+    assert measure(plan, cost)[0] >= formula - 2 * cost.sent * length.sum() - 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(plan=plans(), cost=COSTS)
+def test_any_plan_obeys_the_rule(plan: Plan, cost: SimpleCost) -> None:
+    made = schedule(plan)
+    timeline = simulate(made, cost)
+    check_rule(timeline, cost)
+    listed = sorted(a.to_text() for rank in made.ranks for a in rank)
+    assert sorted(e.action.to_text() for e in timeline.events) == listed
+    span, idle = measure(plan, cost)
+    assert span == pytest.approx(timeline.makespan, rel=1e-12)
+    assert idle == pytest.approx(timeline.idle, abs=1e-9)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def check_rule(timeline: Timeline, cost: SimpleCost) -> None:
+    plan = timeline.plan
+    ends = {settles(e.action): e.end for e in timeline.events}
+    for rank in range(plan.num_ranks):
+        mine = [e for e in timeline.computations if e.rank == rank]
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
+    for e in timeline.events:
+        if e.action.op in COMPUTE or e.action.op in SENDS:
+            assert all(ends[need] <= e.start + 1e-9 for need in dependencies(e.action, plan))
+        else:
+            assert e.end == ends[counterpart(e.action)]
+
+
+def test_a_link_carries_one_transfer_at_a_time() -> None:
+    plan = uniform("terapipe", 2, 1, 4)
+    slow = simulate(schedule(plan), SimpleCost(sent=3.0))
+    sends = [e for e in slow.events if e.action.op is Op.SEND_F]
+    assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(sends))
+    assert [e.end - e.start for e in sends] == [12.0] * 4
+    # The first slice is computed, then the link is the bottleneck, then the last slice turns and comes back.
+    assert slow.makespan == pytest.approx(4 + 4 * 12 + 4 + 8 + 4 * 12 + 8)
+
+
+def test_transfers_that_are_not_overlapped_hold_up_their_sender() -> None:
+    plan = uniform("terapipe", 2, 1, 4)
+    timeline = simulate(schedule(plan), SimpleCost(sent=0.25, overlapped=False))
+    first = [e for e in timeline.computations if e.rank == 0 and e.action.op is Op.F]
+    assert [b.start - a.end for a, b in itertools.pairwise(first)] == pytest.approx([1.0] * 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans(), cost=COSTS)
+def test_causes_add_up_to_all_idle_time(plan: Plan, cost: SimpleCost) -> None:
+    timeline = simulate(schedule(plan), cost)
+    causes = idle_by_cause(timeline)
+    assert len(causes) == plan.num_ranks
+    assert all(value >= -1e-9 for cause in causes for value in cause)
+    total = timeline.makespan * plan.num_ranks
+    assert sum(cause.total for cause in causes) == pytest.approx(timeline.idle * total, abs=1e-6)
+    if not cost.sent:
+        assert sum(cause.transfer for cause in causes) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_causes_of_gpipe() -> None:
+    """Rank k waits k forwards at the start and K - 1 - k backwards at the turn, and drains k backwards early."""
+    plan = uniform("gpipe", 3, 2)
+    for k, cause in enumerate(idle_by_cause(simulate(schedule(plan), SimpleCost()))):
+        assert cause.fill == pytest.approx(4 * k + (2 - k) * 12)
+        assert cause.drain == pytest.approx(8 * k)
+        assert cause.imbalance == cause.transfer == 0.0
+
+
+def test_unequal_stages_show_as_imbalance() -> None:
+    plan = Plan((1,) * 4, ((4,),) * 4, (0, 3, 4), "gpipe")
+    causes = idle_by_cause(simulate(schedule(plan), SimpleCost()))
+    assert causes[1].imbalance > 0.0
+
+
+def test_computations_in_a_circle_are_named() -> None:
+    plan = uniform("terapipe", 2, 1, 2)
+    made = schedule(plan)
+    turned = type(made)(plan, (tuple(reversed(made.ranks[0])), made.ranks[1]))
+    with pytest.raises(ValueError, match="wait for each other in a circle: rank 0 at B"):
+        simulate(turned, SimpleCost())
+
+
+def test_costs_must_make_sense() -> None:
+    with pytest.raises(ValueError, match="finite and at least 0"):
+        measure(uniform("gpipe", 2, 1), SimpleCost(token=float("nan")))
+    with pytest.raises(ValueError, match="finite and at least 0"):
+        measure(uniform("gpipe", 2, 1), SimpleCost(token=-1.0))

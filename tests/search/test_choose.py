@@ -1,0 +1,183 @@
+"""The search: what it promises, what it respects, what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from terapipe import GPTConfig, Plan, schedule, validate
+from terapipe.planning.hardware import cluster
+from terapipe.planning.layout import Layout
+from terapipe.scheduling.simulator import measure, simulate
+from terapipe.search.choice import Bench
+from terapipe.search.choose import choose
+from terapipe.search.compare import compare, frontier
+from terapipe.search.cuts import Grid, improve, uniform
+from terapipe.search.request import ClusterSource, Request, layouts
+
+SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_tokens=4096)
+SOURCE = ClusterSource(SMALL, cluster("p3.16xlarge:1"))
+ONE = Request(batch=1, tokens=2048, data=1, pipe=4, tensor=2)
+
+
+@pytest.mark.parametrize("order", ["terapipe", "terapipe-1f1b", "terapipe-deferred", "interleaved"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
+    request = ONE.fixed(order=order, batch=batch, microbatch=1, chunks=2 if order == "interleaved" else 1)
+    chosen = choose(SOURCE, request).chosen
+    bench = Bench(SOURCE, request, chosen.layout, False)
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
+        even = bench.judge(bench.plan(order, 1, uniform(2048, count, 8), chosen.plan.chunks))
+        assert chosen.step_time <= even.step_time * (1 + 1e-9), count
+
+
+def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
+    decision = choose(SOURCE, Request(batch=4, tokens=2048))
+    assert decision.runners_up
+    for choice in (decision.chosen, *decision.runners_up):
+        made = schedule(choice.plan)
+        validate(made)
+        cost = SOURCE.cost(choice.layout, choice.plan.recompute)
+        once = choice.step_time - measure(choice.plan, cost)[0]
+        assert simulate(made, cost).makespan + once == pytest.approx(choice.step_time, rel=1e-9)
+        assert decision.chosen.step_time <= choice.step_time
+
+
+def test_what_is_fixed_stays_fixed() -> None:
+    request = Request(
+        batch=8, tokens=2048, data=2, pipe=2, tensor=2, order="terapipe-1f1b", slices=(1000, 600, 448), microbatch=2,
+        recompute=True,
+    )  # fmt: skip
+    choice = choose(SOURCE, request).chosen
+    assert choice.layout == Layout(2, 2, 2)
+    assert choice.plan == Plan((2, 2), ((1000, 600, 448),) * 2, choice.plan.boundaries, "terapipe-1f1b", 1, True)
+    assert choose(SOURCE, request.fixed(slices=5, tile=8)).chosen.plan.lengths[0] == (410, 410, 410, 409, 409)
+
+
+def test_a_single_stage_is_not_sliced() -> None:
+    decision = choose(SOURCE, Request(batch=1, tokens=2048, data=1, pipe=1, tensor=1))
+    assert not decision.chosen.sliced
+    assert decision.unsliced is decision.chosen
+
+
+def test_many_sequences_on_few_stages_are_not_sliced() -> None:
+    source = ClusterSource(SMALL, cluster("dgx-a100:1"))
+    assert not choose(source, Request(batch=64, tokens=256, data=1, pipe=2, tensor=1)).chosen.sliced
+
+
+def test_the_budget_rules() -> None:
+    free = choose(SOURCE, ONE.fixed(batch=16, order="terapipe"))
+    tight = choose(SOURCE, ONE.fixed(batch=16, order="terapipe", budget=int(free.chosen.peak_bytes * 0.6)))
+    assert tight.chosen.peak_bytes <= free.chosen.peak_bytes * 0.6
+    assert tight.chosen.plan.recompute
+    assert tight.chosen.step_time > free.chosen.step_time
+    lean = choose(SOURCE, ONE.fixed(batch=16, recompute=False, budget=int(free.chosen.peak_bytes * 0.6))).chosen
+    assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved")
+
+
+def test_a_budget_too_small_for_any_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no plan fits into 0\.10 GiB per device: the smallest found needs .* GiB"):
+        choose(SOURCE, ONE.fixed(budget=2**30 // 10))
+
+
+def test_tiles_and_few_lengths() -> None:
+    free = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1))
+    tiled = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, tile=128)).chosen
+    assert all(length % 128 == 0 for row in tiled.plan.lengths for length in row)
+    assert tiled.step_time >= free.chosen.step_time
+    for distinct in (1, 2):
+        limited = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=distinct))
+        assert len({length for row in limited.chosen.plan.lengths for length in row}) <= distinct
+        assert limited.price is not None
+        assert limited.price >= 1 - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"data": 3, "batch": 4}, "a batch of 4 is not divisible by data 3; try --data 2 or --batch 6"),
+        ({"order": "zigzag"}, "unknown order 'zigzag'"),
+        ({"slices": (1000, 1000)}, "sum to the 2048 tokens"),
+        ({"slices": 0}, "between 1 and the 2048 tokens"),
+        ({"order": "gpipe", "slices": 4}, "takes whole sequences"),
+        ({"batch": 0}, "batch must be a whole number"),
+        ({"tile": 4096}, "lower --tile"),
+    ],
+)
+def test_contradictions_are_refused_at_once(parts: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ONE.fixed(**parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"pipe": 8}, "needs 16 devices, p3.16xlarge:1 has 8"),
+        ({"tensor": 3, "pipe": None}, "tensor must be one of"),
+        ({"pipe": 3, "tensor": None, "data": None}, "no layout data x pipe x tensor uses all 8 devices"),
+        ({"microbatch": 4}, "does not fit into a replica's batch of 1"),
+        ({"order": "interleaved", "chunks": 3}, "every chunk needs a layer"),
+    ],
+)
+def test_what_no_layout_satisfies_is_refused(parts: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        choose(SOURCE, ONE.fixed(**parts))
+
+
+def test_layouts_use_every_device() -> None:
+    found = layouts(SOURCE, Request(batch=4, tokens=2048))
+    assert all(layout.devices == 8 for layout in found)
+    assert Layout(4, 2, 1) in found
+    assert Layout(8, 1, 1) not in found  # a batch of 4 has nothing for eight replicas
+
+
+def test_compare_names_every_order_and_keeps_to_one_layout() -> None:
+    rows = compare(SOURCE, ONE)
+    names = [row.name for row in rows]
+    assert names[:2] == ["GPipe", "1F1B"]
+    assert {"interleaved 1F1B", "TeraPipe, uniform", "TeraPipe, planned", "TeraPipe-1F1B"} <= set(names)
+    assert {row.layout for row in rows} == {Layout(1, 4, 2)}
+    by_name = {row.name: row for row in rows}
+    assert by_name["TeraPipe, planned"].step_time <= by_name["TeraPipe, uniform"].step_time * (1 + 1e-9)
+    best = frontier(rows)
+    assert best[0].step_time == min(row.step_time for row in rows)
+    assert min(row.peak_bytes for row in rows) == best[-1].peak_bytes
+    with pytest.raises(ValueError, match="leave out --order"):
+        compare(SOURCE, ONE.fixed(order="terapipe"))
+
+
+def test_equal_time_slices_are_equal_in_time() -> None:
+    bench = Bench(SOURCE, ONE.fixed(tile=1), Layout(1, 4, 2), False)
+    lengths = bench.grid(1).equal_time(6)
+    assert sum(lengths) == 2048
+    assert len(lengths) == 6
+    contexts = [sum(lengths[:i]) for i in range(6)]
+    times = [float(bench.seconds(1, n, c)) for n, c in zip(lengths, contexts, strict=True)]
+    assert max(times) / sorted(times)[1] < 1.05  # the last one takes what is left over
+
+
+def test_equal_time_reaches_the_end_when_slices_cannot_be_equal() -> None:
+    grid = Grid.of(lambda length, context: 0 * length + 1.0, 100, 8)
+    assert sum(grid.equal_time(4)) == 100
+
+
+def test_uniform_slices_are_multiples_of_the_tile_but_for_the_last() -> None:
+    assert uniform(2048, 3, 8) == (688, 680, 680)
+    assert uniform(100, 3, 8) == (40, 32, 28)
+    assert uniform(16, 9, 8) == (8, 8)
+
+
+def test_improving_never_makes_it_worse() -> None:
+    def skewed(lengths: tuple[int, ...]) -> float:
+        return max(n * (i + 1) for i, n in enumerate(lengths))
+
+    found = improve((32, 32, 32, 32), skewed, 8, 500)
+    assert sum(found) == 128
+    assert skewed(found) < skewed((32, 32, 32, 32))
+    assert improve((128,), skewed, 8, 500) == (128,)
+
+
+def test_long_sequences_are_planned_too() -> None:
+    source = ClusterSource(replace(SMALL, max_tokens=2**18), cluster("dgx-h100:1"))
+    chosen = choose(source, Request(batch=1, tokens=2**18, data=1, pipe=8, tensor=1, order="terapipe-1f1b")).chosen
+    assert chosen.sliced
+    assert chosen.plan.tokens == 2**18
