@@ -1,0 +1,3 @@
+from benchmarks.solver.measure import main
+
+main()
