@@ -7,7 +7,7 @@ import pytest
 
 from terapipe.planning.cost import Part
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.profile import Profile, Sample, Transfer
+from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import PRESETS
 
 
@@ -52,7 +52,7 @@ def test_the_context_adds_nothing_where_there_is_none() -> None:
     cost = FittedCost(made(0.05))
     without = cost.forward(Part(3), 1, np.array([64.0, 512.0]), 0)
     measured = {s.length: s for s in cost.profile.samples if s.kind == "forward" and s.size == 1 and not s.context}
-    assert without == pytest.approx([np.median(measured[n].seconds) for n in (64, 512)])
+    assert without == pytest.approx([typical(measured[n].seconds) for n in (64, 512)])
     assert cost.forward(Part(3), 1, 64, 8) >= without[0]
 
 
@@ -72,6 +72,12 @@ def test_transfers_are_interpolated_and_the_optimizer_counted() -> None:
     assert cost.transfer(0, 1, 2, 512) == pytest.approx(1e-3)
     assert cost.once([Part(3)]) == pytest.approx(3 * PRESETS["gpt-small"].layer_parameters * 1e-9)
     assert FittedCost(made(), replicas=2).once([Part(3)]) > cost.once([Part(3)])
+
+
+def test_one_interruption_spoils_nothing() -> None:
+    assert typical([1.0] * 7 + [99.0]) == 1.0
+    assert typical([1.0, 2.0, 3.0, 4.0]) == 2.5
+    assert typical([5.0]) == 5.0
 
 
 def test_a_profile_survives_its_file() -> None:

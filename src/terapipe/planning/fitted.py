@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from statistics import median
 
 import numpy as np
 
 from terapipe.planning.cost import Array, Numbers, Part
 from terapipe.planning.memory import parameters
-from terapipe.planning.profile import Profile, Sample
+from terapipe.planning.profile import Profile, Sample, typical
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,14 @@ class Fit:
     def of(cls, samples: Sequence[Sample]) -> "Fit":
         tables = {}
         for n in sorted({s.size for s in samples}):
-            rows = sorted((s.length, median(s.seconds)) for s in samples if s.size == n and not s.context)
+            rows = sorted((s.length, typical(s.seconds)) for s in samples if s.size == n and not s.context)
             tables[n] = (np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], float))
         bare = cls(tables, np.zeros(3))
         behind = [s for s in samples if s.context]
         if not behind:
             return bare
         size, length, context = np.array([(s.size, s.length, s.context) for s in behind], float).T
-        seconds = np.array([median(s.seconds) for s in behind])
+        seconds = np.array([typical(s.seconds) for s in behind])
         added = seconds - bare(size, length, context)
         return cls(tables, _not_negative(_features(size, length, context), added, seconds))
 
@@ -86,7 +85,6 @@ def _line(x: Array, xs: Array, ys: Array) -> Array:
 class FittedCost:
     profile: Profile
     recompute: bool = False
-    overlapped: bool = True
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -95,6 +93,11 @@ class FittedCost:
                 raise ValueError(
                     f"the profile has no {kind} without context to start from; run `terapipe profile` again"
                 )
+
+    @property
+    def overlapped(self) -> bool:
+        """A rank on a CPU sends by a thread that shares its cores with the one that computes."""
+        return self.profile.machine.get("device") != "cpu"
 
     @cached_property
     def _fits(self) -> dict[str, Fit]:
@@ -128,14 +131,14 @@ class FittedCost:
     def _message(self, nbytes: Array) -> Array:
         if not self.profile.transfers:
             return np.zeros_like(nbytes)
-        rows = sorted((t.nbytes, median(t.seconds)) for t in self.profile.transfers)
+        rows = sorted((t.nbytes, typical(t.seconds)) for t in self.profile.transfers)
         xs, ys = (np.array(column, float) for column in zip(*rows, strict=True))
         return np.maximum(_line(nbytes, xs, ys), 0.0)
 
     def once(self, held: Sequence[Part]) -> float:
         """The optimizer, gradients summed over replicas, a tied weight's exchanged between first and last rank."""
         config, count = self.profile.config, parameters(self.profile.config, held)
-        seconds = count * median(self.profile.optimizer)
+        seconds = count * typical(self.profile.optimizer)
         if self.replicas > 1:
             seconds += float(self._message(np.array(2 * (self.replicas - 1) / self.replicas * 4.0 * count)))
         apart = config.tied and any(part.first for part in held) != any(part.last for part in held)
@@ -144,7 +147,7 @@ class FittedCost:
     def errors(self) -> list[float]:
         """Relative errors on the samples that were held out of the fit."""
         return [
-            float(self._of(s.kind, s.size, s.length, s.context)) / median(s.seconds) - 1
+            float(self._of(s.kind, s.size, s.length, s.context)) / typical(s.seconds) - 1
             for s in self.profile.samples
             if s.held_out
         ]

@@ -1,14 +1,23 @@
 """A Profile: what was measured of a model on a machine, as plain data. A JSON file between measuring and deciding."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from terapipe.presets import GPTConfig
 
 FORMAT = 1
 KINDS = ("forward", "backward", "weights", "embedding", "embedding_backward", "head")
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """Their mean without the lowest and the highest eighth. Not the median: a step adds up many slices, and means add
+    up where medians do not; nor the plain mean, which one interruption spoils."""
+    ordered = sorted(seconds)
+    cut = len(ordered) // 8
+    return fmean(ordered[cut : len(ordered) - cut])
 
 
 class Sample(NamedTuple):

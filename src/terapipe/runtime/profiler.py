@@ -19,7 +19,7 @@ from terapipe.planning.profile import Profile, Sample, Transfer
 from terapipe.runtime.transport import Transport, local_device
 
 LEAST, MOST = 3, 15  # measurements of each point
-TIGHT = 0.03  # relative uncertainty of a median at which measuring stops
+TIGHT = 0.02  # relative uncertainty at which measuring stops
 MESSAGES = tuple(2**n for n in range(12, 25, 2))  # bytes
 
 Progress = Callable[[float], None]  # the share that is done
@@ -63,27 +63,32 @@ class Profiler:
         self._sparse = {min(64, tokens), tokens // 8 or 1, tokens // 2 or 1}
         self._caches: dict[tuple[int, int], SliceCache] = {}
         self._taken: dict[tuple[str, Point], list[float]] = {}
+        self.points = grid(tokens, sizes)
 
     def run(self, seconds: float = 45.0, progress: Progress = lambda share: None) -> Profile:
-        """Round after round over all points, until every median is tight or the time is up."""
-        points = grid(self.tokens, self.sizes)
+        """Round after round over all points, until everything is known well enough or the time is up."""
         deadline = time.monotonic() + seconds
-        for turn in range(-1, MOST):
-            todo = [p for p in points if turn < LEAST or not self._tight(p)]
-            for i, point in enumerate(todo):
-                self._measure(point)
-                done = (turn + 1 + i / len(todo)) / MOST
-                spent = 1 - (deadline - time.monotonic()) / seconds
-                progress(min(1.0, max(done, spent)))
-            if turn < 0:
-                self._taken.clear()  # warm-up
-            late = any(self.transport.gather(time.monotonic() > deadline))
-            if turn >= 0 and (late or not todo):
+        self.round()
+        self._taken.clear()  # that was to warm up
+        for turn in range(MOST):
+            todo = [p for p in self.points if turn < LEAST or not self._tight(p)]
+            progress(min(1.0, max(turn / MOST, 1 - (deadline - time.monotonic()) / seconds)))
+            self.round(todo)
+            if not todo or any(self.transport.gather(time.monotonic() > deadline)):
                 break
-        transfers = self._transfers()
-        optimizer = self._optimizer()
         progress(1.0)
-        return self._profile(transfers, optimizer)
+        return self.profile()
+
+    def round(self, points: Sequence[Point] | None = None) -> None:
+        """Measures every point once."""
+        for point in self.points if points is None else points:
+            self._together()
+            for kind, seconds in self._slices(point):
+                self._taken.setdefault((kind, point), []).append(seconds)
+
+    def profile(self) -> Profile:
+        """What has been measured so far, on all ranks, with messages and the optimizer measured now."""
+        return self._profile(self._transfers(), self._optimizer())
 
     def _profile(self, transfers: Sequence[Transfer], optimizer: Sequence[float]) -> Profile:
         """All ranks' measurements together."""
@@ -109,43 +114,50 @@ class Profiler:
 
     # One point
 
-    def _measure(self, point: Point) -> None:
-        self._together()
-        for kind, seconds in self._slice(point):
-            self._taken.setdefault((kind, point), []).append(seconds)
-
-    def _slice(self, point: Point) -> Iterator[tuple[str, float]]:
-        size, length, context, held_out = point
-        stage = cast(Stage, self.stage)
-        cache = self._cache(self.stage, size)
-        forward, backward, _ = self._pass(self.stage, cache, point, self._hidden(point), deferred=False)
-        yield "forward", forward
-        yield "backward", backward
-        if context or held_out or length not in self._sparse:
+    def _slices(self, point: Point) -> Iterator[tuple[str, float]]:
+        """Some slices of this shape as in a step: forwards after each other, then their backwards."""
+        short = point.length <= self.tokens // 8
+        forwards, backwards, _ = self._passes(self.stage, point, 3 if short else 1, warm=short)
+        for forward, backward in zip(forwards, backwards, strict=True):
+            yield "forward", forward
+            yield "backward", backward
+        if point.context or point.held_out or point.length not in self._sparse:
             return
-        yield "weights", self._pass(self.stage, cache, point, self._hidden(point), deferred=True)[2]
-        yield "head", self._timed(lambda: self._loss(stage, point))
-        ids = torch.zeros(size, length, dtype=torch.int64, device=self.device)
-        bare = self._pass(self.plain, self._cache(self.plain, size), point, self._hidden(point), deferred=False)
-        first = self._pass(self.first, self._cache(self.first, size), point, ids, deferred=False)
-        yield "embedding", max(0.0, first[0] - bare[0])
-        yield "embedding_backward", max(0.0, first[1] - bare[1])
+        yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
+        yield "head", self._timed(lambda: self._loss(cast(Stage, self.stage), point))
+        bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
+        yield "embedding", max(0.0, first[0][0] - bare[0][0])
+        yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
+
+    def _passes(
+        self, stage: nn.Module, point: Point, count: int, *, warm: bool = False, deferred: bool = False
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of forwards, of their backwards, and of what these put off.
+
+        A short slice after a pause is slower than one of many; with ``warm`` the first is not counted.
+        """
+        cache = self._cache(stage, point.size)
+        cache.begin(point.context, point.length)
+        cache.defer = deferred
+        gradient = torch.randn(point.size, point.length, self.model.config.hidden, device=self.device)
+        forwards, backwards, weights = [], [], []
+        outs: list[Tensor] = []
+        for _ in range(count + warm):
+            x = self._input(stage, point)
+            forwards.append(self._timed(lambda x=x: outs.append(stage(x, cache))))  # type: ignore[misc]
+        for _ in range(count + warm):
+            backwards.append(self._timed(lambda: outs.pop().backward(gradient)))  # type: ignore[no-untyped-call]
+            owed = cache.take_owed()
+            weights.append(self._timed(lambda owed=owed: settle(owed)))  # type: ignore[misc]
+        return forwards[warm:], backwards[warm:], weights[warm:]
+
+    def _input(self, stage: nn.Module, point: Point) -> Tensor:
+        if stage is self.first:
+            return torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
+        return self._hidden(point)
 
     def _hidden(self, point: Point) -> Tensor:
         return torch.randn(point.size, point.length, self.model.config.hidden, device=self.device).requires_grad_()
-
-    def _pass(
-        self, stage: nn.Module, cache: SliceCache, point: Point, x: Tensor, *, deferred: bool
-    ) -> tuple[float, float, float]:
-        """Seconds of a forward, of its backward, and of what the backward put off."""
-        gradient = torch.randn(point.size, point.length, self.model.config.hidden, device=self.device)
-        out: list[Tensor] = []
-        cache.begin(point.context, point.length)
-        cache.defer = deferred
-        forward = self._timed(lambda: out.append(stage(x, cache)))
-        backward = self._timed(lambda: out.pop().backward(gradient))  # type: ignore[no-untyped-call]
-        owed = cache.take_owed()
-        return forward, backward, self._timed(lambda: settle(owed))
 
     def _loss(self, stage: Stage, point: Point) -> None:
         hidden = self._hidden(point)
@@ -173,13 +185,11 @@ class Profiler:
         if key not in self._caches:
             cache = self._caches[key] = cast(Stage, stage).make_cache(size, self.tokens)
             half = self.tokens // 2 or 1
-            first = stage is self.first
             halves = [Point(size, half, 0), Point(size, self.tokens - half, half)] if self.tokens > 1 else []
             outs = []
             for p in halves:
-                x = torch.zeros(size, p.length, dtype=torch.int64, device=self.device) if first else self._hidden(p)
                 cache.begin(p.context, p.length)
-                outs.append((p, stage(x, cache)))
+                outs.append((p, stage(self._input(stage, p), cache)))
             for p, out in reversed(outs):
                 cache.begin(p.context, p.length)
                 out.sum().backward()
@@ -187,7 +197,7 @@ class Profiler:
         return self._caches[key]
 
     def _tight(self, point: Point) -> bool:
-        """Whether every median of this point is known well, on every rank."""
+        """Whether this point is known well, on every rank."""
         mine = all(_spread(taken) < TIGHT for (_, p), taken in self._taken.items() if p == point)
         return all(self.transport.gather(mine))
 
@@ -233,7 +243,7 @@ class Profiler:
 
 
 def _spread(taken: Sequence[float]) -> float:
-    """The relative uncertainty of the median, by the middle half of the measurements."""
+    """The relative uncertainty, by the middle half of the measurements."""
     if len(taken) < LEAST:
         return 1.0
     low, high = np.quantile(taken, (0.25, 0.75))

@@ -3,13 +3,13 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Part, parts
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule, counterpart
+from terapipe.scheduling.actions import COMPUTE, NEEDS, Action, Op, Schedule
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.program import Program, Times, compiled, run
 from terapipe.scheduling.timeline import Event, Timeline
@@ -104,18 +104,33 @@ def _delays(program: Program, plan: Plan, cost: Cost) -> list[float]:
     return delays
 
 
+# What a computation's result is sent as, received as, and how many stages on.
+_ENDS = {
+    op: (send, receive, -NEEDS[receive][0].stage)
+    for op, send, receive in (
+        (Op.F, Op.SEND_F, Op.RECV_F),
+        (Op.B, Op.SEND_B, Op.RECV_B),
+        (Op.I, Op.SEND_B, Op.RECV_B),
+    )
+}
+
+
 def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Event]:
     """Every computation, and both ends of every transfer; each rank's in the order in which they begin."""
-    actions = list(program.actions)
-    ranks, starts, ends = list(program.ranks), list(times.starts), list(times.ends)
-    for i, peer in enumerate(program.peers):
-        if peer >= 0:
-            op, k, s = actions[i]
-            send = Action(Op.SEND_F if op is Op.F else Op.SEND_B, k, s)
-            actions += (send, counterpart(send))
-            ranks += (program.ranks[i], peer)
-            ends += [times.arrivals[i]] * 2
-            starts += [times.arrivals[i] - delays[i]] * 2
-    rows = list(zip(ranks, actions, starts, ends, strict=True))
-    for i in np.lexsort((ends, starts, ranks)).tolist():
-        yield Event._make(rows[i])
+    ranks, peers = np.array(program.ranks), np.array(program.peers)
+    sent = np.flatnonzero(peers >= 0)
+    arrivals = np.array(times.arrivals)[sent]
+    began = arrivals - np.array(delays)[sent]
+    places = np.concatenate([ranks, ranks[sent], peers[sent]])
+    starts = np.concatenate([times.starts, began, began])
+    ends = np.concatenate([times.ends, arrivals, arrivals])
+    sends, receives = [], []
+    for op, k, s in (program.actions[i] for i in sent.tolist()):
+        send, receive, on = _ENDS[op]
+        sends.append(Action(send, k, s))
+        receives.append(Action(receive, k + on, s))
+    actions = program.actions + sends + receives
+    order = np.lexsort((ends, starts, places))
+    ordered = [actions[i] for i in order.tolist()]
+    rows = zip(places[order].tolist(), ordered, starts[order].tolist(), ends[order].tolist(), strict=True)
+    return map(partial(tuple.__new__, Event), rows)  # what Event._make does, without a call in Python for each

@@ -1,0 +1,1 @@
+"""The TeraPipe paper's experiments on simulated clusters. No torch here."""
