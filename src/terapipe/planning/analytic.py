@@ -36,18 +36,16 @@ class AnalyticCost:
     def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
         again = self._layer(size, length, context) if self.recompute else 0.0
         device = self.cluster.host.device
-        # Twice the products; and weights are read again, their gradients read, added to and written.
-        arithmetic = 2 * self._flops(size, length, context) / device.rate
-        moved = 3 * self._weight_bytes / device.bandwidth
-        busy = 2 * device.layer_overhead + np.maximum(arithmetic, moved)
+        # Gradients of inputs and of weights are one forward's arithmetic each; the latter are then added to their sum.
+        busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
         layer = np.maximum(2 * device.layer_least, busy) + self._all_reduces(size, length)
         return np.asarray(part.layers * (layer + again), dtype=np.float64)
 
     def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
         device = self.cluster.host.device
         flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tensor
-        moved = 2 * self._weight_bytes / device.bandwidth
-        return np.asarray(part.layers * np.maximum(flops / device.rate, moved), dtype=np.float64)
+        products = np.maximum(flops / device.rate, self._weight_bytes / device.bandwidth)
+        return np.asarray(part.layers * (products + self._accumulation), dtype=np.float64)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
@@ -76,10 +74,18 @@ class AnalyticCost:
         linear = 2.0 * tokens * self.config.layer_parameters
         return np.asarray((linear + 4.0 * tokens * seen * self.config.hidden) / self.layout.tensor, dtype=np.float64)
 
+    def _products(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Arithmetic, or reading the weights where that takes longer."""
+        device = self.cluster.host.device
+        return np.maximum(self._flops(size, length, context) / device.rate, self._weight_bytes / device.bandwidth)
+
+    @property
+    def _accumulation(self) -> float:
+        return self.cluster.host.device.accumulated * self._weight_bytes / self.cluster.host.device.bandwidth
+
     def _layer(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         device = self.cluster.host.device
-        arithmetic = self._flops(size, length, context) / device.rate
-        busy = device.layer_overhead + np.maximum(arithmetic, self._weight_bytes / device.bandwidth)
+        busy = device.layer_overhead + self._products(size, length, context)
         return np.asarray(np.maximum(device.layer_least, busy) + self._all_reduces(size, length), dtype=np.float64)
 
     def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:

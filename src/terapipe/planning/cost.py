@@ -67,7 +67,7 @@ class Memory(Protocol):
         """What only exists during a forward, and only during a backward."""
 
 
-def round_trip(cost: Cost, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
-    """One slice's forward, backward and both its transfers: what the formula of the paper calls t."""
-    transfers = 2 * cost.transfer(0, 1, size, length)
-    return cost.forward(part, size, length, context) + cost.backward(part, size, length, context) + transfers
+def round_trip(cost: Cost, part: Part, rank: int, size: Numbers, length: Numbers, context: Numbers) -> Array:
+    """One slice's forward, backward and both its transfers on one rank: what the formula of the paper calls t."""
+    sent = cost.transfer(rank, rank + 1, size, length) + cost.transfer(rank, rank - 1, size, length)
+    return cost.forward(part, size, length, context) + cost.backward(part, size, length, context) + sent

@@ -29,7 +29,8 @@ class Device:
     bandwidth: float  # bytes per second of its memory
     memory: int  # bytes
     layer_overhead: float  # seconds that a layer's forward takes beside its arithmetic
-    layer_least: float  # seconds below which no layer's forward falls, however short the slice
+    layer_least: float  # seconds below which no layer's forward falls, however short the slice: launching its kernels
+    accumulated: float = 2.0  # times its weights' bytes that a layer moves to add a slice's gradients to the sum
     element: int = 2  # bytes of a weight, an activation, a gradient
     state: int = 12  # bytes of optimizer state for each parameter: float32 copy and Adam's two moments
     causal: bool = True  # whether attention skips the future; otherwise it computes whole rectangles

@@ -13,11 +13,10 @@ KINDS = ("forward", "backward", "weights", "embedding", "embedding_backward", "h
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Their mean without the lowest and the highest eighth. Not the median: a step adds up many slices, and means add
-    up where medians do not; nor the plain mean, which one interruption spoils."""
+    """The mean of the faster half: what the machine does when it is left alone. Other programs only ever add time, so
+    the slower half says more about them; and a mean, because a step adds up many slices and means add up."""
     ordered = sorted(seconds)
-    cut = len(ordered) // 8
-    return fmean(ordered[cut : len(ordered) - cut])
+    return fmean(ordered[: (len(ordered) + 1) // 2])
 
 
 class Sample(NamedTuple):

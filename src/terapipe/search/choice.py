@@ -87,9 +87,19 @@ class Bench:
         """The stage that the others wait for."""
         return max(parts(self.boundaries()), key=self._whole)
 
+    @cached_property
+    def _farthest(self) -> int:
+        """The rank that takes longest to reach both its neighbours; one beside which others lie, if there is one."""
+        tokens = self.request.tokens
+
+        def sent(rank: int) -> float:
+            return float(self.cost.transfer(rank, rank + 1, 1, tokens) + self.cost.transfer(rank, rank - 1, 1, tokens))
+
+        return max(range(1, max(2, self.layout.pipe - 1)), key=sent)
+
     def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """A slice's time there, forward and backward and transfers."""
-        return round_trip(self.cost, self.dearest, size, length, context)
+        return round_trip(self.cost, self.dearest, self._farthest, size, length, context)
 
     def grid(self, size: int) -> Grid:
         if size not in self._grids:

@@ -1,0 +1,132 @@
+"""``terapipe reproduce``: the TeraPipe paper's experiments on simulated clusters, published against simulated."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from rich.table import Table
+
+from terapipe.cli import show
+from terapipe.cli.options import Verbs
+from terapipe.paper.published import SWEPT
+from terapipe.paper.reproduce import Row, mean_error, rows, sweep
+from terapipe.reporting import html, svg, units
+from terapipe.reporting.png import write_png
+
+HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned slices of a microbatch")
+
+
+def add(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "reproduce",
+        help="the paper's experiments, published against simulated",
+        description="Simulates the ten settings of the TeraPipe paper and its sweep of slice counts on p3.16xlarge "
+        "hosts, and writes a page with the figures.",
+    )
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write report.html and PNG figures there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    found = rows()
+    swept = sweep(found[SWEPT - 1].sliced.step_time)
+    error = mean_error(found)
+    if parsed.json:
+        settings = [row.to_dict() for row in found]
+        print(json.dumps({"settings": settings, "sweep": swept, "mean_error": error}))
+    else:
+        _print(found, swept, error, time.perf_counter() - began)
+    if parsed.out:
+        _write(parsed.out, found, swept, error)
+        if not parsed.json:
+            show.console.print(f"Wrote [bold]{parsed.out / 'report.html'}[/] and its figures.")
+    return 0
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    s = row.setting
+    without, sliced, speedup = row.errors
+    lengths = row.sliced.plan.lengths[0]
+    sizes = f"{row.sliced.plan.sizes[0]} seq: " if row.sliced.plan.sizes[0] > 1 else ""
+    return (
+        f"({s.number}) {s.model}, {s.layout.data} x {s.layout.pipe} x {s.layout.tensor}",
+        f"{s.without:.3f} / {row.without.step_time:.3f} s",
+        f"{without:+.0%}",
+        f"{s.sliced:.3f} / {row.sliced.step_time:.3f} s",
+        f"{sliced:+.0%}",
+        f"{s.speedup:.2f} / {row.speedup:.2f}",
+        f"{speedup:+.0%}",
+        sizes + (show.runs(lengths) if len(lengths) > 1 else "none"),
+    )
+
+
+def _print(found: list[Row], swept: list[dict[str, object]], error: float, seconds: float) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name in (HEADER[0], HEADER[-1]) else "right", no_wrap=True)
+    for row in found:
+        table.add_row(*_cells(row))
+    show.console.print("Published / simulated, and the difference:")
+    show.console.print(table)
+    show.console.print(f"\nSetting {SWEPT} with equal slices, published / simulated:")
+    for point in swept:
+        show.console.print(f"  {point['slices']!s:>8}  {point['published']:.3f} / {point['simulated']:.3f} s")
+    show.console.print(f"\nmean error of the step times: {error:.1%}; simulated in {seconds:.1f} s")
+
+
+def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
+    names = ("published, without slices", "simulated", "published, with slices", "simulated")
+    times = {
+        f"({r.setting.number}) {r.setting.model}": (
+            r.setting.without,
+            r.without.step_time,
+            r.setting.sliced,
+            r.sliced.step_time,
+        )
+        for r in found
+    }
+    speedups = {f"({r.setting.number}) {r.setting.model}": (r.setting.speedup, r.speedup) for r in found}
+    lines = {key: [float(str(point[key])) for point in swept] for key in ("published", "simulated")}
+    places = [str(point["slices"]) for point in swept]
+    return {
+        "step-times": svg.groups(times, names, "Step time in the ten settings"),
+        "speed-ups": svg.groups(
+            speedups, ("published", "simulated"), "Speed-up by slicing along tokens", lambda x: f"{x:.2f} x"
+        ),
+        "sweep": svg.lines(lines, f"Setting {SWEPT}: step time in seconds by number of equal slices", places=places),
+    }
+
+
+def _write(folder: Path, found: list[Row], swept: list[dict[str, object]], error: float) -> None:
+    drawn = figures(found, swept)
+    for name, picture in drawn.items():
+        write_png(folder / f"{name}.png", picture)
+    lead = (
+        "GPT-3 on clusters of p3.16xlarge, simulated from first principles; "
+        f"the step times differ from the published ones by {error:.1%} on average."
+    )
+    schemes = [
+        (
+            f"({r.setting.number})",
+            show.runs(r.setting.scheme or ()),
+            units.seconds(r.scheme.step_time),
+            show.runs(r.sliced.plan.lengths[0]),
+            units.seconds(r.sliced.step_time),
+        )
+        for r in found
+        if r.scheme
+    ]
+    sections = [
+        ("Step times", drawn["step-times"]),
+        ("Speed-ups", drawn["speed-ups"]),
+        ("Equal slices against planned ones", drawn["sweep"]),
+        ("All figures", html.table(HEADER, [_cells(row) for row in found])),
+        (
+            "Slicing schemes under the same costs",
+            html.table(("setting", "published", "takes", "planned", "takes"), schemes),
+        ),
+    ]
+    html.write(folder / "report.html", html.page("TeraPipe, reproduced", lead, sections))

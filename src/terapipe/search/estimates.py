@@ -1,0 +1,57 @@
+"""Rough estimates of what others would do with the same devices: sharded replicas, and sequences over devices.
+
+No simulation, and nothing of ours runs this way: arithmetic and traffic are counted, and whatever can overlap is taken to
+overlap perfectly. So they flatter the alternatives.
+"""
+
+from dataclasses import dataclass
+
+from terapipe.planning.cost import Part
+from terapipe.planning.layout import Layout
+from terapipe.planning.memory import ShapeMemory
+from terapipe.search.request import ClusterSource, Request
+
+
+@dataclass(frozen=True)
+class Estimate:
+    name: str
+    step_time: float
+    peak_bytes: int
+    note: str
+
+
+def estimates(source: ClusterSource, request: Request) -> list[Estimate]:
+    """FSDP where there is a sequence for every device, else FSDP with each sequence over several (ring attention)."""
+    devices, batch = source.devices, request.batch
+    if batch % devices == 0:
+        return [_sharded(source, request, batch // devices, 1)]
+    if devices % batch == 0 and request.tokens % (devices // batch) == 0:
+        return [_sharded(source, request, 1, devices // batch)]
+    return []
+
+
+def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int) -> Estimate:
+    """``sequences`` for each device, or each sequence over a ring of so many devices."""
+    config, host = source.config, source.cluster.host
+    length = request.tokens // ring
+    cost = source.cost(Layout(), recompute=True)
+    whole = Part(config.layers, True, True)
+    # Devices of a ring share the work of early and late tokens evenly, so each has the mean context.
+    context = (request.tokens - length) / 2
+    compute = float(cost.forward(whole, sequences, length, context) + cost.backward(whole, sequences, length, context))
+    link = host.inside if ring <= host.devices else host.outside
+    block = sequences * length * 2 * config.num_kv_heads * config.head_size * host.device.element
+    passed = 3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0  # there, and back with gradients
+    # Weights gathered for forward and backward, gradients scattered: each crosses every host's card once.
+    weights = config.parameters * (2 * host.device.element + 4)
+    gathered = host.outside.seconds(weights) if source.cluster.hosts > 1 else host.inside.seconds(weights)
+    once = cost.once([whole]) / source.devices
+    memory = ShapeMemory(config, host.device.element, host.device.state, 1, recompute=True)
+    layer = Part(1)
+    activations = config.layers * float(memory.kept(layer, sequences, length)) / 2
+    working = float(memory.working(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element
+    logits = float(memory.working(Part(1, last=True), sequences, min(length, 2048))[0])
+    peak = memory.static(whole) / source.devices + activations + working + logits
+    note = "traffic taken to overlap" if compute >= max(passed, gathered) else "bound by its traffic"
+    name = "FSDP (estimate)" if ring == 1 else f"FSDP, {ring} devices to a sequence (estimate)"
+    return Estimate(name, max(compute, passed, gathered) + once, round(peak), note)

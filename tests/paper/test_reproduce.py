@@ -1,0 +1,63 @@
+"""The paper's tables, simulated: how near they come, and that the planner is never worse than the published schemes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from terapipe.cli import main
+from terapipe.paper.published import ONE_LAYER, SETTINGS, SWEEP
+from terapipe.paper.reproduce import Row, mean_error, row, sweep
+from terapipe.planning.analytic import AnalyticCost
+from terapipe.planning.cost import Part
+from terapipe.planning.hardware import cluster
+from terapipe.planning.layout import Layout
+from terapipe.presets import PRESETS
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return [row(setting) for setting in SETTINGS]
+
+
+def test_every_latency_and_speed_up_is_near_the_published(rows: list[Row]) -> None:
+    for found in rows:
+        without, sliced, speedup = found.errors
+        assert abs(without) <= 0.20, found.setting
+        assert abs(sliced) <= 0.20, found.setting
+        assert abs(speedup) <= 0.15, found.setting
+    assert mean_error(rows) < 0.10
+
+
+def test_the_planner_is_never_worse_than_the_published_scheme(rows: list[Row]) -> None:
+    compared = [found for found in rows if found.scheme]
+    assert len(compared) == 5
+    for found in compared:
+        assert found.scheme is not None
+        assert found.sliced.step_time <= found.scheme.step_time * (1 + 1e-9)
+
+
+def test_the_sweep_has_the_published_order_and_best(rows: list[Row]) -> None:
+    points = sweep(rows[8].sliced.step_time)
+    even = {point["slices"]: point["simulated"] for point in points if point["slices"] != "planned"}
+    assert sorted(even, key=lambda n: even[n]) == sorted(SWEEP, key=lambda n: SWEEP[n])
+    assert min(even, key=lambda n: even[n]) == 16
+    assert points[-1]["simulated"] <= min(even.values())
+
+
+def test_single_layers_are_near_the_published() -> None:
+    cost = AnalyticCost(PRESETS["gpt3-1b"], cluster("p3.16xlarge:24"), Layout(8, 24, 1))
+    for tokens, milliseconds in ONE_LAYER.items():
+        assert float(cost.forward(Part(1), 1, tokens, 0)) == pytest.approx(milliseconds * 1e-3, rel=0.17)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [setting["id"] for setting in found["settings"]] == list(range(1, 11))
+    assert set(found["settings"][0]) >= {"without", "with", "speedup", "slices"}
+    assert set(found["settings"][0]["without"]) == {"published", "simulated"}
+    assert len(found["sweep"]) == len(SWEEP) + 1
+    assert 0 < found["mean_error"] < 0.2
+    assert "TeraPipe, reproduced" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
