@@ -68,7 +68,7 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt3-13b": GPTConfig(layers=40, hidden=5120, heads=40),
     "gpt3-44b": GPTConfig(layers=96, hidden=6144, heads=48),
     "gpt3-175b": GPTConfig(layers=96, hidden=12288, heads=96),
-    # The shapes of Llama 3, for planning: a gated feed-forward layer of width f has the weights of a plain one of 1.5 f.
+    # The shapes of Llama 3, to plan with: a gated feed-forward layer of width f counts as a plain one of width 1.5 f.
     "llama3-8b": GPTConfig(32, 4096, 32, 8, 21504, 128256, 8192, tied=False),
     "llama3-70b": GPTConfig(80, 8192, 64, 8, 43008, 128256, 8192, tied=False),
     "llama3-405b": GPTConfig(126, 16384, 128, 8, 79872, 128256, 8192, tied=False),

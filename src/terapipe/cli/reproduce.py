@@ -14,7 +14,7 @@ from terapipe.paper.reproduce import Row, mean_error, rows, sweep
 from terapipe.reporting import html, svg, units
 from terapipe.reporting.png import write_png
 
-HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned slices of a microbatch")
+HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned microbatch and slices")
 
 
 def add(verbs: Verbs) -> None:
@@ -50,16 +50,15 @@ def _cells(row: Row) -> tuple[str, ...]:
     s = row.setting
     without, sliced, speedup = row.errors
     lengths = row.sliced.plan.lengths[0]
-    sizes = f"{row.sliced.plan.sizes[0]} seq: " if row.sliced.plan.sizes[0] > 1 else ""
     return (
         f"({s.number}) {s.model}, {s.layout.data} x {s.layout.pipe} x {s.layout.tensor}",
-        f"{s.without:.3f} / {row.without.step_time:.3f} s",
+        f"{s.without:.2f} / {row.without.step_time:.2f} s",
         f"{without:+.0%}",
-        f"{s.sliced:.3f} / {row.sliced.step_time:.3f} s",
+        f"{s.sliced:.2f} / {row.sliced.step_time:.2f} s",
         f"{sliced:+.0%}",
         f"{s.speedup:.2f} / {row.speedup:.2f}",
         f"{speedup:+.0%}",
-        sizes + (show.runs(lengths) if len(lengths) > 1 else "none"),
+        f"{row.sliced.plan.sizes[0]} seq in {len(lengths)} of {max(lengths)} to {min(lengths)}",
     )
 
 

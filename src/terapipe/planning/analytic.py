@@ -44,7 +44,7 @@ class AnalyticCost:
     def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
         device = self.cluster.host.device
         flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tensor
-        products = np.maximum(flops / device.rate, self._weight_bytes / device.bandwidth)
+        products = np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
         return np.asarray(part.layers * (products + self._accumulation), dtype=np.float64)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
@@ -59,6 +59,11 @@ class AnalyticCost:
         return optimizer + self._reduction(count)
 
     # One layer
+
+    @property
+    def _rate(self) -> float:
+        """Of products of the model's width by a tensor rank's share of it, taken as squares of the same area."""
+        return self.cluster.host.device.rate(self.config.hidden / self.layout.tensor**0.5)
 
     @property
     def _weight_bytes(self) -> float:
@@ -77,7 +82,7 @@ class AnalyticCost:
     def _products(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """Arithmetic, or reading the weights where that takes longer."""
         device = self.cluster.host.device
-        return np.maximum(self._flops(size, length, context) / device.rate, self._weight_bytes / device.bandwidth)
+        return np.maximum(self._flops(size, length, context) / self._rate, self._weight_bytes / device.bandwidth)
 
     @property
     def _accumulation(self) -> float:
@@ -105,7 +110,7 @@ class AnalyticCost:
         embedding = 3.0 * tokens * self.config.hidden * device.element / device.bandwidth if part.first else 0.0
         if not part.last:
             return np.asarray(embedding, dtype=np.float64)
-        head = 3 * self.config.head_flops(1) * tokens / self.layout.tensor / device.rate
+        head = 3 * self.config.head_flops(1) * tokens / self.layout.tensor / self._rate
         return np.asarray(embedding + head + 3 * device.layer_overhead, dtype=np.float64)
 
     # Links

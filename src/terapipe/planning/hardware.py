@@ -25,19 +25,20 @@ class Device:
     """A device, and how well layers of a transformer use it."""
 
     peak: float  # floating-point operations per second, in the precision of training
-    achieved: float  # the share of it that large products reach
+    achieved: float  # the share of it that the widest products reach
     bandwidth: float  # bytes per second of its memory
     memory: int  # bytes
     layer_overhead: float  # seconds that a layer's forward takes beside its arithmetic
     layer_least: float  # seconds below which no layer's forward falls, however short the slice: launching its kernels
+    half_width: float = 0.0  # of a product's sides, at which it reaches half of that share
     accumulated: float = 2.0  # times its weights' bytes that a layer moves to add a slice's gradients to the sum
     element: int = 2  # bytes of a weight, an activation, a gradient
     state: int = 12  # bytes of optimizer state for each parameter: float32 copy and Adam's two moments
     causal: bool = True  # whether attention skips the future; otherwise it computes whole rectangles
 
-    @property
-    def rate(self) -> float:
-        return self.peak * self.achieved
+    def rate(self, width: float) -> float:
+        """Operations per second in products of matrices about so wide: narrow ones do not fill the device."""
+        return self.peak * self.achieved * width / (width + self.half_width)
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,17 @@ class Cluster:
         return self.host.devices * self.hosts
 
 
-# The constants of the V100 host are those with which the TeraPipe paper's published timings come out: 72 of 125 TFLOPS,
-# 1 ms beside the arithmetic and never below 1.46 ms per layer, transfers not overlapped, attention not causal.
-_V100 = Device(125e12, 0.576, 900 * GB, 16 * GIB, 1.0e-3, 1.46e-3, causal=False)
-# For the others, published peaks and the shares and overheads that well-tuned training reaches; not measured by us.
-_A100 = Device(312e12, 0.60, 2.0e12, 80 * GIB, 0.15e-3, 0.20e-3)
-_A100_40 = Device(312e12, 0.60, 1.55e12, 40 * GIB, 0.15e-3, 0.20e-3)
-_H100 = Device(989e12, 0.50, 3.35e12, 80 * GIB, 0.12e-3, 0.15e-3)
+# The V100 of the TeraPipe paper. From data sheets: peak, memory and its bandwidth. From the paper's figure 3: no layer
+# below 1.46 ms, however short the slice. By construction: attention over whole rectangles, transfers not overlapped, a
+# weight's gradient written, read, added to its sum and that written (4 times the weights' bytes). Calibrated, on figure
+# 3 and settings 5, 8 and 10 of the main table: the share of the peak, the width that halves it, a layer's overhead.
+_V100 = Device(
+    125e12, 0.944, 900 * GB, 16 * GIB, 0.45e-3, 1.46e-3, half_width=2330.0, accumulated=4.0, causal=False
+)  # fmt: skip
+# For the others, published peaks, and shares and overheads that well-tuned training reaches; not measured by us.
+_A100 = Device(312e12, 0.75, 2.0e12, 80 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0)
+_A100_40 = Device(312e12, 0.75, 1.55e12, 40 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0)
+_H100 = Device(989e12, 0.70, 3.35e12, 80 * GIB, 0.08e-3, 0.15e-3, half_width=2000.0)
 
 HOSTS: dict[str, Host] = {
     "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False),

@@ -1,7 +1,7 @@
 """Rough estimates of what others would do with the same devices: sharded replicas, and sequences over devices.
 
-No simulation, and nothing of ours runs this way: arithmetic and traffic are counted, and whatever can overlap is taken to
-overlap perfectly. So they flatter the alternatives.
+No simulation, and nothing of ours runs this way: arithmetic and traffic are counted, and whatever can overlap is taken
+to overlap perfectly. So they flatter the alternatives.
 """
 
 from dataclasses import dataclass

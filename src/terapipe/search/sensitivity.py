@@ -31,7 +31,9 @@ def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
             wrong = replace(source, cluster=replace(source.cluster, host=host))
             found = choose(wrong, request).chosen
             judged = Bench(source, request, found.layout, found.plan.recompute).judge(found.plan)
-            yield Mistake(constant, factor, judged, judged.step_time / right.step_time - 1, _kind(judged) == _kind(right))
+            yield Mistake(
+                constant, factor, judged, judged.step_time / right.step_time - 1, _kind(judged) == _kind(right)
+            )
 
 
 CONSTANTS = ("speed of arithmetic", "overhead per layer", "memory bandwidth", "links inside", "links outside")
