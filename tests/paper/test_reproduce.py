@@ -7,7 +7,9 @@ import pytest
 
 from terapipe.cli import main
 from terapipe.paper.published import ONE_LAYER, SETTINGS, SWEEP
+from terapipe.paper.question import orders
 from terapipe.paper.reproduce import Row, mean_error, row, sweep
+from terapipe.paper.whatif import CASES, outcome
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Part
 from terapipe.planning.hardware import cluster
@@ -61,3 +63,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < found["mean_error"] < 0.2
     assert "TeraPipe, reproduced" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_open_question_in_one_setting() -> None:
+    """Few sequences on many stages: 1F1B saves memory, not time; slices save time."""
+    by_name = {choice.name: choice for choice in orders(SETTINGS[7])}
+    assert by_name["1F1B"].peak_bytes < by_name["GPipe"].peak_bytes
+    assert by_name["1F1B"].step_time > 0.95 * by_name["GPipe"].step_time
+    assert by_name["TeraPipe-1F1B"].step_time < 0.6 * by_name["1F1B"].step_time
+
+
+def test_what_if_cases_have_an_outcome() -> None:
+    found = outcome(CASES[0])
+    assert found.usual is not None
+    assert found.planned.step_time <= found.usual.step_time * 1.006  # but for preferring whole sequences
+    assert found.planned.fits
+    assert found.others

@@ -119,3 +119,11 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert "default-src 'none'" in written
     assert not re.search(r"(src|href)=|url\((?!#)", written)
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["report.html"]
+
+
+def test_groups_of_bars_share_one_scale() -> None:
+    picture = svg.groups({"a": (1.0, 2.0), "b & c": (0.5, 4.0)}, ("published", "simulated"), "times")
+    assert picture.count("<rect") == 1 + 1 + 2 + 4  # pattern, paper, legend, bars
+    assert "b &amp; c" in picture
+    with pytest.raises(ValueError, match="positive, finite"):
+        svg.groups({"a": (0.0,)}, ("x",), "times")

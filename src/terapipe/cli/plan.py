@@ -3,12 +3,15 @@
 import argparse
 import json
 import time
+from itertools import groupby
 from pathlib import Path
 
 from terapipe.cli import show
 from terapipe.cli.options import Verbs, add_request, add_source, read, request_of, source_of
 from terapipe.reporting import html
 from terapipe.search.choose import Decision, choose
+from terapipe.search.request import ClusterSource
+from terapipe.search.sensitivity import mistakes
 from terapipe.search.table import CostTable, choose_by_table
 
 
@@ -21,6 +24,9 @@ def add(verbs: Verbs) -> None:
     add_source(parser, table=True)
     add_request(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also: what if a constant of the cluster is wrong (30 times as long)"
+    )
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the plan that the runtime loads")
     parser.set_defaults(run=run)
 
@@ -36,7 +42,19 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps({**decision.chosen.to_dict(), **price, "seconds_to_plan": seconds}))
     else:
         show.decision(decision, seconds, parsed.save)
+        if parsed.sensitivity:
+            _show_sensitivity(parsed)
     return 0
+
+
+def _show_sensitivity(parsed: argparse.Namespace) -> None:
+    source = source_of(parsed)
+    if not isinstance(source, ClusterSource):
+        raise ValueError("--sensitivity varies the constants of a described cluster; it needs --cluster")
+    show.console.print("\nIf a constant is not what it is taken to be: the step time lost, and (*) another choice:")
+    for constant, group in groupby(mistakes(source, request_of(parsed)), key=lambda m: m.constant):
+        cells = [f"x {m.factor:g}: {m.regret:+.1%}{'' if m.same else ' *'}" for m in group]
+        show.console.print(f"  {constant:20s} " + "   ".join(cells))
 
 
 def decide(parsed: argparse.Namespace) -> Decision:

@@ -3,11 +3,12 @@
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from terapipe.cli import show
+from terapipe.cli import beyond, show
 from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
 from terapipe.paper.reproduce import Row, mean_error, rows, sweep
@@ -25,6 +26,9 @@ def add(verbs: Verbs) -> None:
         "hosts, and writes a page with the figures.",
     )
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="write report.html and PNG figures there")
+    parser.add_argument("--question", action="store_true", help="also every other order in the ten settings (a minute)")
+    parser.add_argument("--grow", action="store_true", help="also with batches as large as memory permits (minutes)")
+    parser.add_argument("--what-if", action="store_true", help="also modern models on other clusters (minutes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -39,8 +43,13 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps({"settings": settings, "sweep": swept, "mean_error": error}))
     else:
         _print(found, swept, error, time.perf_counter() - began)
+    more = list(beyond.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
+    if not parsed.json:
+        for heading, header, cells in more:
+            show.console.print(f"\n{heading}:")
+            show.console.print(_table(header, cells))
     if parsed.out:
-        _write(parsed.out, found, swept, error)
+        _write(parsed.out, found, swept, error, more)
         if not parsed.json:
             show.console.print(f"Wrote [bold]{parsed.out / 'report.html'}[/] and its figures.")
     return 0
@@ -63,21 +72,25 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _print(found: list[Row], swept: list[dict[str, object]], error: float, seconds: float) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in HEADER:
-        table.add_column(name, justify="left" if name in (HEADER[0], HEADER[-1]) else "right", no_wrap=True)
-    for row in found:
-        table.add_row(*_cells(row))
     show.console.print("Published / simulated, and the difference:")
-    show.console.print(table)
+    show.console.print(_table(HEADER, [_cells(row) for row in found]))
     show.console.print(f"\nSetting {SWEPT} with equal slices, published / simulated:")
     for point in swept:
         show.console.print(f"  {point['slices']!s:>8}  {point['published']:.3f} / {point['simulated']:.3f} s")
     show.console.print(f"\nmean error of the step times: {error:.1%}; simulated in {seconds:.1f} s")
 
 
+def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in header:
+        table.add_column(name, justify="left" if name in (header[0], header[-1]) else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
 def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
-    names = ("published, without slices", "simulated", "published, with slices", "simulated")
+    names = ("published, without slices", "simulated, without", "published, with slices", "simulated, with")
     times = {
         f"({r.setting.number}) {r.setting.model}": (
             r.setting.without,
@@ -88,18 +101,23 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
         for r in found
     }
     speedups = {f"({r.setting.number}) {r.setting.model}": (r.setting.speedup, r.speedup) for r in found}
-    lines = {key: [float(str(point[key])) for point in swept] for key in ("published", "simulated")}
-    places = [str(point["slices"]) for point in swept]
+    swept_times = {f"{p['slices']}": (float(str(p["published"])), float(str(p["simulated"]))) for p in swept}
     return {
         "step-times": svg.groups(times, names, "Step time in the ten settings"),
         "speed-ups": svg.groups(
             speedups, ("published", "simulated"), "Speed-up by slicing along tokens", lambda x: f"{x:.2f} x"
         ),
-        "sweep": svg.lines(lines, f"Setting {SWEPT}: step time in seconds by number of equal slices", places=places),
+        "sweep": svg.groups(
+            swept_times,
+            ("published", "simulated"),
+            f"Setting {SWEPT}: step time by number of slices",
+        ),
     }
 
 
-def _write(folder: Path, found: list[Row], swept: list[dict[str, object]], error: float) -> None:
+def _write(
+    folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[beyond.Section]
+) -> None:
     drawn = figures(found, swept)
     for name, picture in drawn.items():
         write_png(folder / f"{name}.png", picture)
@@ -128,4 +146,5 @@ def _write(folder: Path, found: list[Row], swept: list[dict[str, object]], error
             html.table(("setting", "published", "takes", "planned", "takes"), schemes),
         ),
     ]
+    sections += [(heading, html.table(header, cells)) for heading, header, cells in more]
     html.write(folder / "report.html", html.page("TeraPipe, reproduced", lead, sections))

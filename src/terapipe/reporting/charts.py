@@ -11,10 +11,8 @@ from terapipe.scheduling.actions import Op
 _LEFT = 74
 
 
-def lines(
-    shown: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260, places: Sequence[str] = ()
-) -> str:
-    """One line for each series over 1, 2, 3, ..., or over ``places``, with its last value written at its end."""
+def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260) -> str:
+    """One line for each series over 1, 2, 3, ..., with its last value written at its end."""
     values = [v for ys in shown.values() for v in ys if math.isfinite(v)]
     if not values:
         raise ValueError("a chart needs at least one finite value")
@@ -43,9 +41,8 @@ def lines(
     for y, words, colour in sorted(ends):  # apart from each other, also where the lines meet
         below = max(y, below + 14)
         parts.append(text(right + 8, below + 4, words, fill=colour, size=12))
-    marks = dict(enumerate(places)) if places else {0: "1", longest - 1: str(longest)}
-    for i, words in marks.items():
-        parts.append(text(place(i, low)[0], height - 12, words, anchor="middle", tone="faint", size=11))
+    parts.append(text(_LEFT, height - 12, "1", anchor="middle", tone="faint", size=11))
+    parts.append(text(right, height - 12, str(longest), anchor="middle", tone="faint", size=11))
     return document(width, height, parts, label)
 
 

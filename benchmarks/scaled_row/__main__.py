@@ -1,0 +1,3 @@
+from benchmarks.scaled_row.measure import main
+
+main()

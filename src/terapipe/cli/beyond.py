@@ -1,0 +1,58 @@
+"""Tables beyond what was published: other orders, larger batches, other models and clusters."""
+
+from collections.abc import Iterator
+
+from terapipe.cli.show import cut
+from terapipe.paper.published import SETTINGS, Setting
+from terapipe.paper.question import grown, orders
+from terapipe.paper.whatif import CASES, Outcome, outcome
+from terapipe.reporting import units
+from terapipe.search.choice import Choice
+
+Section = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # heading, header, rows
+
+GROWN = (5, 8, 10)  # settings, one of each model in which slicing matters
+
+
+def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
+    if question:
+        header = ("setting", "order", "step", "idle", "peak memory", "cut")
+        rows = [row for setting in SETTINGS for row in _orders(setting)]
+        yield "The ten settings with every order, within 16 GiB", header, rows
+    if grow:
+        header = ("setting", "order", "tokens/s", "batch", "peak memory", "cut")
+        rows = [row for number in GROWN for row in _grown(SETTINGS[number - 1])]
+        yield "With batches up to sixteen times as large, as far as 16 GiB permit", header, rows
+    if what_if:
+        header = ("model, cluster, batch x tokens", "way", "step", "x", "peak memory", "how")
+        rows = [row for case in CASES for row in _outcome(outcome(case))]
+        yield "Modern models and clusters, by costs that were not measured", header, rows
+
+
+def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
+    for i, c in enumerate(orders(setting)):
+        first = "" if i else f"({setting.number}) {setting.model}"
+        yield first, c.name, units.seconds(c.step_time), units.share(c.idle), units.memory(c.peak_bytes), cut(c.plan)
+
+
+def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
+    for i, c in enumerate(grown(setting).values()):
+        first = "" if i else f"({setting.number}) {setting.model}"
+        batch = str(c.plan.batch * c.layout.data)
+        yield first, c.name, f"{c.tokens_per_second:,.0f}", batch, units.memory(c.peak_bytes), cut(c.plan)
+
+
+def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
+    case, planned = found.case, found.planned
+    first = f"{case.model}, {case.where}, {case.batch} x {case.tokens}"
+    yield (first, *_row("planned", planned, planned))
+    yield ("", *_row("best 1F1B", found.usual, planned)) if found.usual else ("", "best 1F1B", "none fits", "", "", "")
+    for e in found.others:
+        step, peak = units.seconds(e.step_time), units.memory(e.peak_bytes)
+        yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note
+
+
+def _row(name: str, choice: Choice, best: Choice) -> tuple[str, ...]:
+    how = f"{choice.plan.order}, {choice.layout}, {cut(choice.plan)}"
+    ratio = f"{choice.step_time / best.step_time:.2f}"
+    return name, units.seconds(choice.step_time), ratio, units.memory(choice.peak_bytes), how

@@ -1,0 +1,54 @@
+"""Beyond the paper: modern shapes, long sequences, other clusters. Planned against the usual choices."""
+
+from dataclasses import dataclass, replace
+
+from terapipe.planning.hardware import cluster
+from terapipe.presets import PRESETS
+from terapipe.search.choice import Choice
+from terapipe.search.choose import Decision, choose
+from terapipe.search.estimates import Estimate, estimates
+from terapipe.search.request import ClusterSource, Request
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    where: str
+    batch: int
+    tokens: int
+
+    @property
+    def source(self) -> ClusterSource:
+        config = PRESETS[self.model]
+        return ClusterSource(replace(config, max_tokens=max(config.max_tokens, self.tokens)), cluster(self.where))
+
+
+CASES = (
+    Case("llama3-8b", "dgx-a100:1", 8, 8192),
+    Case("llama3-8b", "dgx-h100:1", 1, 131072),
+    Case("llama3-8b", "dgx-h100:8", 1, 1048576),
+    Case("llama3-70b", "dgx-a100:8", 16, 8192),
+    Case("llama3-70b", "dgx-h100:8", 4, 32768),
+    Case("llama3-70b", "dgx-h100:16", 1, 131072),
+    Case("llama3-405b", "dgx-h100:64", 64, 8192),
+    Case("llama3-405b", "dgx-h100:64", 4, 131072),
+    Case("llama3-405b", "dgx-h100:512", 512, 8192),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    planned: Choice
+    usual: Choice | None  # the best 1F1B, in any layout, if any fits
+    others: list[Estimate]
+
+
+def outcome(case: Case) -> Outcome:
+    request = Request(case.batch, case.tokens, tile=max(8, case.tokens // 1024))
+    decision: Decision = choose(case.source, request)
+    try:
+        usual = choose(case.source, request.fixed(order="1f1b")).chosen
+    except ValueError:
+        usual = None
+    return Outcome(case, decision.chosen, usual, estimates(case.source, request))
