@@ -34,7 +34,7 @@ def test_sharding_is_estimated_with_or_without_a_ring() -> None:
     (alone,) = estimates(SOURCE, Request(batch=8, tokens=4096))
     (ring,) = estimates(SOURCE, Request(batch=1, tokens=65536))
     assert alone.name == "FSDP (estimate)"
-    assert "8 devices to a sequence" in ring.name
+    assert ring.name == "FSDP, rings of 8 (estimate)"
     assert estimates(SOURCE, Request(batch=3, tokens=4096)) == []
     assert 0 < alone.step_time < estimates(SOURCE, Request(batch=16, tokens=4096))[0].step_time
     slow = replace(SOURCE, cluster=cluster("p3.16xlarge:8"))

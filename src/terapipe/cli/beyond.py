@@ -1,15 +1,22 @@
 """Tables beyond what was published: other orders, larger batches, other models and clusters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from terapipe.cli.show import cut
 from terapipe.paper.published import SETTINGS, Setting
 from terapipe.paper.question import grown, orders
 from terapipe.paper.whatif import CASES, Outcome, outcome
-from terapipe.reporting import units
+from terapipe.reporting import svg, units
 from terapipe.search.choice import Choice
 
-Section = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # heading, header, rows
+
+class Section(NamedTuple):
+    heading: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    picture: str = ""
+
 
 GROWN = (5, 8, 10)  # settings, one of each model in which slicing matters
 
@@ -18,15 +25,28 @@ def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
     if question:
         header = ("setting", "order", "step", "idle", "peak memory", "cut")
         rows = [row for setting in SETTINGS for row in _orders(setting)]
-        yield "The ten settings with every order, within 16 GiB", header, rows
+        yield Section("The ten settings with every order, within 16 GiB", header, rows)
     if grow:
         header = ("setting", "order", "tokens/s", "batch", "peak memory", "cut")
         rows = [row for number in GROWN for row in _grown(SETTINGS[number - 1])]
-        yield "With batches up to sixteen times as large, as far as 16 GiB permit", header, rows
+        yield Section("With batches up to sixteen times as large, as far as 16 GiB permit", header, rows)
     if what_if:
         header = ("model, cluster, batch x tokens", "way", "step", "x", "peak memory", "how")
-        rows = [row for case in CASES for row in _outcome(outcome(case))]
-        yield "Modern models and clusters, by costs that were not measured", header, rows
+        found = [outcome(case) for case in CASES]
+        rows = [row for each in found for row in _outcome(each)]
+        yield Section("Modern models and clusters, by costs that were not measured", header, rows, picture(found))
+
+
+def picture(found: Sequence[Outcome]) -> str:
+    """Time per step over the planned one's; a way that does not fit has no bar."""
+    names = ("planned", "best 1F1B", "FSDP, sequences over devices (estimate)")
+    ratios = {}
+    for each in found:
+        case, planned = each.case, each.planned.step_time
+        usual = each.usual.step_time / planned if each.usual else 0.0
+        other = each.others[0].step_time / planned if each.others else 0.0
+        ratios[f"{case.model}, {case.where}, {case.batch} x {case.tokens // 1024}k"] = (1.0, usual, other)
+    return svg.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
 
 
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
@@ -44,7 +64,7 @@ def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
 
 def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
     case, planned = found.case, found.planned
-    first = f"{case.model}, {case.where}, {case.batch} x {case.tokens}"
+    first = f"{case.model}, {case.where}, {case.batch} x {case.tokens // 1024}k"
     yield (first, *_row("planned", planned, planned))
     yield ("", *_row("best 1F1B", found.usual, planned)) if found.usual else ("", "best 1F1B", "none fits", "", "", "")
     for e in found.others:
@@ -53,6 +73,7 @@ def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
 
 
 def _row(name: str, choice: Choice, best: Choice) -> tuple[str, ...]:
-    how = f"{choice.plan.order}, {choice.layout}, {cut(choice.plan)}"
+    layout = choice.layout
+    how = f"{choice.plan.order}, {layout.data} x {layout.pipe} x {layout.tensor}, {cut(choice.plan)}"
     ratio = f"{choice.step_time / best.step_time:.2f}"
     return name, units.seconds(choice.step_time), ratio, units.memory(choice.peak_bytes), how

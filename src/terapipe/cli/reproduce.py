@@ -45,9 +45,9 @@ def run(parsed: argparse.Namespace) -> int:
         _print(found, swept, error, time.perf_counter() - began)
     more = list(beyond.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
     if not parsed.json:
-        for heading, header, cells in more:
-            show.console.print(f"\n{heading}:")
-            show.console.print(_table(header, cells))
+        for section in more:
+            show.console.print(f"\n{section.heading}:")
+            show.console.print(_table(section.header, section.rows))
     if parsed.out:
         _write(parsed.out, found, swept, error, more)
         if not parsed.json:
@@ -83,7 +83,8 @@ def _print(found: list[Row], swept: list[dict[str, object]], error: float, secon
 def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in header:
-        table.add_column(name, justify="left" if name in (header[0], header[-1]) else "right", no_wrap=True)
+        last = name == header[-1]
+        table.add_column(name, justify="left" if last or name == header[0] else "right", no_wrap=not last)
     for row in cells:
         table.add_row(*row)
     return table
@@ -119,7 +120,8 @@ def _write(
     folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[beyond.Section]
 ) -> None:
     drawn = figures(found, swept)
-    for name, picture in drawn.items():
+    pictures = list(drawn.items()) + [("beyond", s.picture) for s in more if s.picture]
+    for name, picture in pictures:
         write_png(folder / f"{name}.png", picture)
     lead = (
         "GPT-3 on clusters of p3.16xlarge, simulated from first principles; "
@@ -146,5 +148,5 @@ def _write(
             html.table(("setting", "published", "takes", "planned", "takes"), schemes),
         ),
     ]
-    sections += [(heading, html.table(header, cells)) for heading, header, cells in more]
+    sections += [(s.heading, s.picture + html.table(s.header, s.rows)) for s in more]
     html.write(folder / "report.html", html.page("TeraPipe, reproduced", lead, sections))

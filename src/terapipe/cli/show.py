@@ -15,7 +15,7 @@ from terapipe.search.compare import frontier
 
 console = Console(highlight=False, soft_wrap=True)
 if not console.is_terminal:
-    console.width = 120  # in a file or a pipe there is room
+    console.width = 150  # in a file or a pipe there is room
 
 
 def decision(found: Decision, seconds: float, saved: Path | None) -> None:

@@ -53,5 +53,5 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     logits = float(memory.working(Part(1, last=True), sequences, min(length, 2048))[0])
     peak = memory.static(whole) / source.devices + activations + working + logits
     note = "traffic taken to overlap" if compute >= max(passed, gathered) else "bound by its traffic"
-    name = "FSDP (estimate)" if ring == 1 else f"FSDP, {ring} devices to a sequence (estimate)"
+    name = "FSDP (estimate)" if ring == 1 else f"FSDP, rings of {ring} (estimate)"
     return Estimate(name, max(compute, passed, gathered) + once, round(peak), note)
