@@ -33,6 +33,9 @@ def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
 def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
     decision = choose(SOURCE, Request(batch=4, tokens=2048))
     assert decision.runners_up
+    times = [choice.step_time for choice in decision.runners_up]
+    assert times == sorted(times)
+    assert len({choice.plan.order for choice in (decision.chosen, *decision.runners_up)}) == len(times) + 1
     for choice in (decision.chosen, *decision.runners_up):
         made = schedule(choice.plan)
         validate(made)

@@ -13,7 +13,7 @@ from terapipe.search.request import UNSLICED, Request, Source
 from terapipe.search.seeds import Seed, seeds
 
 WORK = 250_000  # computations to simulate for each order
-FINALISTS = 3  # refining costs time, so only the best few are refined
+FINALISTS = 4  # refining costs time, so only the best few are refined
 WORTH = 1.005
 
 
@@ -36,16 +36,25 @@ def choose(source: Source, request: Request) -> Decision:
     finished = sorted([finish(found, c) for c in fitting[:FINALISTS]] + fitting[FINALISTS:], key=preference)
     # What is not worth its trouble is left: whole sequences win if slices gain next to nothing.
     chosen = next((c for c in finished if not c.sliced and c.step_time <= WORTH * finished[0].step_time), finished[0])
-    rest = [c for c in finished if c is not chosen]
+    rest: dict[str, Choice] = {}
+    for choice in finished:
+        if choice.plan.order != chosen.plan.order:
+            rest.setdefault(choice.plan.order, choice)
     if request.distinct is None or request.slices is not None:
-        return Decision(chosen, tuple(rest))
+        return Decision(chosen, tuple(rest.values()))
     limited = with_few_lengths(bench_of(found, chosen), chosen, request.distinct)
-    return Decision(limited, tuple(rest), limited.step_time / chosen.step_time)
+    return Decision(limited, tuple(rest.values()), limited.step_time / chosen.step_time)
 
 
 def candidates(found: list[Seed], source: Source, request: Request) -> list[Choice]:
-    """The best of each order before any refinement, of those that fit, fastest first."""
-    best = [choice for order in ORDERS if (choice := best_of(found, order))]
+    """The best of each order and number of chunks before any refinement, of those that fit, fastest first."""
+    kinds = sorted({seed.chunks for seed in found})
+    best = [
+        choice
+        for order in ORDERS
+        for chunks in kinds
+        if (choice := best_of([seed for seed in found if seed.chunks == chunks], order))
+    ]
     if not best:
         _refuse_orders(source, request)
     fitting = sorted((c for c in best if c.fits), key=preference)
