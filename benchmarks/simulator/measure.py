@@ -1,24 +1,14 @@
 """The simulator: actions per second, from a Schedule to a Timeline, and for the search, from a Plan to a makespan."""
 
-import time
-from collections.abc import Callable
+from functools import partial
 
-from benchmarks.harness import arguments, report
+from benchmarks.harness import arguments, best, race, report
 from terapipe import PRESETS, Plan, schedule
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import measure as makespan
 from terapipe.scheduling.simulator import simulate
-
-
-def best(action: Callable[[], object], rounds: int) -> float:
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def main() -> None:
@@ -32,9 +22,9 @@ def main() -> None:
         cost = AnalyticCost(config, cluster("p3.16xlarge:48"), Layout(1, ranks, 4))
         made = schedule(plan)
         count = sum(map(len, made.ranks))
-        whole = best(lambda made=made, cost=cost: simulate(made, cost), 3 if quick else 9)  # type: ignore[misc]
-        again = best(lambda plan=plan, cost=cost: makespan(plan, cost), 3 if quick else 9)  # type: ignore[misc]
-        rows.append([order, ranks, count, count / whole, count / again])
-        rates[order] = count / whole
+        contenders = {"timeline": partial(simulate, made, cost), "makespan": partial(makespan, plan, cost)}
+        times = best(race(contenders, 3 if quick else 9))
+        rows.append([order, ranks, count, count / times["timeline"], count / times["makespan"]])
+        rates[order] = count / times["timeline"]
     header = ("order", "ranks", "actions", "actions/s, timeline", "actions/s, makespan only")
     report(__doc__ or "", header, rows, {"actions_per_second": min(rates.values()), **rates})

@@ -50,7 +50,9 @@ def test_names_do_not_lie_on_each_other(seed: int) -> None:
 
 @pytest.mark.parametrize("points", [{"one": (1.0, 1.0)}, {"a": (0.0, 0.0)}, {"a": (1.0, 2.0), "b": (1.0, 2.0)}])
 def test_few_or_equal_points_are_drawn(points: dict[str, tuple[float, float]]) -> None:
-    ET.fromstring(svg.frontier(points, "x", "y"))
+    root = ET.fromstring(svg.frontier(points, "x", "y"))
+    texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert all(texts.count(name) == 1 for name in points)
 
 
 def test_no_points_are_refused() -> None:

@@ -8,6 +8,7 @@ from terapipe import GPTConfig, Plan, schedule, validate
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import measure, simulate
+from terapipe.search import choose as choose_module
 from terapipe.search.choice import Bench
 from terapipe.search.choose import choose
 from terapipe.search.compare import compare, frontier
@@ -92,6 +93,12 @@ def test_tiles_and_few_lengths() -> None:
         assert len({length for row in limited.chosen.plan.lengths for length in row}) <= distinct
         assert limited.price is not None
         assert limited.price >= 1 - 1e-9
+
+
+def test_a_limit_on_lengths_does_not_break_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_module, "with_few_lengths", lambda bench, choice, distinct: replace(choice, fits=False))
+    with pytest.raises(ValueError, match="at most 1 different slice lengths .* raise --distinct or --memory"):
+        choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=1))
 
 
 @pytest.mark.parametrize(

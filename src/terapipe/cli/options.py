@@ -33,9 +33,9 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False) -> None:
     )
 
 
-def add_request(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, required=True, help="sequences per step, over all replicas")
-    parser.add_argument("--seq", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
+def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("--batch", type=int, required=required, help="sequences per step, over all replicas")
+    parser.add_argument("--seq", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
     parser.add_argument("--memory", metavar="BYTES", help="budget per device, such as 16GiB; default: what it has")
     fixed = parser.add_argument_group("fixed by you, chosen if left out")
     fixed.add_argument("--data", type=int, help="replicas")

@@ -31,9 +31,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("plan", nargs="?", type=Path, help="a plan saved by `terapipe plan --save`")
     add_source(parser)
-    add_request(parser)
-    for action in parser._actions:
-        action.required = False  # a saved plan knows its batch and its tokens
+    add_request(parser, required=False)  # a saved plan knows its batch and its tokens
     parser.add_argument("--measured", metavar="FILE", type=Path, help="a measured timeline (JSON) to set beside")
     for kind, what in (("html", "a page"), ("svg", "a picture"), ("png", "a picture"), ("trace", "a Perfetto trace")):
         parser.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {what}")

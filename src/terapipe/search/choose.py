@@ -43,6 +43,11 @@ def choose(source: Source, request: Request) -> Decision:
     if request.distinct is None or request.slices is not None:
         return Decision(chosen, tuple(rest.values()))
     limited = with_few_lengths(bench_of(found, chosen), chosen, request.distinct)
+    if not limited.fits:
+        raise ValueError(
+            f"with at most {request.distinct} different slice lengths the smallest plan found needs "
+            f"{limited.peak_bytes / 2**30:.2f} GiB per device, more than there is; raise --distinct or --memory"
+        )
     return Decision(limited, tuple(rest.values()), limited.step_time / chosen.step_time)
 
 
