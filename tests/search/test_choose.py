@@ -97,7 +97,7 @@ def test_tiles_and_few_lengths() -> None:
 
 def test_a_limit_on_lengths_does_not_break_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose_module, "with_few_lengths", lambda bench, choice, distinct: replace(choice, fits=False))
-    with pytest.raises(ValueError, match="at most 1 different slice lengths .* raise --distinct or --memory"):
+    with pytest.raises(ValueError, match=r"at most 1 different slice lengths .* raise --distinct or --memory"):
         choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=1))
 
 
