@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from terapipe import GPT, GPTConfig, Pipeline, Plan
+from terapipe import GPT, GPTConfig, Layout, Pipeline, Plan, device_mesh
 from terapipe.modeling.stage import IGNORE
 
 TINY = GPTConfig(layers=4, hidden=16, heads=4, vocab=19, max_tokens=64)
@@ -38,6 +40,30 @@ def plain(config: GPTConfig, ids: Tensor, labels: Tensor, dtype: torch.dtype) ->
     loss = model.loss(model(ids), labels) / (labels != IGNORE).sum()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+_meshes: dict[Layout, DeviceMesh] = {}
+
+
+def laid_out(
+    config: GPTConfig, layout: Layout, plan: Plan, ids: Tensor, labels: Tensor, dtype: torch.dtype, shard: bool = False
+) -> tuple[float, dict[str, Tensor]]:
+    """This rank's loss and its gradients in full, where each replica has its rows of the batch."""
+    if layout not in _meshes:
+        _meshes[layout] = device_mesh(layout)
+    pipe = Pipeline(make_model(config, dtype), plan, mesh=_meshes[layout], shard=shard, timeout=20.0)
+    rows = slice(pipe.replica * plan.batch, (pipe.replica + 1) * plan.batch)
+    loss = pipe.step(ids[rows] if pipe.is_first else None, labels[rows] if pipe.is_last else None)
+    return loss.item(), gradients(pipe)
+
+
+def gradients(pipe: Pipeline) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def whole(x: Tensor) -> Tensor:
+    full: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return full
 
 
 def piped(

@@ -6,6 +6,7 @@ Importing this module never loads torch; the names that need it are loaded when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan, Slice
 from terapipe.planning.stages import balance, split_layers
 from terapipe.presets import PRESETS, GPTConfig
@@ -17,8 +18,9 @@ from terapipe.scheduling.validation import validate
 if TYPE_CHECKING:
     from terapipe.modeling.attention import SliceCache, attend
     from terapipe.modeling.gpt import GPT
-    from terapipe.modeling.stage import Stage, next_token_labels
+    from terapipe.modeling.stage import Stage, fill_batch, next_token_labels
     from terapipe.runtime.failures import PipelineError
+    from terapipe.runtime.mesh import device_mesh
     from terapipe.runtime.pipeline import Pipeline
 
 __version__ = "0.1.0"
@@ -29,6 +31,8 @@ _NEEDS_TORCH = {
     "PipelineError": "terapipe.runtime.failures",
     "SliceCache": "terapipe.modeling.attention",
     "Stage": "terapipe.modeling.stage",
+    "fill_batch": "terapipe.modeling.stage",
+    "device_mesh": "terapipe.runtime.mesh",
     "attend": "terapipe.modeling.attention",
     "next_token_labels": "terapipe.modeling.stage",
 }
@@ -40,6 +44,7 @@ __all__ = [
     "Action",
     "Event",
     "GPTConfig",
+    "Layout",
     "Op",
     "Pipeline",
     "PipelineError",
@@ -52,6 +57,8 @@ __all__ = [
     "attend",
     "balance",
     "dependencies",
+    "device_mesh",
+    "fill_batch",
     "next_token_labels",
     "schedule",
     "split_layers",

@@ -7,29 +7,45 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
 
 from terapipe.modeling.attention import SliceCache, attend
-from terapipe.modeling.linear import project
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.linear import Linear
+from terapipe.modeling.split import Replicated, fill, local
+from terapipe.modeling.stage import IGNORE, Split
 from terapipe.presets import PRESETS, GPTConfig
 
 
 class Attention(nn.Module):
+    """The fused projection holds, for each head of keys and values, its queries, its keys and its values: cut anywhere
+    between such groups, each part is a smaller attention of its own."""
+
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_size = config.heads, config.num_kv_heads, config.head_size
-        self.qkv = nn.Linear(config.hidden, (self.heads + 2 * self.kv_heads) * self.head_size)
-        self.out = nn.Linear(config.hidden, config.hidden)
+        self.layer, self.head_size = layer, config.head_size
+        self.shared = config.heads // config.num_kv_heads  # queries to each head of keys and values
+        self.qkv = Linear(config.hidden, (config.heads + 2 * config.num_kv_heads) * config.head_size)
+        self.out = Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
-        heads = project(self.qkv, x, cache).view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
-        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        projected = self.qkv(x, cache=cache)
+        groups = projected.view(*projected.shape[:2], -1, self.shared + 2, self.head_size)
+        q, k, v = torch.split(groups, [self.shared, 1, 1], dim=3)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         if cache is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared > 1)
         else:
             mixed = attend(q, k, v, cache, self.layer)
-        return project(self.out, mixed.transpose(1, 2).flatten(2), cache)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2), cache=cache)
+        return out
 
 
 class Block(nn.Module):
@@ -38,13 +54,14 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = Attention(config, layer)
         self.norm2 = nn.LayerNorm(config.hidden)
-        self.up = nn.Linear(config.hidden, config.ffn_hidden)
-        self.down = nn.Linear(config.ffn_hidden, config.hidden)
+        self.up = Linear(config.hidden, config.ffn_hidden)
+        self.down = Linear(config.ffn_hidden, config.hidden)
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         x = x + self.attention(self.norm1(x), cache)
-        wide = F.gelu(project(self.up, self.norm2(x), cache), approximate="tanh")
-        return x + project(self.down, wide, cache)
+        wide = F.gelu(self.up(self.norm2(x), cache=cache), approximate="tanh")
+        added: Tensor = self.down(wide, cache=cache)
+        return x + added
 
 
 class GPT(nn.Module):
@@ -59,14 +76,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.seed = config, seed
         self.first, self.last = 0, config.layers
+        self.cut = 1  # devices among which the tokens of hidden states are shared out between stages
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.positions: nn.Embedding | None = nn.Embedding(config.max_tokens, config.hidden)
         # Keyed by the layer's number in the whole model, so that a stage's parameters keep their names.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(config.hidden)
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self._tie()
         self.initialise()
 
     @classmethod
@@ -85,7 +102,7 @@ class GPT(nn.Module):
             elif "norm" in name:
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(self._drawn(name, parameter))
+                fill(parameter, self._drawn(name, parameter))
 
     def _drawn(self, name: str, parameter: Tensor) -> Tensor:
         # A tied head has the embedding's name on the first stage and its own on the last; both draw the same.
@@ -113,7 +130,7 @@ class GPT(nn.Module):
             raise ValueError(f"only the last stage has a head, this one holds layers {self.first} to {self.last}")
         logits: Tensor = self.head(self.norm(hidden))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precisions are too coarse for a sum
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return local(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"))
 
     # As a Splittable and a Stage
 
@@ -125,23 +142,65 @@ class GPT(nn.Module):
     def tied(self) -> tuple[str, ...]:
         return ("embedding.weight", "head.weight") if self.config.tied else ()
 
-    def stage(self, first: int, last: int, device: torch.device) -> "GPT":
+    def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> "GPT":
         """Shares this model's modules; a model on the meta device is left as it is and the stage made anew."""
         if not 0 <= first < last <= self.config.layers:
             raise ValueError(f"a stage is some of the {self.config.layers} layers, got {first} to {last}")
         part = GPT.__new__(GPT)
         nn.Module.__init__(part)
-        part.config, part.seed, part.first, part.last = self.config, self.seed, first, last
+        part.config, part.seed, part.first, part.last, part.cut = self.config, self.seed, first, last, 1
         starts, ends = first == 0, last == self.config.layers
         part.embedding, part.positions = (self.embedding, self.positions) if starts else (None, None)
         part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in range(first, last)})
         part.norm, part.head = (self.norm, self.head) if ends else (None, None)
-        if any(p.is_meta for p in part.parameters()):
-            part = copy.deepcopy(part).to_empty(device=device)
-            if self.config.tied and part.embedding is not None and part.head is not None:
-                part.head.weight = part.embedding.weight
+        unmade = any(p.is_meta for p in part.parameters())
+        if unmade:
+            part = copy.deepcopy(part)
+        if split is not None:
+            part._split(split)
+        if unmade:
+            part.to_empty(device=device)
+            part._tie()
             part.initialise()
         return part.to(device)
+
+    def _tie(self) -> None:
+        if self.config.tied and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight
+
+    def _split(self, split: Split) -> None:
+        """Attention by its heads, the feed-forward by its width, embedding and head by the vocabulary."""
+        parts = split.mesh.size()
+        for name, number in (("kv_heads", self.config.num_kv_heads), ("ffn", self.config.ffn_hidden)):
+            if number % parts:
+                raise ValueError(
+                    f"tensor must divide the model's {name}, got tensor {parts} and {name} {number}; "
+                    "take a smaller tensor and more stages or replicas"
+                )
+        # Between operators every device has all tokens, or some of them: the same bytes are exchanged either way.
+        between: Placement = Shard(1) if split.tokens else Replicate()
+        norm = SequenceParallel(use_local_output=True) if split.tokens else Replicated()
+        into, out_of = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
+        styles: dict[str, ParallelStyle] = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "positions": Replicated(Shard(0) if split.tokens else Replicate()),
+            "layers.*.norm1": norm,
+            "layers.*.attention.qkv": into,
+            "layers.*.attention.out": out_of,
+            "layers.*.norm2": norm,
+            "layers.*.up": into,
+            "layers.*.down": out_of,
+            "norm": norm,
+            "head": ColwiseParallel(input_layouts=between, use_local_output=False),
+        }
+        held = {name: style for name, style in styles.items() if "*" in name or getattr(self, name) is not None}
+        parallelize_module(self, split.mesh, held, src_data_rank=None)
+        self._tie()
+        self.cut = parts if split.tokens else 1
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers.values())
 
     def make_cache(self, size: int, tokens: int) -> SliceCache:
         if tokens > self.config.max_tokens:
@@ -149,4 +208,4 @@ class GPT(nn.Module):
         return SliceCache(tokens)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
-        return (size, length, self.config.hidden)
+        return (size, length // self.cut, self.config.hidden)

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.split import is_by_rows, laid_out_like, local
 
 
 class Owed(NamedTuple):
@@ -25,12 +27,13 @@ class Owed(NamedTuple):
     x: Tensor  # the layer's input, likewise
 
     def add(self) -> None:
-        if self.weight.grad is None:
-            self.weight.grad = self.product().to(self.weight.dtype)
-        elif self.weight.grad.dtype == self.grad.dtype:
-            self.weight.grad.addmm_(self.grad.t(), self.x)
+        total = self.weight.grad
+        if total is None:
+            self.weight.grad = laid_out_like(self.weight, self.product().to(self.weight.dtype))
+        elif total.dtype == self.grad.dtype:
+            local(total).addmm_(self.grad.t(), self.x)
         else:
-            self.weight.grad.add_(self.product())
+            local(total).add_(self.product())
 
     def product(self) -> Tensor:
         return self.grad.t() @ self.x
@@ -47,27 +50,45 @@ def settle(owed: Iterable[Owed]) -> None:
                 part.add()
 
 
-def project(layer: nn.Linear, x: Tensor, cache: SliceCache | None) -> Tensor:
-    """``layer(x)``. With a cache, the weight's gradient goes to ``.grad`` alone: ``torch.autograd.grad`` and hooks on
-    the weight do not see it."""
-    if cache is None:
-        out: Tensor = layer(x)
-        return out
-    return _Project.apply(x, layer.weight, layer.bias, cache)  # type: ignore[no-any-return, no-untyped-call]
+class Linear(nn.Linear):
+    """With a cache, the weight's gradient goes to ``.grad`` alone: ``torch.autograd.grad`` and hooks on the weight do
+    not see it. Split by torch's ColwiseParallel or RowwiseParallel it works on its local part."""
+
+    def forward(self, x: Tensor, cache: SliceCache | None = None) -> Tensor:
+        if cache is None:
+            return super().forward(x)
+        if isinstance(x, DTensor) and isinstance(self.weight, DTensor):
+            return self._split(x, self.weight, cache)
+        return _project(x, self.weight, self.bias, True, cache)
+
+    def _split(self, x: DTensor, weight: DTensor, cache: SliceCache) -> DTensor:
+        mesh, bias = weight.device_mesh, None if self.bias is None else local(self.bias)
+        if is_by_rows(weight):  # the outputs are sums over devices, to which one of them adds the bias
+            adds_bias = mesh.get_local_rank() == 0
+            out = _project(x.to_local(), weight, bias, adds_bias, cache)
+            return DTensor.from_local(out, mesh, [Partial()], run_check=False)
+        # Each device has some of the outputs, and knows their part of the input's gradient.
+        out = _project(x.to_local(grad_placements=[Partial()]), weight, bias, True, cache)
+        return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
+    out: Tensor = _Project.apply(x, weight, bias, adds_bias, cache)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cache: SliceCache) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.cache = cache
-        return F.linear(x, weight, bias)
+        return F.linear(x, local(weight), bias if adds_bias else None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        want_x, want_weight, want_bias, _ = ctx.needs_input_grad
+        want_x, want_weight, want_bias, _, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         if want_weight:
             owed = Owed(weight, rows, x.flatten(0, -2))
@@ -75,4 +96,4 @@ class _Project(torch.autograd.Function):
                 ctx.cache.owed.append(owed)
             else:
                 owed.add()
-        return grad @ weight if want_x else None, None, rows.sum(0) if want_bias else None, None
+        return grad @ local(weight) if want_x else None, None, rows.sum(0) if want_bias else None, None, None

@@ -1,14 +1,23 @@
 """What the runtime asks of a model: that it can be taken apart into stages, and what a stage can do."""
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from terapipe.modeling.attention import SliceCache
 
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
+
+
+class Split(NamedTuple):
+    """The devices that share each operator of a stage, and whether they also share out the tokens between operators
+    ("sequence parallel"): less is kept and sent, but then each slice's length must be a multiple of their number."""
+
+    mesh: DeviceMesh
+    tokens: bool = False
 
 
 @runtime_checkable
@@ -27,6 +36,10 @@ class Stage(Protocol):
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         """The shape of the hidden states of one slice, which every stage but the first receives."""
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Its layers, each of which is gathered and reduced as a whole where replicas share their state."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names they have in the whole model."""
 
@@ -42,8 +55,26 @@ class Splittable(Protocol):
     def tied(self) -> tuple[str, ...]:
         """Names of parameters that both the first and the last stage hold, each its own copy."""
 
-    def stage(self, first: int, last: int, device: torch.device) -> nn.Module:
-        """The layers ``first`` to ``last`` on the device, as a ``Stage``; made real there from a model on meta."""
+    def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> nn.Module:
+        """The layers ``first`` to ``last`` on the device, as a ``Stage``; made real there from a model on meta.
+
+        Asked to split its operators, the stage's parameters become DTensors on that mesh, all of them; or it refuses
+        with a ValueError. What it takes and gives stay ordinary tensors, of the shape ``hidden_shape`` tells."""
+
+
+def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """A batch of so many rows, as a plan wants it, from one of fewer, even of none: the added rows count for nothing.
+
+    For the last batch of an epoch, which may also leave replicas with different numbers of sequences.
+    """
+    missing = rows - len(input_ids)
+    if missing < 0 or input_ids.shape != labels.shape:
+        raise ValueError(
+            f"a batch can be filled up to {rows} rows from at most so many, with labels of the same shape, got "
+            f"{tuple(input_ids.shape)} and {tuple(labels.shape)}"
+        )
+    ids = torch.cat([input_ids, input_ids.new_zeros(missing, *input_ids.shape[1:])])
+    return ids, torch.cat([labels, labels.new_full((missing, *labels.shape[1:]), IGNORE)])
 
 
 def next_token_labels(input_ids: Tensor) -> Tensor:

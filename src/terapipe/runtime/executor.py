@@ -27,12 +27,21 @@ class Executor:
     way. Shapes come from the plan, so no message announces another."""
 
     def __init__(
-        self, stages: Mapping[int, Stage], schedule: Schedule, transport: Transport, dtype: torch.dtype
+        self,
+        stages: Mapping[int, Stage],
+        schedule: Schedule,
+        transport: Transport,
+        dtype: torch.dtype,
+        finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
+        """``finished`` is called as soon as a stage's gradients are complete."""
         self._stages, self._plan, self._transport, self._dtype = stages, schedule.plan, transport, dtype
         self._runs = _runs(schedule.ranks[transport.rank])
         self._forward_runs = _runs(schedule.forward_only().ranks[transport.rank])
         self._last_stage = schedule.plan.num_stages - 1
+        self._finished = finished
+        # The last backward of each stage, or the last of their weight halves.
+        self._completing = set({a.stage: a for a in schedule.ranks[transport.rank] if a.op in (Op.B, Op.W)}.values())
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -74,6 +83,8 @@ class Executor:
                     self._weights(run)
                 else:
                     self._perform[self.at.op](self.at)
+                if train and run[-1] in self._completing:
+                    self._finished(run[-1].stage)
         while self._sent_outputs:
             self._settle(self._sent_outputs.popitem()[1])
         while self._sent_gradients:

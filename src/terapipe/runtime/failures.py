@@ -7,8 +7,10 @@ the rank that others waited for and that has posted nothing.
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 GRACE = 2.0  # seconds that a woken rank gives the others to post their records
@@ -19,29 +21,40 @@ class PipelineError(RuntimeError):
     """A step that could not be finished, on this rank or another. The pipeline cannot be used after it."""
 
 
+def is_connection_error(error: Exception) -> bool:
+    """Whether an operation between ranks failed, rather than a computation on this one; gloo says it in words only."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 @dataclass(frozen=True)
 class Record:
-    """Why one rank stopped: an error of its own, or a wait for another rank's action."""
+    """Why one rank stopped: an error of its own, or a wait for other ranks' actions."""
 
     rank: int
     error: str = ""  # its own error, in words
     waited_for: str = ""  # the action it stood at
-    peer: int | None = None
+    peers: tuple[int, ...] = ()
     seconds: float = 0.0
     timed_out: bool = False
 
-    def __str__(self) -> str:
-        if self.peer is None:
-            return f"rank {self.rank} stopped{' at ' + self.waited_for if self.waited_for else ''}: {self.error}"
+    def tell(self, name: Callable[[int], str]) -> str:
+        if not self.peers:
+            at = f" at {self.waited_for}" if self.waited_for else ""
+            return f"{name(self.rank)} stopped{at}: {self.error}"
         how = f"waited {self.seconds:.1f} s" if self.timed_out else "was waiting"
-        return f"rank {self.rank} {how} at {self.waited_for} for rank {self.peer}"
+        return f"{name(self.rank)} {how} at {self.waited_for} for {' or '.join(map(name, self.peers))}"
 
 
 class Board:
     """The records of all ranks, in the store through which the processes found each other."""
 
-    def __init__(self, store: Store | None, ranks: int) -> None:
-        self._store, self._ranks = store, ranks
+    def __init__(self, store: Store | None, hosts: Mapping[int, str]) -> None:
+        """``hosts`` names the host of every rank."""
+        self._store, self._hosts = store, hosts
+
+    def name(self, rank: int) -> str:
+        several = len(set(self._hosts.values())) > 1
+        return f"rank {rank} on {self._hosts[rank]}" if several else f"rank {rank}"
 
     def post(self, record: Record) -> None:
         if self._store is None:
@@ -57,7 +70,8 @@ class Board:
         try:
             if not self._store.check([f"rank{rank}"]):
                 return None
-            return Record(**json.loads(self._store.get(f"rank{rank}")))
+            found = json.loads(self._store.get(f"rank{rank}"))
+            return Record(**dict(found, peers=tuple(found["peers"])))
         except RuntimeError:
             self._store = None
             return None
@@ -66,26 +80,25 @@ class Board:
         """One message about all that is known, the same on every rank that had time to post."""
         start = time.monotonic()
         while True:
-            found = (self.read(rank) for rank in range(self._ranks) if rank != mine.rank)
+            found = (self.read(rank) for rank in self._hosts if rank != mine.rank)
             records = sorted([mine, *filter(None, found)], key=lambda r: r.rank)
-            suspects = {r.peer for r in records if r.peer is not None} - {r.rank for r in records}
-            heard = len(records) + len(suspects) >= self._ranks
+            suspects = {peer for r in records for peer in r.peers} - {r.rank for r in records}
+            heard = len(records) + len(suspects) >= len(self._hosts)
             spent = time.monotonic() - start
-            if any(r.peer is None for r in records) or self._store is None or spent > (SETTLE if heard else grace):
-                return _tell(records, suspects)
+            if any(not r.peers for r in records) or self._store is None or spent > (SETTLE if heard else grace):
+                return self._tell(records, suspects)
             time.sleep(0.02)
 
+    def _tell(self, records: list[Record], suspects: set[int]) -> str:
+        causes = [r.tell(self.name) for r in records if not r.peers]
+        if not causes:
+            late = {peer for r in records if r.timed_out for peer in r.peers}
+            causes = [_suspicion(self.name(rank), rank in late) for rank in sorted(suspects)]
+        waits = [r.tell(self.name) for r in records if r.peers]
+        return "; ".join([*causes, *waits])
 
-def _tell(records: list[Record], suspects: set[int]) -> str:
-    causes = [str(r) for r in records if r.peer is None]
-    if not causes:
-        late = {r.peer for r in records if r.timed_out}
-        causes = [_suspicion(rank, rank in late) for rank in sorted(suspects)]
-    waits = [str(r) for r in records if r.peer is not None]
-    return "; ".join([*causes, *waits])
 
-
-def _suspicion(rank: int, late: bool) -> str:
+def _suspicion(rank: str, late: bool) -> str:
     if late:
-        return f"rank {rank} did not answer in time: it is stuck, or slower than the timeout allows"
-    return f"rank {rank} is gone: its process died or lost its connection"
+        return f"{rank} did not answer in time: it is stuck, cut off, or slower than the timeout allows"
+    return f"{rank} is gone: its process died or lost its connection"

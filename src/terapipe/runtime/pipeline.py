@@ -2,19 +2,26 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
 
-from terapipe.modeling.stage import IGNORE, Splittable, Stage
+from terapipe.modeling.split import local
+from terapipe.modeling.stage import IGNORE, Split, Splittable, Stage
 from terapipe.planning.slices import Plan
+from terapipe.runtime.checkpoint import Checkpoint
 from terapipe.runtime.executor import Executor
-from terapipe.runtime.failures import PipelineError, Record
-from terapipe.runtime.transport import Transport, local_device
+from terapipe.runtime.failures import PipelineError, Record, is_connection_error
+from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
+from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_device
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Timeline
 from terapipe.scheduling.validation import validate
@@ -33,8 +40,11 @@ class Pipeline:
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
 
-    ``mesh`` is a one-dimensional DeviceMesh of the ranks that form the pipeline, by default all of them. ``timeout`` is
-    the longest, in seconds, that a rank waits for another before the step fails on all of them.
+    ``mesh`` is what ``device_mesh(layout)`` made: replicas of the pipeline (``data``), its ranks (``pipe``), devices
+    that share each operator (``tensor``); or one dimension of any DeviceMesh, whose ranks then form the pipeline; by
+    default all ranks do. With ``shard``, replicas share out parameters, gradients and the optimizer's state between
+    steps (FSDP2) instead of all holding all. ``timeout`` is the longest, in seconds, that a rank waits for another
+    before the step fails on all of them.
     """
 
     def __init__(
@@ -43,6 +53,7 @@ class Pipeline:
         plan: Plan,
         *,
         mesh: DeviceMesh | None = None,
+        shard: bool = False,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
@@ -54,13 +65,25 @@ class Pipeline:
             self._check(model)
             self.schedule = schedule(plan)
             validate(self.schedule)
-            cuts = plan.boundaries
-            self.stages: dict[int, nn.Module] = {
-                k: model.stage(cuts[k], cuts[k + 1], self.device) for k in plan.stages_of(self.rank)
-            }
-            self._tied = self._tied_parameters(model)
-            stages = {k: cast(Stage, stage) for k, stage in self.stages.items()}
-            self._executor = Executor(stages, self.schedule, self._transport, self._dtype)
+            self.stages = self._make_stages(model, mesh)
+            self._sharded = self._shard(mesh) if shard and self._transport.replicas > 1 else {}
+            self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
+            self.tied = model.tied
+            self._tied = self._tied_parameters()
+            stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
+            self._executor = Executor(stages, self.schedule, self._transport, self._dtype, self._finished)
+
+    def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
+        cuts, parts = self.plan.boundaries, self._transport.parts
+        split: tuple[Split, ...] = ()
+        if mesh is not None and parts > 1:
+            even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
+            split = (Split(mesh[TENSOR], tokens=even),)
+        return {k: model.stage(cuts[k], cuts[k + 1], self.device, *split) for k in self.plan.stages_of(self.rank)}
+
+    def _shard(self, mesh: DeviceMesh | None) -> dict[int, Sharded]:
+        assert mesh is not None
+        return {k: Sharded(stage, mesh[DATA]) for k, stage in self.stages.items()}
 
     def _check(self, model: Splittable) -> None:
         if self.plan.num_layers != model.num_layers:
@@ -74,15 +97,15 @@ class Pipeline:
                 f"the plan is for {ranks} ranks ({self.plan.num_stages} stages, {self.plan.chunks} per rank), got "
                 f"{size} processes; start {ranks} (torchrun --nproc-per-node {ranks}) or make another plan"
             )
-        plans = self._transport.gather(self.plan.to_json())
+        plans = self._transport.gather(self.plan.to_json(), ALL)
         others = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
         if others:
             raise ValueError(f"all ranks must have the same plan, ranks {others} have another than rank 0")
 
-    def _tied_parameters(self, model: Splittable) -> list[nn.Parameter]:
+    def _tied_parameters(self) -> list[nn.Parameter]:
         """This rank's own copies of the parameters that the first and the last stage share."""
         ends = {0, self.plan.num_stages - 1} & set(self.stages)
-        found = [p for k in ends for name, p in self.stages[k].named_parameters() if name in model.tied]
+        found = [p for k in ends for name, p in self.stages[k].named_parameters() if name in self.tied]
         return list(dict.fromkeys(found)) if self.plan.num_stages > 1 else []
 
     @contextmanager
@@ -93,8 +116,11 @@ class Pipeline:
         except PipelineError:
             raise
         except Exception as error:
-            at = self._executor.at if self._executor else None
-            self._transport.fail(Record(self.rank, f"{type(error).__name__}: {error}", str(at or "")))
+            at = str((self._executor and self._executor.at) or "")
+            others = self._transport.others(DATA, TENSOR)
+            if others and is_connection_error(error):  # within an operator, or while gathering a stage
+                raise self._transport.lost(error, at or "the end of a step", others) from None
+            self._transport.fail(Record(self._transport.global_rank, f"{type(error).__name__}: {error}", at))
             raise
 
     @property
@@ -102,9 +128,18 @@ class Pipeline:
         return next(self.parameters()).dtype
 
     @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._dtype, torch.float32)
+
+    @property
     def rank(self) -> int:
         """This process's place in the pipeline."""
         return self._transport.rank
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas this process belongs to, and so which part of the batch it takes."""
+        return self._transport.replica
 
     @property
     def is_first(self) -> bool:
@@ -124,15 +159,25 @@ class Pipeline:
         (batch, tokens) as the plan says; ``labels[b, t]`` is the token to predict at place ``t`` (see
         ``next_token_labels``), or -100 to leave that place out. Gradients are added to ``.grad``.
         """
-        earlier = [p.grad for p in self._tied]
-        for p in self._tied:
+        summed = list(self.parameters()) if self._reducer else self._tied
+        earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
+        for p in summed:
             p.grad = None
         loss = self._run(input_ids, labels, train=True)
         self._sum_tied_gradients()
-        for p, grad in zip(self._tied, earlier, strict=True):
+        for p, grad in zip(summed, earlier, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
         return loss
+
+    def _finished(self, k: int) -> None:
+        """A stage's gradients are complete on this rank; other stages are still at work."""
+        if k in self._sharded:
+            self._sharded[k].reduce()
+            return
+        settle_layouts(self.stages[k].parameters())
+        if self._reducer:
+            self._reducer.start(self.stages[k].parameters())
 
     def evaluate(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
@@ -144,7 +189,15 @@ class Pipeline:
             ids = self._batch("input_ids", input_ids) if self.is_first else None
             targets = self._batch("labels", labels) if self.is_last else None
             scale = None if targets is None else self._weight(targets)
-            loss = self._executor.run(ids, targets, scale, train=train)
+            # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
+            with loss_parallel() if self._transport.parts > 1 else nullcontext():
+                loss = self._executor.run(ids, targets, scale, train=train)
+            if self._reducer:
+                self._reducer.finish()
+            for sharded in self._sharded.values():
+                sharded.release()
+            if self.is_last:
+                loss = self._transport.all_reduce(loss, DATA)
             return self._transport.broadcast(loss, self.plan.num_ranks - 1)
 
     def _batch(self, name: str, tensor: Tensor | None) -> Tensor:
@@ -157,21 +210,25 @@ class Pipeline:
         return tensor.to(self.device)
 
     def _weight(self, labels: Tensor) -> Tensor:
-        count = (labels != IGNORE).sum()
+        count = self._transport.all_reduce((labels != IGNORE).sum(), DATA)
         if not count:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return 1.0 / count.to(torch.promote_types(self._dtype, torch.float32))
+        return 1.0 / count.to(self._wide)
 
     def _sum_tied_gradients(self) -> None:
         if not self._tied:
             return
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._tied]
-        if self.plan.num_ranks == 1:
-            total = sum(grads[1:], grads[0])
-        else:
-            total = self._transport.exchange(grads[0], self.plan.num_ranks - 1 if self.is_first else 0)
         for p in self._tied:
-            p.grad = total if p is self._tied[0] else total.clone()
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        first, *copies = [local(p.grad) for p in self._tied if p.grad is not None]
+        if self.plan.num_ranks == 1:
+            for copy in copies:
+                first += copy
+        else:
+            first.copy_(self._transport.exchange(first, self.plan.num_ranks - 1 if self.is_first else 0))
+        for copy in copies:
+            copy.copy_(first)
 
     # Gradients
 
@@ -180,16 +237,31 @@ class Pipeline:
         """The norm of the gradients of the whole model, on every rank; shared parameters count once."""
         copies = self._tied if self.is_last and self.plan.num_ranks > 1 else self._tied[1:]
         skip = {id(p) for p in copies}
-        grads = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in skip]
-        norm = nn.utils.get_total_norm(grads, norm_type).to(self.device)
+        counted = [p for p in self.parameters() if id(p) not in skip and self._counts_here(p)]
+        grads = [local(p.grad) for p in counted if p.grad is not None]
+        # Without any gradients torch answers in its default precision.
+        norm = nn.utils.get_total_norm(grads, norm_type).to(self.device, self._wide)
         if math.isinf(norm_type):
-            return self._transport.all_reduce(norm, dist.ReduceOp.MAX)
+            return self._transport.all_reduce(norm, op=dist.ReduceOp.MAX)
         return self._transport.all_reduce(norm**norm_type) ** (1.0 / norm_type)
 
+    def _counts_here(self, parameter: nn.Parameter) -> bool:
+        """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
+        places = {DATA: self._transport.replica, TENSOR: self._transport.part}
+        if isinstance(parameter, DTensor):
+            for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+                if not placement.is_replicate():
+                    places.pop(name)
+        return not any(places.values())
+
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, over all stages; returns the norm before clipping."""
+        """As ``torch.nn.utils.clip_grad_norm_``, over the whole model; returns the norm before clipping."""
         norm = self.grad_norm(norm_type)
-        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for p in self.parameters():
+            if p.grad is not None:
+                local(p.grad).mul_(scale.to(p.grad.dtype))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -213,6 +285,21 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the whole model's state."""
         return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
+
+    def save(self, folder: str | Path, optimizer: Optimizer | None = None) -> None:
+        """A checkpoint of the whole model, and of the optimizer's state, that loads in any layout. All ranks call it
+        together, with a folder that all of them see. What the folder held before is replaced when all is written."""
+        with self._telling_others():
+            self._checkpoint(optimizer).save(Path(folder))
+
+    def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> None:
+        """What ``save`` wrote, in this or any other layout."""
+        with self._telling_others():
+            self._checkpoint(optimizer).load(Path(folder))
+
+    def _checkpoint(self, optimizer: Optimizer | None) -> Checkpoint:
+        named = ((self.tied[0] if name in self.tied else name, p) for name, p in self.named_parameters())
+        return Checkpoint(named, optimizer, self._transport)
 
     def train(self, mode: bool = True) -> Self:
         for stage in self.stages.values():

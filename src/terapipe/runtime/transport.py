@@ -1,8 +1,9 @@
 """The pipeline's connections: groups, devices, sends and receives. The only code that reads RANK and the like."""
 
 import os
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -10,12 +11,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from terapipe.runtime.failures import Board, PipelineError, Record
 
 T = TypeVar("T")
+
+DATA, PIPE, TENSOR, ALL = "data", "pipe", "tensor", "all"  # lines of ranks through the mesh
 
 _NEVER_SENT = 1 << 16  # a tag that no message has
 
@@ -27,6 +31,12 @@ def local_rank() -> int:
 
 def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_name() -> str:
+    """This host, told apart from others of the same name by the number that torchrun gave it."""
+    number = os.environ.get("GROUP_RANK")
+    return platform.node() if number is None else f"{platform.node()} (node {number})"
 
 
 def under_torchrun() -> bool:
@@ -52,45 +62,77 @@ def ensure_process_group(device: torch.device) -> bool:
 class Transport:
     """Tagless sends and receives between the ranks of one pipeline, and what they decide together.
 
-    ``rank`` and ``size`` count within the pipeline. Its process group is its own, so cutting it harms nobody else.
+    ``rank`` and ``size`` count within the pipeline. There may be ``replicas`` of it, and each of its ranks may be
+    several ``parts`` that share every operator. The groups of the pipeline and of all ranks are this object's own;
+    those of replicas and parts are the mesh's.
     """
 
     def __init__(self, device: torch.device, mesh: DeviceMesh | None = None, timeout: float = 300.0) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-        if mesh is not None and mesh.ndim != 1:
-            raise ValueError(
-                f"a pipeline takes one dimension of a mesh, got {mesh.ndim}; pass mesh['pipe'] or the like"
-            )
         self.device = device
         self.timeout = timeout
         self._span = timedelta(seconds=timeout)
-        self._group: dist.ProcessGroup | None = None
-        self.rank, self.size = 0, 1
-        store: Store | None = None
-        if mesh is not None or ensure_process_group(device):
-            ranks = mesh.mesh.tolist() if mesh is not None else list(range(dist.get_world_size()))
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            self._group = dist.new_group(ranks, self._span, backend, use_local_synchronization=True)
-            self.rank, self.size = dist.get_rank(self._group), len(ranks)
-            store = PrefixStore("terapipe/failures", self._group.get_group_store())
-        self._board = Board(store, self.size)
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._failure: PipelineError | None = None
+        if mesh is not None or ensure_process_group(device):
+            self._join(_lines(mesh))
+        self.rank, self.size = self._place(PIPE)
+        self.replica, self.replicas = self._place(DATA)
+        self.part, self.parts = self._place(TENSOR)
+        store = PrefixStore("terapipe/failures", self._groups[ALL].get_group_store()) if self._groups else None
+        self.hosts = dict(zip(self._ranks(ALL), self.gather(host_name(), ALL), strict=True))
+        self._board = Board(store, self.hosts)
+
+    def _join(self, lines: Mapping[str, tuple[list[int], dist.ProcessGroup | None]]) -> None:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        for name, (ranks, group) in lines.items():
+            if group is not None:
+                _set_pg_timeout(self._span, group)
+            elif name == ALL and ranks == lines[PIPE][0]:
+                group = self._groups[PIPE]
+            else:
+                group = dist.new_group(ranks, self._span, backend, use_local_synchronization=True)
+            self._groups[name] = group
+
+    def _place(self, line: str) -> tuple[int, int]:
+        group = self._groups.get(line)
+        return (dist.get_rank(group), group.size()) if group else (0, 1)
+
+    def _ranks(self, line: str) -> list[int]:
+        """As torch.distributed counts them, and as messages name them."""
+        return dist.get_process_group_ranks(self._groups[line]) if self._groups else [0]
+
+    @property
+    def global_rank(self) -> int:
+        return self._ranks(PIPE)[self.rank]
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        return self._groups.get(ALL)
+
+    def others(self, *lines: str) -> tuple[int, ...]:
+        return tuple(
+            sorted({r for line in lines if line in self._groups for r in self._ranks(line)} - {self.global_rank})
+        )
 
     # Point to point
 
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
-        with self._waiting(peer, why):
-            return _work(dist.isend(tensor, group=self._group, group_dst=peer))
+        with self._waiting(self._peer(peer), why):
+            return _work(dist.isend(tensor, group=self._groups[PIPE], group_dst=peer))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, why: object) -> tuple[Tensor, dist.Work]:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        with self._waiting(peer, why):
-            return buffer, _work(dist.irecv(buffer, group=self._group, group_src=peer))
+        with self._waiting(self._peer(peer), why):
+            return buffer, _work(dist.irecv(buffer, group=self._groups[PIPE], group_src=peer))
 
     def wait(self, work: dist.Work, peer: int, why: object) -> None:
-        with self._waiting(peer, why):
+        with self._waiting(self._peer(peer), why):
             work.wait(self._span)
+
+    def _peer(self, peer: int) -> tuple[int, ...]:
+        return (self._ranks(PIPE)[peer],)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """The sum of this rank's tensor and its peer's, the same on both to the last bit."""
@@ -107,40 +149,53 @@ class Transport:
     # Together
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Along the pipeline."""
         if self.size > 1:
-            with self._waiting(source, "the loss"):
-                dist.broadcast(tensor, group=self._group, group_src=source)
+            with self._waiting(self._peer(source), "the loss"):
+                dist.broadcast(tensor, group=self._groups[PIPE], group_src=source)
         return tensor
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        if self.size > 1:
-            with self._waiting((self.rank + 1) % self.size, "a reduction over all stages"):
-                dist.all_reduce(tensor, op, group=self._group)
+    def all_reduce(self, tensor: Tensor, over: str = ALL, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        if self._place(over)[1] > 1:
+            with self._waiting(self.others(over), "a reduction"):
+                dist.all_reduce(tensor, op, group=self._groups[over])
         return tensor
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, over: str = PIPE) -> list[T]:
         """Every rank's value, on every rank."""
-        if self.size == 1:
+        size = self._place(over)[1]
+        if size == 1:
             return [value]
-        values: list[T | None] = [None] * self.size
-        with self._waiting((self.rank + 1) % self.size, "an exchange between all stages"):
-            dist.all_gather_object(values, value, group=self._group)
+        values: list[T | None] = [None] * size
+        with self._waiting(self.others(over), "an exchange between all ranks"):
+            dist.all_gather_object(values, value, group=self._groups[over])
         return values  # type: ignore[return-value]
+
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Over replicas, in place, while this rank goes on."""
+        with self._waiting(self.others(DATA), "the sum of gradients"):
+            return _work(dist.all_reduce(tensor, group=self._groups[DATA], async_op=True))
+
+    def finish_sum(self, work: dist.Work) -> None:
+        with self._waiting(self.others(DATA), "the sum of gradients"):
+            work.wait(self._span)
 
     # Failing
 
     @contextmanager
-    def _waiting(self, peer: int, why: object) -> Iterator[None]:
+    def _waiting(self, peers: tuple[int, ...], why: object) -> Iterator[None]:
         if self._failure is not None:
             raise PipelineError(f"this pipeline stopped before: {self._failure}")
         start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            seconds = time.monotonic() - start
-            timed_out = seconds >= 0.95 * self.timeout
-            record = Record(self.rank, str(error), str(why), peer, seconds, timed_out)
-            raise self.fail(record) from None
+            raise self.lost(error, why, peers, time.monotonic() - start) from None
+
+    def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
+        """What to raise where an operation between ranks failed."""
+        late = seconds >= 0.95 * self.timeout or "timed out" in str(error).lower()
+        return self.fail(Record(self.global_rank, str(error), str(why), peers, seconds or self.timeout, late))
 
     def fail(self, record: Record) -> PipelineError:
         """Tells the other ranks and cuts the connections; returns what to raise here."""
@@ -155,13 +210,34 @@ class Transport:
         gloo offers no way to close a group that its peers would notice, short of leaving the process; but a receive
         that times out takes all of the group's connections down with it.
         """
-        if self._group is None or self.device.type != "cpu":
+        if self.device.type != "cpu":
             return
-        for peer in range(self.size):
-            if peer != self.rank:
-                with suppress(RuntimeError):  # from the time-out, or because this connection is down already
-                    nothing = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)
-                    _work(nothing).wait(timedelta(milliseconds=1))
+        for group in {id(group): group for group in self._groups.values()}.values():
+            for peer in range(group.size()):
+                if peer != dist.get_rank(group):
+                    with suppress(RuntimeError):  # from the time-out, or because this connection is down already
+                        nothing = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                        _work(nothing).wait(timedelta(milliseconds=1))
+
+
+def _lines(mesh: DeviceMesh | None) -> dict[str, tuple[list[int], dist.ProcessGroup | None]]:
+    """The ranks of this process's lines through the mesh, and the groups it has for them."""
+    if mesh is None:
+        everyone = list(range(dist.get_world_size()))
+        return {PIPE: (everyone, None), ALL: (everyone, None)}
+    everyone = mesh.mesh.flatten().tolist()
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and names not in ((DATA,), (TENSOR,)):
+        return {PIPE: (everyone, None), ALL: (everyone, None)}
+    if not names or not set(names) <= {DATA, PIPE, TENSOR}:
+        raise ValueError(
+            f"the dimensions of a mesh are data, pipe and tensor, got {names or f'{mesh.ndim} without names'}; "
+            "make it with terapipe.device_mesh, or pass mesh['pipe'] or the like"
+        )
+    pipe = mesh[PIPE].mesh.tolist() if PIPE in names else [dist.get_rank()]
+    groups = {name: mesh.get_group(name) for name in names if name != PIPE}
+    sides = {name: (dist.get_process_group_ranks(group), group) for name, group in groups.items()}
+    return {PIPE: (pipe, None), ALL: (everyone, None), **sides}
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -1,0 +1,42 @@
+"""One DeviceMesh of replicas, stages and split operators."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from terapipe.planning.layout import Layout
+from terapipe.runtime.transport import DATA, PIPE, TENSOR, ensure_process_group, host_name, local_device
+
+
+def device_mesh(layout: Layout, *, device: torch.device | str | None = None) -> DeviceMesh:
+    """All processes as a mesh with the dimensions ``data``, ``pipe`` and ``tensor``, for ``Pipeline(mesh=...)``.
+
+    Consecutive ranks share an operator, then come the stages, then the replicas: who talks most sits closest.
+    """
+    device = local_device() if device is None else torch.device(device)
+    several = ensure_process_group(device)
+    size = dist.get_world_size() if several else 1
+    if size != layout.devices:
+        raise ValueError(
+            f"{layout} needs {layout.devices} processes, got {size}; start so many with torchrun, or change the layout"
+        )
+    if not several:
+        raise ValueError("a mesh needs processes started by torchrun, even if it is one; a Pipeline alone needs none")
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, host_name())
+    check_hosts(layout, hosts)
+    return init_device_mesh(device.type, (layout.data, layout.pipe, layout.tensor), mesh_dim_names=(DATA, PIPE, TENSOR))
+
+
+def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:
+    """Refuses operators that are split over hosts: their every layer would wait for the network."""
+    for first in range(0, layout.devices, layout.tensor):
+        found = sorted(set(hosts[first : first + layout.tensor]))
+        if len(found) > 1:
+            raise ValueError(
+                f"the devices that share an operator must be of one host, got ranks {first} to "
+                f"{first + layout.tensor - 1} on {', '.join(found)} for {layout}; take a tensor degree that divides "
+                "the processes of every host"
+            )

@@ -1,0 +1,60 @@
+"""Transparency for replicas, stages and split operators together: gradients equal those of the plain model."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from terapipe import ORDERS, GPTConfig, Layout, Plan
+from tests.models import laid_out, make_batch, plain, variant, worst_error
+from tests.ranks import Ranks
+
+BOUND = 1e-12
+LAYOUTS = [
+    Layout(data, pipe, tensor)
+    for data in (1, 2)
+    for pipe in (1, 2, 3)
+    for tensor in (1, 2)
+    if 1 < data * pipe * tensor <= 8
+]
+
+
+BOUNDARIES = {1: (0, 4), 2: (0, 1, 4), 3: (0, 1, 3, 4), 4: (0, 1, 2, 3, 4)}
+ODD, EVEN = ((9, 1, 12, 7), (20, 9)), ((10, 2, 12, 4), (20, 8))  # even slices let devices share out their tokens
+
+
+def plan_for(layout: Layout, order: str, lengths: tuple[tuple[int, ...], ...] = ODD) -> Plan:
+    chunks = 2 if order in ("interleaved", "terapipe-deferred") and layout.pipe < 3 else 1
+    if order in ("gpipe", "1f1b"):
+        lengths = tuple((sum(row),) for row in lengths)
+    return Plan((1, 2), lengths, BOUNDARIES[layout.pipe * chunks], order, chunks)
+
+
+def error(ranks: Ranks, layout: Layout, plan: Plan, config: GPTConfig, shard: bool = False) -> float:
+    ids, labels = make_batch(config, plan.batch * layout.data, plan.tokens, ignored=True)
+    found = ranks(laid_out, config, layout, plan, ids, labels, torch.float64, shard)
+    return worst_error(plain(config, ids, labels, torch.float64), found, config)
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_in_every_order(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
+    config = variant(tied=True, kv_heads=2)
+    assert error(ranks(layout.devices), layout, plan_for(layout, order), config) < BOUND
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.tensor > 1], ids=str)
+def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
+    config = variant(tied=False, kv_heads=2)
+    assert error(ranks(layout.devices), layout, plan_for(layout, order, EVEN), config) < BOUND
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+@pytest.mark.parametrize("lengths", [ODD, EVEN], ids=["odd", "even"])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.data > 1], ids=str)
+def test_shared_state(
+    ranks: Callable[[int], Ranks], layout: Layout, lengths: tuple[tuple[int, ...], ...], order: str
+) -> None:
+    config = variant(tied=lengths is ODD, kv_heads=4)
+    assert error(ranks(layout.devices), layout, plan_for(layout, order, lengths), config, shard=True) < BOUND
