@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terapipe.planning.hardware import HOSTS, cluster
+from terapipe.planning.hardware import HOSTS, Cluster, cluster
 from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS, GPTConfig, model
+from terapipe.reporting.launching import HOST0
 from terapipe.scheduling.orders import ORDERS
 from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
 
@@ -51,6 +52,16 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
 
 
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    launch = parser.add_argument_group("how to start it")
+    launch.add_argument("--script", default="train.py", help="what torchrun starts (default train.py)")
+    launch.add_argument("--endpoint", metavar="HOST:PORT", default=HOST0, help="where several hosts meet: one of them")
+    launch.add_argument("--name", default="terapipe", help="of the job (default terapipe)")
+    launch.add_argument("--slurm", metavar="FILE", type=Path, help="write a batch script for sbatch")
+    launch.add_argument("--kubernetes", metavar="FILE", type=Path, help="write a Service and a Job for kubectl")
+    launch.add_argument("--image", default="YOUR_IMAGE", help="what the Kubernetes job's containers are made of")
+
+
 def source_of(parsed: argparse.Namespace) -> Source:
     """The source of costs that was asked for."""
     if parsed.profile is not None:
@@ -62,6 +73,13 @@ def source_of(parsed: argparse.Namespace) -> Source:
     if parsed.model is None:
         raise ValueError("--cluster needs --model: a preset, or a shape such as layers=96,hidden=12288,heads=96")
     return ClusterSource(_long_enough(model(parsed.model), parsed), cluster(parsed.cluster), not parsed.layers_only)
+
+
+def machine_of(parsed: argparse.Namespace) -> Cluster | Profile | None:
+    """What is known of the hosts; a cost table says nothing of them."""
+    if parsed.cluster is not None:
+        return cluster(parsed.cluster)
+    return None if parsed.profile is None else Profile.from_json(read(parsed.profile))
 
 
 def _long_enough(config: GPTConfig, parsed: argparse.Namespace) -> GPTConfig:

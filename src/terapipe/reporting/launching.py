@@ -1,0 +1,202 @@
+"""How a plan is started: torchrun on every host, by hand, by Slurm or by Kubernetes."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from terapipe.planning.hardware import Cluster
+from terapipe.planning.layout import Layout
+from terapipe.planning.profile import Profile
+
+HOST0 = "HOST0:29500"  # stands for one of the hosts until it is named
+CORES = 8  # to each GPU: the fewest that one of our known hosts has (p3.16xlarge: 64 for 8 GPUs)
+LABEL = 63  # characters of a DNS label, at most
+PATIENCE = 900  # seconds that pods wait for each other: one may still pull its image
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Equal hosts: how many, and what each has."""
+
+    count: int
+    devices: int
+    cores: int
+    gpus: bool
+
+
+def hosts_of(source: Cluster | Profile | None, devices: int) -> Hosts:
+    """What is known of the hosts. A profile is taken to be of one with room for all devices; so is a cost table."""
+    if isinstance(source, Cluster):
+        gpus = not source.name.startswith("cpu:")
+        return Hosts(source.hosts, source.host.devices, source.host.devices * (CORES if gpus else 1), gpus)
+    machine: Mapping[str, Any] = {} if source is None else source.machine
+    return Hosts(1, devices, int(machine.get("cores") or devices), machine.get("device", "cpu") != "cpu")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One command, the same on every host."""
+
+    hosts: int
+    processes: int  # on each host
+    cores: int  # on each host
+    gpus: bool = False  # whether each process has one
+    script: str = "train.py"
+    endpoint: str = HOST0
+    name: str = "terapipe"
+    image: str = "YOUR_IMAGE"
+
+    def __post_init__(self) -> None:
+        found = re.fullmatch(r"[\w.:-]+:([0-9]{1,5})", self.endpoint)
+        if found is None or not 1 <= int(found[1]) <= 65535:
+            raise ValueError(
+                f"an endpoint is HOST:PORT with a port between 1 and 65535, got {self.endpoint!r}; try {HOST0}"
+            )
+        room = LABEL - len(f"-{self.hosts - 1}")  # Kubernetes adds the number of the host
+        if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) is None or len(self.name) > room:
+            raise ValueError(
+                f"a name has at most {room} lower-case letters, digits and inner dashes and begins with a letter, "
+                f"got {self.name!r}; try 'terapipe'"
+            )
+
+    @property
+    def port(self) -> str:
+        return self.endpoint.rpartition(":")[2]
+
+    def torchrun_lines(self) -> list[str]:
+        """What to type: one line for each distinct command."""
+        return [self._torchrun(self.endpoint, self.name)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"torchrun": self.torchrun_lines(), "hosts": self.hosts, "processes_per_host": self.processes}
+
+    def _torchrun(self, endpoint: str, job: str, more: str = "") -> str:
+        if self.hosts == 1:
+            return f"torchrun --standalone --nproc-per-node {self.processes} {quote(self.script)}"
+        meet = f"--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {job}{more}"
+        return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.processes} {meet} {quote(self.script)}"
+
+    def slurm_script(self) -> str:
+        """For sbatch. One task per node: torchrun starts the others."""
+        gpus = f"#SBATCH --gpus-per-node={self.processes}\n" if self.gpus else ""
+        # All names first, then their head: under pipefail, a head that closes a pipe early would end the script.
+        first = 'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")\nfirst=$(head -n1 <<< "$nodes")\n\n'
+        return f"""\
+#!/bin/bash
+# Written by `terapipe plan`. Add what your site asks for, such as --partition, --account or --mem.
+#SBATCH --job-name={self.name}
+#SBATCH --nodes={self.hosts}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={self.cores}
+{gpus}#SBATCH --time=24:00:00
+# SIGTERM two minutes before the time is up: torchrun passes it on, and kills what has not ended 30 seconds later.
+#SBATCH --signal=TERM@120
+#SBATCH --output=%x-%j.out
+
+set -euo pipefail
+
+{first if self.hosts > 1 else ""}# srun does not take over --cpus-per-task by itself.
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+    {self._torchrun(f'"$first:{self.port}"', '"$SLURM_JOB_ID"')}
+"""
+
+    def kubernetes_job(self) -> str:
+        """For kubectl: a Service that gives pods names, and a Job with one pod for each host."""
+        commands = "".join(f"              {line}\n" for line in self._in_pod())
+        kind, resource = ("limits", "nvidia.com/gpu") if self.gpus else ("requests", "cpu")
+        return f"""\
+# Written by `terapipe plan`.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {self.name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {self.name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {self.name}
+spec:
+  completionMode: Indexed
+  completions: {self.hosts}
+  parallelism: {self.hosts}
+  # Without one of its ranks a pipeline cannot go on, so the first failure ends the job.
+  backoffLimit: 0
+  template:
+    spec:
+      subdomain: {self.name}
+      restartPolicy: Never
+      # torchrun passes SIGTERM on, and kills what has not ended 30 seconds later.
+      terminationGracePeriodSeconds: 60
+      containers:
+        - name: train
+          image: {json.dumps(self.image)}
+          command:
+            - sh
+            - -c
+            - |
+{commands}          resources:
+            {kind}:
+              {resource}: {self.processes if self.gpus else self.cores}
+          volumeMounts:
+            - name: shm
+              mountPath: /dev/shm
+      volumes:
+        - name: shm
+          emptyDir:
+            medium: Memory
+"""
+
+    def _in_pod(self) -> list[str]:
+        """What a pod runs. torchrun asks DNS whether it is on the endpoint's host, and DNS may not know the pod yet."""
+        waits = f"join_timeout={PATIENCE},read_timeout={PATIENCE}"
+        more = f' --rdzv-conf "is_host=$host,{waits}"'
+        pick = 'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then host=true; else host=false; fi'
+        command = "exec " + self._torchrun(f"{self.name}-0.{self.name}:{self.port}", self.name, more)
+        return [pick, command] if self.hosts > 1 else [command]
+
+
+def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:
+    """On as few hosts as share the layout's devices evenly; ``None`` if there are not so many."""
+    processes = _processes(layout, hosts)
+    needed = layout.devices // processes
+    if needed > hosts.count:
+        return None
+    return Launch(needed, processes, hosts.cores * processes // hosts.devices, hosts.gpus, **named)
+
+
+def uneven(layout: Layout, hosts: Hosts) -> str:
+    """Why there is no launch."""
+    processes = _processes(layout, hosts)
+    return (
+        f"every host starts equally many processes, a multiple of tensor: {layout} takes "
+        f"{layout.devices // processes} hosts with {processes} on each, there are {hosts.count} with "
+        f"{hosts.devices} devices; take more hosts, or a layout with another number of devices"
+    )
+
+
+def _processes(layout: Layout, hosts: Hosts) -> int:
+    """On each host: the most that divide the layout's devices and keep those of one operator on one host."""
+    assert layout.tensor <= hosts.devices
+    return max(n for n in range(layout.tensor, hosts.devices + 1, layout.tensor) if layout.devices % n == 0)
+
+
+def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]:
+    """The lines that people read under a plan."""
+    several = launch.hosts > 1
+    out = [f"To start it, on each of the {launch.hosts} hosts:" if several else "To start it:"]
+    out += [f"  {line}" for line in launch.torchrun_lines()]
+    if several and launch.endpoint == HOST0:
+        out.append("HOST0 stands for one of the hosts; --endpoint names it.")
+    if saved:
+        mesh = f"terapipe.device_mesh(Layout(data={layout.data}, pipe={layout.pipe}, tensor={layout.tensor}))"
+        out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.")
+    return out
