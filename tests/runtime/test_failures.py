@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from terapipe import Pipeline, PipelineError, Plan
+from terapipe import Layout, Pipeline, PipelineError, Plan, device_mesh
 from terapipe.modeling.gpt import GPT
 from tests.models import TINY, make_batch, make_model
 from tests.ranks import Ranks
@@ -123,3 +124,37 @@ def test_a_stage_that_breaks_its_promise_is_told_so(fresh_ranks: Callable[[int],
 def test_a_timeout_must_be_positive() -> None:
     with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
         Pipeline(make_model(TINY), Plan((1,), ((8,),), (0, 4)), timeout=0)
+
+
+WIDE = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=(0, 2, 4), order="terapipe-1f1b")
+
+
+def misbehave_in_a_layout(layout: Layout, rank: int, how: str, shard: bool) -> tuple[float, str, str]:
+    """As ``misbehave``, with replicas and split operators."""
+    pipe = Pipeline(make_model(TINY), WIDE, mesh=device_mesh(layout), shard=shard, timeout=TIMEOUT)
+    ids, labels = make_batch(TINY, WIDE.batch, WIDE.tokens, ignored=False)
+    pipe.step(ids, labels)
+    if dist.get_rank() == rank:
+        _spoil(next(iter(pipe.stages.values())), how)
+    start = time.monotonic()
+    try:
+        pipe.step(ids, labels)
+    except Exception as error:
+        return time.monotonic() - start, type(error).__name__, str(error)
+    return 0.0, "", ""
+
+
+@pytest.mark.parametrize(("layout", "shard"), [(Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False)])
+@pytest.mark.parametrize("how", ["raise", "die", "stick"])
+def test_replicas_and_parts_stop_too(
+    fresh_ranks: Callable[[int], Ranks], layout: Layout, shard: bool, how: str
+) -> None:
+    group = fresh_ranks(4)
+    group.submit(misbehave_in_a_layout, layout, 2, how, shard)
+    results = group.results()
+    said = {"raise": "the sun was in my eyes", "die": "rank 2 is gone", "stick": "rank 2 did not answer in time"}[how]
+    for rank in (0, 1, 3):
+        seconds, kind, message = results[rank]
+        assert kind == "PipelineError"
+        assert said in message.split("; rank")[0], message
+        assert seconds < TIMEOUT + (2.5 if how == "stick" else 1)

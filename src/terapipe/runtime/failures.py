@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -60,6 +61,7 @@ class Board:
         if self._store is None:
             return
         try:
+            self._store.set_timeout(timedelta(seconds=GRACE))  # it may be on a host that is cut off
             self._store.set(f"rank{record.rank}", json.dumps(asdict(record)))
         except RuntimeError:  # the store went down with the rank that hosted it; the others will see that rank gone
             self._store = None

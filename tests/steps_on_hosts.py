@@ -1,0 +1,31 @@
+"""What tests/test_cut_off.py runs on every host: steps without end, each of them told."""
+
+import sys
+import time
+
+import torch.distributed as dist
+
+from terapipe import Layout, Pipeline, PipelineError, Plan, device_mesh
+from tests.models import TINY, make_batch, make_model
+
+TIMEOUT = 4.0
+
+
+def main(data: int, pipe: int) -> None:
+    boundaries = (0, 4) if pipe == 1 else (0, 2, 4)
+    plan = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=boundaries, order="terapipe-1f1b")
+    pipeline = Pipeline(make_model(TINY), plan, mesh=device_mesh(Layout(data, pipe, 1)), timeout=TIMEOUT)
+    batch = make_batch(TINY, plan.batch, plan.tokens, ignored=False)
+    while True:
+        start = time.monotonic()
+        try:
+            pipeline.step(*batch)
+        except PipelineError as error:
+            print(f"rank {dist.get_rank()} stopped after {time.monotonic() - start:.1f} s: {error}", flush=True)
+            sys.exit(3)
+        print(f"rank {dist.get_rank()} made a step", flush=True)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
