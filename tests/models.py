@@ -20,7 +20,9 @@ def make_model(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             wide = "embedding" in name or "positions" in name
-            parameter.mul_(1.0 if "norm" in name else 40.0 if wide else 8.0).add_(0.01)
+            parameter.mul_(1.0 if "norm" in name else 40.0 if wide else 8.0)
+            # Not the same everywhere: norms would not see that.
+            parameter.add_(0.03 * torch.sin(torch.arange(parameter.numel(), dtype=dtype)).view_as(parameter))
     return model
 
 
