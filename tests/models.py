@@ -21,8 +21,9 @@ def make_model(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
         for name, parameter in model.named_parameters():
             wide = "embedding" in name or "positions" in name
             parameter.mul_(1.0 if "norm" in name else 40.0 if wide else 8.0)
-            # Not the same everywhere: norms would not see that.
-            parameter.add_(0.03 * torch.sin(torch.arange(parameter.numel(), dtype=dtype)).view_as(parameter))
+            # A bias that is the same everywhere would be invisible to the norm after it.
+            bias = name.endswith("bias")
+            parameter.add_(0.03 * torch.sin(torch.arange(len(parameter), dtype=dtype)) if bias else 0.01)
     return model
 
 

@@ -95,7 +95,9 @@ def test_a_stuck_rank_is_named_within_the_timeout(fresh_ranks: Callable[[int], R
         seconds, kind, message = results[rank]
         assert TIMEOUT * 0.9 < seconds < TIMEOUT + 2.5
         assert kind == "PipelineError"
-        assert message.startswith("rank 1 did not answer in time: it is stuck, cut off, or slower than the timeout allows")
+        assert message.startswith(
+            "rank 1 did not answer in time: it is stuck, cut off, or slower than the timeout allows"
+        )
         assert "waited 3.0 s at RECV_" in message
     assert results[1][1] == "PipelineError", "the stuck rank learns of it when it comes back"
 
@@ -144,7 +146,9 @@ def misbehave_in_a_layout(layout: Layout, rank: int, how: str, shard: bool) -> t
     return 0.0, "", ""
 
 
-@pytest.mark.parametrize(("layout", "shard"), [(Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False)])
+@pytest.mark.parametrize(
+    ("layout", "shard"), [(Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False)]
+)
 @pytest.mark.parametrize("how", ["raise", "die", "stick"])
 def test_replicas_and_parts_stop_too(
     fresh_ranks: Callable[[int], Ranks], layout: Layout, shard: bool, how: str

@@ -33,6 +33,11 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def world() -> tuple[int, int]:
+    """This process among all that torchrun started, before they have met."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def host_name() -> str:
     """This host, told apart from others of the same name by the number that torchrun gave it."""
     number = os.environ.get("GROUP_RANK")
@@ -81,6 +86,7 @@ class Transport:
         self.replica, self.replicas = self._place(DATA)
         self.part, self.parts = self._place(TENSOR)
         store = PrefixStore("terapipe/failures", self._groups[ALL].get_group_store()) if self._groups else None
+        self._board = Board(store, dict.fromkeys(self._ranks(ALL), ""))  # until the names are known
         self.hosts = dict(zip(self._ranks(ALL), self.gather(host_name(), ALL), strict=True))
         self._board = Board(store, self.hosts)
 

@@ -1,0 +1,71 @@
+"""``terapipe doctor``: whether this machine, or all hosts together, can train."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+
+from terapipe.cli import show
+from terapipe.cli.options import Verbs
+from terapipe.reporting.diagnosis import Finding, Status, diagnose, worst
+from terapipe.reporting.examination import Examination
+from terapipe.reporting.words import count
+
+_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
+
+
+def add(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "doctor",
+        help="check that this machine, or all hosts together, can train",
+        description="Looks for what keeps ranks from training or slows them down, and says what to do. Starts ranks "
+        "itself, or runs as one of those that torchrun started on all hosts. Exit code 1 if there is a problem.",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, not under torchrun (default 2)")
+    parser.add_argument("--port", type=int, default=29500, help="port to give torchrun, if free (default 29500)")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for ranks to arrive (default 30)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.ranks < 1 or not parsed.timeout > 0:
+        raise ValueError(f"--ranks and --timeout must be positive, got {parsed.ranks} and {parsed.timeout}")
+    if not 0 < parsed.port < 2**16:
+        raise ValueError(f"--port must be between 1 and 65535, got {parsed.port}")
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # the latter where one of its libraries is missing
+        remedy = "install it anew: pip install --force-reinstall torch"
+        return _report([Finding("versions", Status.PROBLEM, f"torch does not load: {error}", remedy)], {}, parsed.json)
+    from terapipe.runtime.doctor import alone, examine
+    from terapipe.runtime.transport import under_torchrun
+
+    found = examine(parsed.timeout) if under_torchrun() else alone(parsed.ranks, parsed.port, parsed.timeout)
+    if found is None:  # the first rank reports for all
+        return 0
+    return _report(diagnose(Examination.from_dict(found)), found, parsed.json)
+
+
+def _report(findings: Sequence[Finding], found: dict[str, Any], as_json: bool) -> int:
+    status = worst(findings)
+    if as_json:
+        print(json.dumps({"status": status, "findings": [asdict(f) for f in findings], "examined": found}))
+    else:
+        _print(findings)
+    return int(status is Status.PROBLEM)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    room = " " * 26
+    for f in findings:
+        show.console.print(f"[{_COLOURS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.found)}")
+        for line in f.details:
+            show.console.print(f"{room}{escape(line)}", style="dim")
+        if f.remedy:
+            show.console.print(f"{room}-> {escape(f.remedy)}")
+    problems, warnings = (sum(f.status is s for f in findings) for s in (Status.PROBLEM, Status.WARNING))
+    show.console.print(f"\n{count(problems, 'problem')}, {count(warnings, 'warning')}")
