@@ -172,7 +172,7 @@ def test_replicas_may_have_different_numbers_of_sequences(
 
 
 def refused(layout: Layout, **changes: int) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="tensor must divide") as caught:
         Pipeline(make_model(variant(**changes)), plan_of(layout), mesh=device_mesh(layout), timeout=5.0)
     return str(caught.value)
 
@@ -187,7 +187,7 @@ def refused_heads() -> str:
 
 
 def wrong_size() -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="processes") as caught:
         device_mesh(Layout(2, 2, 1))
     return str(caught.value)
 
@@ -200,7 +200,8 @@ def test_a_batch_is_filled_up_with_rows_that_do_not_count() -> None:
     ids, labels = make_batch(TINY, 2, 5, ignored=False)
     filled, targets = fill_batch(ids, labels, 3)
     assert filled.shape == targets.shape == (3, 5)
-    assert torch.equal(targets[:2], labels) and (targets[2] == IGNORE).all()
+    assert torch.equal(targets[:2], labels)
+    assert (targets[2] == IGNORE).all()
     with pytest.raises(ValueError, match="filled up to 1 rows"):
         fill_batch(ids, labels, 1)
 
