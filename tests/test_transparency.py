@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terapipe import GPTConfig, Plan, Slice
-from terapipe.modeling.attention import KeyValueStore
+from terapipe.modeling.cache import KeyValueStore
 from terapipe.runtime.executor import Executor
 from tests.models import make_batch, piped, plain, variant, worst_error
 from tests.plans import plans

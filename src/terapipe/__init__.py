@@ -16,7 +16,8 @@ from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import validate
 
 if TYPE_CHECKING:
-    from terapipe.modeling.attention import SliceCache, attend
+    from terapipe.modeling.attention import attend
+    from terapipe.modeling.cache import SliceCache
     from terapipe.modeling.gpt import GPT
     from terapipe.modeling.stage import Stage, fill_batch, next_token_labels
     from terapipe.runtime.failures import PipelineError
@@ -29,7 +30,7 @@ _NEEDS_TORCH = {
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
     "PipelineError": "terapipe.runtime.failures",
-    "SliceCache": "terapipe.modeling.attention",
+    "SliceCache": "terapipe.modeling.cache",
     "Stage": "terapipe.modeling.stage",
     "fill_batch": "terapipe.modeling.stage",
     "device_mesh": "terapipe.runtime.mesh",

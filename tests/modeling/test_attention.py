@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from terapipe import SliceCache, attend
-from terapipe.modeling.attention import KeyValueStore
+from terapipe.modeling.cache import KeyValueStore
 from terapipe.modeling.kernels import PLAIN, Kernel
 from tests.plans import slicings
 
@@ -133,7 +133,7 @@ def test_nothing_is_kept_per_slice_but_queries_output_and_lse() -> None:
     ("shapes", "message"),
     [
         (((1, 4, 3, 8), (1, 4, 4, 8), (1, 4, 4, 8)), "must have the 4 tokens of the current slice, got 3, 4 and 4"),
-        (((1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), "a number of heads that divides"),
+        (((1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), "the same number of heads, which divides"),
         (((1, 4, 4, 8), (1, 4, 4, 6), (1, 4, 4, 6)), "head size"),
     ],
 )

@@ -1,82 +1,40 @@
-"""Attention over slices: the only code that knows that keys and values outlive a slice.
+"""Attention over slices.
 
 A slice attends to itself causally and to everything before it in full; the two results are merged exactly by their
 log-sum-exps. Backwards run last slice first, so when a slice's backward runs, all later slices have left in the cache
 what they owe to this slice's keys and values. It adds that to its own gradients and hands them to autograd: a slice's
-backward is an ordinary ``backward()``, and no model code has to know.
+backward is an ordinary one, and no model code has to know.
+
+Where documents begin inside a sequence, or a window or a chunk limits what is seen, there are more or other blocks.
 """
 
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terapipe.modeling.kernels import Kernel, kernel_for
+from terapipe.modeling.cache import EVERY, Block, KeyValueStore, SliceCache
+from terapipe.modeling.kernels import Kernel, PlainKernel, kernel_for
 
 
-class KeyValueStore:
-    """Keys, values and their gradients of one attention layer for all tokens of one microbatch, written in place."""
+class _Call(NamedTuple):
+    """What a call of attention is about, beside its tensors."""
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+    store: KeyValueStore
+    blocks: Sequence[Block]
+    context: int
+    tokens: int
+    scale: float
+    kernel: Kernel
 
-    def write(self, k: Tensor, v: Tensor, context: int, tokens: int) -> None:
-        for name, x in (("k", k), ("v", v)):
-            self._room(name, x, tokens)[:, :, context : context + x.shape[2]] = x
-
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._tensors["k"][:, :, start:end], self._tensors["v"][:, :, start:end]
-
-    def owe(self, dk: Tensor, dv: Tensor, tokens: int, first: bool) -> None:
-        """Adds to the gradients of the context. The first to come overwrites what an earlier step left."""
-        for name, x in (("dk", dk), ("dv", dv)):
-            room = self._room(name, x, tokens)[:, :, : x.shape[2]]
-            if first:
-                room.copy_(x)
-            else:
-                room.add_(x)
-
-    def owed(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._tensors["dk"][:, :, start:end], self._tensors["dv"][:, :, start:end]
-
-    def _room(self, name: str, like: Tensor, tokens: int) -> Tensor:
-        room = self._tensors.get(name)
-        if room is None:
-            batch, heads, _, size = like.shape
-            room = self._tensors[name] = like.new_empty(batch, heads, tokens, size)
-        return room
-
-
-class SliceCache:
-    """What a stage keeps of one microbatch from slice to slice: one store for each attention layer.
-
-    ``begin`` says which tokens the calls that follow are about; set it before a slice's forward and again before its
-    backward. A cache may be used again for another microbatch of the same size: nothing is read before it is written.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.context = 0
-        self.length = 0
-        self._stores: dict[int, KeyValueStore] = {}
-        self.defer = False  # whether backwards put off the gradients of weights ...
-        self.owed: list[Any] = []  # ... and what they put off: see linear.py
-
-    def begin(self, context: int, length: int) -> None:
-        if length < 1 or context < 0 or context + length > self.tokens:
-            raise ValueError(
-                f"a slice must lie within its cache of {self.tokens} tokens, got tokens {context} to {context + length}"
-            )
-        self.context, self.length = context, length
-
-    def take_owed(self) -> list[Any]:
-        """The gradients of weights that backwards put off since it was last asked."""
-        owed, self.owed = self.owed, []
-        return owed
-
-    def store(self, layer: int) -> KeyValueStore:
-        return self._stores.setdefault(layer, KeyValueStore())
+    @property
+    def sees_all_before(self) -> bool:
+        """Whether one block is all of the context: then its gradients need not be added to zeros."""
+        before = [block for block in self.blocks if block.keys.start < self.context]
+        return len(before) == 1 and before[0].keys == slice(0, self.context) and before[0].sequences == EVERY
 
 
 def attend(
@@ -84,71 +42,137 @@ def attend(
     k: Tensor,
     v: Tensor,
     cache: SliceCache,
-    layer: int,
+    layer: Hashable,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    blocks: Sequence[Block] | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
     """Causal attention of the current slice to itself and to all slices before it.
 
     Shapes as in ``scaled_dot_product_attention``: (batch, heads, tokens, head size), where keys and values may have
-    fewer heads (grouped-query attention). ``layer`` is any number that is unique to the attention layer on its stage.
+    fewer heads (grouped-query attention) and values another head size. ``layer`` is any name that is unique to the
+    attention layer on its stage. ``softcap`` limits scores to that size by a tanh; ``sinks`` are scores, one for each
+    head, of a token that all see and that has no value. ``blocks`` say what is seen, by default what the cache says.
     """
+    _check(q, k, v, cache)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    width = v.shape[3]
+    if width != q.shape[3]:  # kernels know one size: zeros add nothing to scores, and values of zeros are cut off
+        most = max(width, q.shape[3])
+        q, k, v = (F.pad(x, (0, most - x.shape[3])) for x in (q, k, v))
+    if kernel is None:
+        kernel = PlainKernel(softcap) if softcap else kernel_for(q.device, q.dtype)
+    seen = cache.blocks() if blocks is None else blocks
+    call = _Call(cache.store(layer), seen, cache.context, cache.tokens, scale, kernel)
+    out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+    return out if out.shape[3] == width else out[..., :width]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cache: SliceCache) -> None:
     if not q.shape[2] == k.shape[2] == v.shape[2] == cache.length:
         raise ValueError(
             f"queries, keys and values must have the {cache.length} tokens of the current slice, got "
             f"{q.shape[2]}, {k.shape[2]} and {v.shape[2]}"
         )
-    if q.shape[3] != k.shape[3] or k.shape != v.shape or q.shape[1] % k.shape[1]:
+    if q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
         raise ValueError(
-            "keys and values must have the same shape, the head size of the queries, and a number of heads that "
-            f"divides theirs, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            "keys must have the head size of the queries, keys and values the same number of heads, which divides "
+            f"theirs, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    kernel = kernel or kernel_for(q.device, q.dtype)
-    out: Tensor = _Attend.apply(q, k, v, cache.store(layer), cache.context, cache.tokens, scale, kernel)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        store: KeyValueStore,
-        context: int,
-        tokens: int,
-        scale: float,
-        kernel: Kernel,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q = q.contiguous()  # a copy of the queries alone, so that a fused projection is not kept for their sake
-        end = context + q.shape[2]
-        store.write(k, v, context, tokens)
-        out, lse = kernel.forward(q, *store.read(context, end), True, scale)
-        if context:  # an empty block would crash the kernel
-            past, past_lse = kernel.forward(q, *store.read(0, context), False, scale)
-            out = torch.lerp(past, out, torch.sigmoid(lse - past_lse).unsqueeze(-1).to(out.dtype))
-            lse = torch.logaddexp(lse, past_lse)
-        ctx.save_for_backward(q, out, lse)
-        # The store is changed by later slices, on purpose: autograd must not guard it.
-        ctx.store, ctx.context, ctx.tokens, ctx.scale, ctx.kernel = store, context, tokens, scale, kernel
+        call.store.write(k, v, call.context, call.tokens)
+        out, lse = _merged(q, call)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = out * (lse - total).exp().unsqueeze(-1).to(out.dtype)
+            lse = total
+        ctx.save_for_backward(q, out, lse, sinks)
+        ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse = ctx.saved_tensors
-        store, context, tokens = ctx.store, ctx.context, ctx.tokens
-        end = context + q.shape[2]
-        last = end == tokens
-        dq, dk, dv = ctx.kernel.backward(grad, q, *store.read(context, end), out, lse, True, ctx.scale)
-        if not last:
-            owed_k, owed_v = store.owed(context, end)
-            dk, dv = dk.add_(owed_k), dv.add_(owed_v)
-        if context:
-            past = ctx.kernel.backward(grad, q, *store.read(0, context), out, lse, False, ctx.scale)
-            dq = dq.add_(past[0])
-            store.owe(past[1], past[2], tokens, first=last)
-        return dq, dk, dv, None, None, None, None, None
+        q, out, lse, sinks = ctx.saved_tensors
+        call: _Call = ctx.call
+        context, end = call.context, call.context + q.shape[2]
+        own = call.store.read(EVERY, slice(context, end))
+        dq, dk, dv = _Sum(q), _Sum(own[0]), _Sum(own[1])
+        first = end == call.tokens and call.sees_all_before
+        if end == call.tokens and not first:
+            call.store.forget()
+        for block in call.blocks:
+            at = (block.sequences, EVERY, block.rows)
+            keys, values = call.store.read(block.sequences, block.keys)
+            found = call.kernel.backward(
+                grad[at], q[at], keys, values, out[at], lse[at], block.causal, call.scale, block.mask
+            )
+            dq.add(found[0], at)
+            before = max(0, min(block.keys.stop, context) - block.keys.start)  # keys of earlier slices
+            if before:
+                earlier = slice(block.keys.start, block.keys.start + before)
+                call.store.owe(found[1][:, :, :before], found[2][:, :, :before], block.sequences, earlier, first)
+            if before < keys.shape[2]:
+                mine = (block.sequences, EVERY, slice(block.keys.start + before - context, block.keys.stop - context))
+                dk.add(found[1][:, :, before:], mine)
+                dv.add(found[2][:, :, before:], mine)
+        if end < call.tokens:
+            owed_k, owed_v = call.store.owed(context, end)
+            dk.add(owed_k)
+            dv.add(owed_v)
+        return dq.total, dk.total, dv.total, _sink_gradient(grad, out, lse, sinks), None
+
+
+class _Sum:
+    """Of parts of a tensor; one that is whole is taken as it is."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self.total: Tensor | None = None
+
+    def add(self, part: Tensor, at: tuple[slice, ...] = (EVERY,)) -> None:
+        if self.total is None and part.shape == self._like.shape:
+            self.total = part
+            return
+        if self.total is None:
+            self.total = torch.zeros_like(self._like)
+        self.total[at] += part
+
+
+def _merged(q: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """The blocks' results, where several concern the same token merged by their shares."""
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for block in call.blocks:
+        at = (block.sequences, EVERY, block.rows)
+        keys, values = call.store.read(block.sequences, block.keys)
+        part, part_lse = call.kernel.forward(q[at], keys, values, block.causal, call.scale, block.mask)
+        if part.shape == q.shape and out is None:
+            out, lse = part, part_lse
+            continue
+        if out is None or lse is None:
+            out = torch.zeros_like(q)
+            lse = part_lse.new_full(q.shape[:3], -torch.inf)
+        share = torch.sigmoid(part_lse - lse[at]).unsqueeze(-1).to(out.dtype)
+        total = torch.logaddexp(lse[at], part_lse)
+        if part.shape == q.shape:
+            out, lse = torch.lerp(out, part, share), total
+        else:
+            out[at], lse[at] = torch.lerp(out[at], part, share), total
+    assert out is not None and lse is not None
+    return out, lse
+
+
+def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    if sinks is None:
+        return None
+    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weight * (grad * out).sum(-1).to(lse.dtype)).sum((0, 2)).to(sinks.dtype)

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from terapipe.modeling.attention import SliceCache, attend
+from terapipe.modeling.attention import attend
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.linear import Linear
 from terapipe.modeling.split import Replicated, fill, local
 from terapipe.modeling.stage import IGNORE, Split
@@ -118,8 +119,8 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, cache: SliceCache | None = None) -> Tensor:
         """Hidden states from token ids, or on a later stage from the hidden states before it."""
         if self.embedding is not None and self.positions is not None:
-            start = 0 if cache is None else cache.context
-            x = self.embedding(x) + self.positions(torch.arange(start, start + x.shape[1], device=x.device))
+            places = torch.arange(x.shape[1], device=x.device) if cache is None else cache.positions(x.device)
+            x = self.embedding(x) + self.positions(places)
         for block in self.layers.values():
             x = block(x, cache)
         return x

@@ -26,12 +26,23 @@ class Kernel(ABC):
     schemas: tuple[tuple[str, str], ...] = ()  # the private operators it calls, with the arguments it counts on
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output, and natural logarithm of the sum of exponentials of each row, shaped (batch, heads, tokens)."""
 
     @abstractmethod
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v. ``out`` and ``lse`` may be those of a longer row that this block is part of."""
 
@@ -39,32 +50,56 @@ class Kernel(ABC):
 class PlainKernel(Kernel):
     """Written out with matrix products: any device and dtype, slower, needs memory for the scores."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale)
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, causal, scale, mask)[0]
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         return (weights @ _spread(v, q).to(scores.dtype)).to(q.dtype), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (self._scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+        scores, slope = self._scores(q, k, causal, scale, mask)
+        weights = (scores - lse.unsqueeze(-1)).exp()
         wide = weights.dtype
         dout = grad.to(wide)
         dweights = dout @ _spread(v, q).to(wide).transpose(-1, -2)
-        dscores = weights * (dweights - (dout * out.to(wide)).sum(-1, keepdim=True)) * scale
+        dscores = weights * (dweights - (dout * out.to(wide)).sum(-1, keepdim=True)) * slope
         dq = dscores @ _spread(k, q).to(wide)
         dk = _gather(dscores.transpose(-1, -2) @ q.to(wide), k)
         dv = _gather(weights.transpose(-1, -2) @ dout, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    def _scores(
+        self, q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | float]:
+        """And how they change with the products of queries and keys."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q.to(wide) @ _spread(k, q).to(wide).transpose(-1, -2)) * scale
+        slope: Tensor | float = scale
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = bent * self.softcap, scale * (1 - bent**2)
         if causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
-        return scores
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        return scores, slope
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
@@ -77,6 +112,13 @@ def _gather(grad: Tensor, x: Tensor) -> Tensor:
     return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)  # type: ignore[no-untyped-call]
 
 
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """What a kernel adds to scores so that only these places are seen."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+
+
 class CpuFlashKernel(Kernel):
     schemas = (
         ("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale"),
@@ -86,21 +128,34 @@ class CpuFlashKernel(Kernel):
         ),
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_added(mask, q), scale=scale
+        )
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q), scale=scale
         )
         return dq, dk, dv
 
 
 class CudaFlashKernel(Kernel):
-    """FlashAttention: half precisions only."""
+    """FlashAttention: half precisions only, and no masks."""
 
     schemas = (
         ("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale"),
@@ -111,15 +166,30 @@ class CudaFlashKernel(Kernel):
         ),
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if mask is not None:
+            return PLAIN.forward(q, k, v, causal, scale, mask)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
             q, _spread(k, q), _spread(v, q), 0.0, causal, False, scale=scale
         )
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if mask is not None:
+            return PLAIN.backward(grad, q, k, v, out, lse, causal, scale, mask)
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # no variable lengths, no dropout
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -142,7 +212,7 @@ class CudaFlashKernel(Kernel):
 
 
 class CudaEfficientKernel(Kernel):
-    """Memory-efficient attention: float32 too."""
+    """Memory-efficient attention: float32 too. It could take masks, of aligned shapes; the plain kernel takes any."""
 
     schemas = (
         (
@@ -156,15 +226,30 @@ class CudaEfficientKernel(Kernel):
         ),
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if mask is not None:
+            return PLAIN.forward(q, k, v, causal, scale, mask)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, _spread(k, q), _spread(v, q), None, True, 0.0, causal, scale=scale
         )
         return out, lse.narrow(-1, 0, q.shape[2])  # the kernel pads its rows
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if mask is not None:
+            return PLAIN.backward(grad, q, k, v, out, lse, causal, scale, mask)
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
         none = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(

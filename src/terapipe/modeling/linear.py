@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.split import is_by_rows, laid_out_like, local
 
 

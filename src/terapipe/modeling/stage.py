@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.cache import SliceCache
 
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.linear import Owed, settle
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Slice
@@ -149,8 +149,7 @@ class Executor:
         if self._plan.recompute:  # writes the same keys and values to the cache again
             out = self._stages[k](x, cache)
         assert out is not None
-        # The cache adds what later slices owe to this one's keys and values.
-        out.backward(gradient)  # type: ignore[no-untyped-call]
+        cache.backward(out, gradient)  # adds what later slices owe to this one's keys, values and states
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad
@@ -232,7 +231,9 @@ class Executor:
         return self._caches[key]
 
     def _release(self, k: int, s: Slice) -> None:
-        self._spare.setdefault((k, s.size), []).append(self._caches.pop((k, s.microbatch)))
+        cache = self._caches.pop((k, s.microbatch))
+        cache.clear()
+        self._spare.setdefault((k, s.size), []).append(cache)
 
 
 def _runs(actions: Sequence[Action]) -> list[tuple[Action, ...]]:

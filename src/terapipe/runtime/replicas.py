@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.split import local
 from terapipe.modeling.stage import Stage
 from terapipe.runtime.transport import Transport

@@ -1,0 +1,160 @@
+"""What outlives a slice: keys and values of attention, any other state that a layer carries on, and their gradients."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+EVERY = slice(None)
+
+
+class Block(NamedTuple):
+    """Some tokens of a slice, and the tokens that they see: all of them, or each those up to itself."""
+
+    rows: slice  # of the slice
+    keys: slice  # of the sequence
+    causal: bool = False
+    sequences: slice = EVERY  # of the microbatch
+    mask: Tensor | None = None  # (rows, keys): which of them, where that is neither
+
+
+class KeyValueStore:
+    """Keys, values and their gradients of one attention layer for all tokens of one microbatch, written in place."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def write(self, k: Tensor, v: Tensor, context: int, tokens: int) -> None:
+        for name, x in (("k", k), ("v", v)):
+            if name not in self._tensors:
+                self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], tokens, x.shape[3])
+            self._tensors[name][:, :, context : context + x.shape[2]] = x
+
+    def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        return self._tensors["k"][sequences, :, keys], self._tensors["v"][sequences, :, keys]
+
+    def owe(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, first: bool) -> None:
+        """Adds to the gradients of earlier tokens. The first to come overwrites what an earlier step left."""
+        for name, x in (("k", dk), ("v", dv)):
+            room = self._owed(name)[sequences, :, keys]
+            if first:
+                room.copy_(x)
+            else:
+                room.add_(x)
+
+    def forget(self) -> None:
+        """Nothing is owed to anybody: for slices that do not see all tokens before them."""
+        for name in ("k", "v"):
+            self._owed(name).zero_()
+
+    def owed(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        return self._tensors["dk"][:, :, start:end], self._tensors["dv"][:, :, start:end]
+
+    def _owed(self, name: str) -> Tensor:
+        if f"d{name}" not in self._tensors:
+            self._tensors[f"d{name}"] = torch.empty_like(self._tensors[name])
+        return self._tensors[f"d{name}"]
+
+
+class SliceCache:
+    """What a stage keeps of one microbatch from slice to slice.
+
+    ``begin`` says which tokens the calls that follow are about; set it before a slice's forward and again before its
+    backward, which must be ``backward``. A cache may be used again for another microbatch of the same size, after
+    ``clear``: of keys and values nothing is read before it is written.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.context = 0
+        self.length = 0
+        self._stores: dict[Hashable, KeyValueStore] = {}
+        self._left: dict[tuple[Hashable, int], Tensor] = {}  # states as the slice that begins there sees them
+        self._made: dict[int, dict[Hashable, Tensor]] = {}  # ... and as the slice that ends there made them
+        self._starts: tuple[tuple[int, ...], ...] = ()
+        self.defer = False  # whether backwards put off the gradients of weights ...
+        self.owed: list[Any] = []  # ... and what they put off: see linear.py
+
+    def begin(self, context: int, length: int) -> None:
+        if length < 1 or context < 0 or context + length > self.tokens:
+            raise ValueError(
+                f"a slice must lie within its cache of {self.tokens} tokens, got tokens {context} to {context + length}"
+            )
+        self.context, self.length = context, length
+
+    @property
+    def end(self) -> int:
+        return self.context + self.length
+
+    def take_owed(self) -> list[Any]:
+        """The gradients of weights that backwards put off since it was last asked."""
+        owed, self.owed = self.owed, []
+        return owed
+
+    def store(self, layer: Hashable) -> KeyValueStore:
+        return self._stores.setdefault(layer, KeyValueStore())
+
+    # Other states
+
+    def recall(self, name: Hashable) -> Tensor | None:
+        """The state that the slice before left under this name; None at the beginning of a sequence."""
+        return self._left.get((name, self.context))
+
+    def carry(self, name: Hashable, state: Tensor) -> Tensor:
+        """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
+        if torch.is_grad_enabled() and state.requires_grad:
+            self._made.setdefault(self.end, {})[name] = state
+        # There may be one already, if this forward is one that a backward begins with.
+        return self._left.setdefault((name, self.end), state.detach().requires_grad_(state.is_floating_point()))
+
+    def backward(self, out: Tensor, gradient: Tensor) -> None:
+        """A slice's backward, which also takes up what later slices found for the states it left to them."""
+        roots, gradients = [out], [gradient]
+        for name, state in self._made.pop(self.end, {}).items():
+            found = self._left.pop((name, self.end)).grad
+            if found is not None:
+                roots.append(state)
+                gradients.append(found)
+        torch.autograd.backward(roots, gradients)
+
+    def clear(self) -> None:
+        self._left.clear()
+        self._made.clear()
+
+    # Documents
+
+    def set_documents(self, starts: Sequence[Sequence[int]]) -> None:
+        """Where documents begin in each sequence of the microbatch; by default each is one document."""
+        self._starts = tuple(tuple(row) for row in starts)
+
+    def blocks(self) -> list[Block]:
+        """What the current slice sees: of the document that each token belongs to, all up to itself."""
+        if len(set(self._starts)) <= 1:
+            return _blocks(self._starts[0] if self._starts else (0,), self.context, self.end, self.tokens)
+        return [
+            block._replace(sequences=slice(i, i + 1))
+            for i, row in enumerate(self._starts)
+            for block in _blocks(row, self.context, self.end, self.tokens)
+        ]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Of the current slice's tokens in their documents: (1 or sequences, tokens)."""
+        rows = []
+        for row in self._starts or ((0,),):
+            starts = torch.tensor(row, device=device)
+            places = torch.arange(self.context, self.end, device=device)
+            rows.append(places - starts[torch.searchsorted(starts, places, right=True) - 1])
+        return torch.stack(rows)
+
+
+def _blocks(starts: Sequence[int], context: int, end: int, tokens: int) -> list[Block]:
+    found = []
+    for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
+        first, last = max(start, context), min(stop, end)
+        if first < last:
+            rows = slice(first - context, last - context)
+            found.append(Block(rows, slice(first, last), causal=True))
+            if start < context:
+                found.append(Block(rows, slice(start, context)))
+    return found
