@@ -119,7 +119,7 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, cache: SliceCache | None = None) -> Tensor:
         """Hidden states from token ids, or on a later stage from the hidden states before it."""
         if self.embedding is not None and self.positions is not None:
-            places = torch.arange(x.shape[1], device=x.device) if cache is None else cache.positions(x.device)
+            places = torch.arange(x.shape[1], device=x.device)[None] if cache is None else cache.positions(x.device)
             x = self.embedding(x) + self.positions(places)
         for block in self.layers.values():
             x = block(x, cache)
@@ -184,7 +184,7 @@ class GPT(nn.Module):
         into, out_of = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
         styles: dict[str, ParallelStyle] = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "positions": Replicated(Shard(0) if split.tokens else Replicate()),
+            "positions": Replicated(between),
             "layers.*.norm1": norm,
             "layers.*.attention.qkv": into,
             "layers.*.attention.out": out_of,

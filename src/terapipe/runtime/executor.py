@@ -67,9 +67,18 @@ class Executor:
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
         self.at: Action | None = None
 
-    def run(self, input_ids: Tensor | None, labels: Tensor | None, scale: Tensor | None, *, train: bool) -> Tensor:
+    def run(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        scale: Tensor | None,
+        documents: Sequence[Sequence[int]] = (),
+        *,
+        train: bool,
+    ) -> Tensor:
         """The batch's summed loss times ``scale`` where the last stage is, zero elsewhere; gradients if ``train``."""
         self._reset()
+        self._documents = documents
         self._input_ids, self._labels, self._scale, self._train = input_ids, labels, scale, train
         self._loss = torch.zeros(
             (), dtype=torch.promote_types(self._dtype, torch.float32), device=self._transport.device
@@ -227,7 +236,9 @@ class Executor:
         key = (k, s.microbatch)
         if key not in self._caches:
             spare = self._spare.get((k, s.size))
-            self._caches[key] = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.tokens)
+            cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.tokens)
+            cache.set_documents(self._documents[s.row : s.row + s.size])
+            self._caches[key] = cache
         return self._caches[key]
 
     def _release(self, k: int, s: Slice) -> None:

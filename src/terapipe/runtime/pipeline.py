@@ -1,8 +1,9 @@
 """The library's face: a model, a plan, and ``step``."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -27,6 +28,7 @@ from terapipe.scheduling.timeline import Timeline
 from terapipe.scheduling.validation import validate
 
 T = TypeVar("T")
+Documents = Sequence[Sequence[int]]
 
 
 class Pipeline:
@@ -152,18 +154,21 @@ class Pipeline:
 
     # Training
 
-    def step(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
+    def step(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
         """Forward and backward of one batch. The mean loss over all labels that count, on every rank.
 
         ``input_ids`` is needed on the first rank and ``labels`` on the last; the others may pass ``None``. Both are
         (batch, tokens) as the plan says; ``labels[b, t]`` is the token to predict at place ``t`` (see
         ``next_token_labels``), or -100 to leave that place out. Gradients are added to ``.grad``.
+
+        ``documents`` says, on every rank, where documents begin in each sequence: ``((0, 100), (0,))`` for two in the
+        first and one in the second. None sees another. By default a sequence is one document.
         """
         summed = list(self.parameters()) if self._reducer else self._tied
         earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
         for p in summed:
             p.grad = None
-        loss = self._run(input_ids, labels, train=True)
+        loss = self._run(input_ids, labels, documents, train=True)
         self._sum_tied_gradients()
         for p, grad in zip(summed, earlier, strict=True):
             if grad is not None:
@@ -179,11 +184,13 @@ class Pipeline:
         if self._reducer:
             self._reducer.start(self.stages[k].parameters())
 
-    def evaluate(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
+    def evaluate(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
-        return self._run(input_ids, labels, train=False)
+        return self._run(input_ids, labels, documents, train=False)
 
-    def _run(self, input_ids: Tensor | None, labels: Tensor | None, *, train: bool) -> Tensor:
+    def _run(
+        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, *, train: bool
+    ) -> Tensor:
         assert self._executor is not None
         with self._telling_others():
             ids = self._batch("input_ids", input_ids) if self.is_first else None
@@ -191,7 +198,7 @@ class Pipeline:
             scale = None if targets is None else self._weight(targets)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
             with loss_parallel() if self._transport.parts > 1 else nullcontext():
-                loss = self._executor.run(ids, targets, scale, train=train)
+                loss = self._executor.run(ids, targets, scale, self._starts(documents), train=train)
             if self._reducer:
                 self._reducer.finish()
             for sharded in self._sharded.values():
@@ -208,6 +215,17 @@ class Pipeline:
                 f"{name} on rank {self.rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got {got}"
             )
         return tensor.to(self.device)
+
+    def _starts(self, documents: Documents | None) -> Documents:
+        """Every rank cuts attention at them, so every rank must be told."""
+        rows = () if documents is None else tuple(tuple(row) for row in documents)
+        ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
+        if rows and (len(rows) != self.plan.batch or not ordered or any(row[-1] >= self.plan.tokens for row in rows)):
+            raise ValueError(
+                f"documents must be, for each of the {self.plan.batch} sequences, the rising places below "
+                f"{self.plan.tokens} where documents begin, 0 first, got {documents}"
+            )
+        return rows
 
     def _weight(self, labels: Tensor) -> Tensor:
         count = self._transport.all_reduce((labels != IGNORE).sum(), DATA)
