@@ -1,0 +1,154 @@
+"""How a Hugging Face decoder is built, found out by running a small one: its layers, what comes before and after."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from terapipe.modeling.hf.seam import RefusedError
+
+RETURNS = (0, 3, 2, 1)  # what a layer may return: a tensor, or a tuple of so many that begins with it
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """``before`` and ``after`` are modules with parameters of their own, by their names in the whole model."""
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    returns: int
+    takes_positions: bool
+    tied: tuple[str, ...]
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def find_layers(model: PreTrainedModel) -> str:
+    """The list of as many modules as the configuration has layers."""
+    count = text_config(model.config).num_hidden_layers
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and not _inside(name, "encoder")
+    ]
+    if not found:
+        raise RefusedError(f"no list of {count} layers was found in {type(model).__name__}")
+    shallowest: str = min(found, key=lambda name: name.count("."))
+    return shallowest
+
+
+def _inside(name: str, part: str) -> bool:
+    return part in name.split(".")
+
+
+class Passing:
+    """Stands for the forward of a layer that another stage holds: hands on a tensor, as the layer's kind of result."""
+
+    def __init__(self, returns: int, source: Callable[[], Tensor | None] = lambda: None) -> None:
+        self.returns, self.source = returns, source
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        hidden = self.source()
+        if hidden is None:
+            hidden = arguments[0] if arguments else named["hidden_states"]
+        return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
+
+
+def hollow(layer: nn.Module, forward: Passing) -> nn.Module:
+    """A layer without its contents that keeps its attributes: models ask their layers what kind they are."""
+    empty = copy.copy(layer)
+    hooks = {name: OrderedDict() for name in layer.__dict__ if "_hooks" in name}
+    contents: dict[str, Any] = {"_modules": {}, "_parameters": {}, "_buffers": {}, **hooks}
+    empty.__dict__ = {**layer.__dict__, **contents, "forward": forward}
+    return empty
+
+
+def with_layers(model: PreTrainedModel, layers: str, change: Callable[[int, nn.Module], nn.Module]) -> PreTrainedModel:
+    """A model that shares all modules with this one but its layers, which are changed."""
+    twin: Any = _shallow(model)
+    *path, last = layers.split(".")
+    holder = twin
+    for step in path:
+        child = _shallow(holder._modules[step])
+        holder._modules[step] = child
+        holder = child
+    found = holder._modules[last]
+    holder._modules[last] = nn.ModuleList([change(i, layer) for i, layer in enumerate(found)])
+    return twin  # type: ignore[no-any-return]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    own = ("_modules", "_parameters", "_buffers")
+    twin.__dict__ = {k: dict(v) if k in own else v for k, v in module.__dict__.items()}
+    return twin
+
+
+def anatomy(small: PreTrainedModel) -> Anatomy:
+    """From a small model of the same kind, on the CPU."""
+    layers = find_layers(small)
+    faults = []
+    for takes_positions in (True, False):
+        for returns in RETURNS:
+            try:
+                before, after = _order(small, layers, returns, takes_positions)
+            except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, KeyError) as error:
+                faults.append(f"{type(error).__name__}: {error}")
+                continue
+            return Anatomy(layers, before, after, returns, takes_positions, _tied(small))
+    raise RefusedError(f"its layers cannot be replaced: {faults[0]}")
+
+
+def _order(
+    model: PreTrainedModel, layers: str, returns: int, takes_positions: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which modules with parameters are called before the first layer and which after the last."""
+    stand_in = Passing(returns)
+    empty = with_layers(model, layers, lambda i, layer: hollow(layer, stand_in))
+    names = [
+        n for n, m in empty.named_modules() if m._parameters and any(p is not None for p in m._parameters.values())
+    ]
+    called: list[str] = []
+    with _watched(
+        empty, [*names, *(f"{layers}.{i}" for i in range(len(list(model.get_submodule(layers).children()))))], called
+    ):
+        batch = torch.zeros(2, 3, dtype=torch.int64)
+        positions = {"position_ids": torch.arange(3)[None].expand(2, 3)} if takes_positions else {}
+        with torch.no_grad():
+            out = empty(input_ids=batch, use_cache=False, **positions)
+    if out.logits.shape[:2] != batch.shape:
+        raise ValueError(f"logits of shape {tuple(out.logits.shape)} from a batch of {tuple(batch.shape)}")
+    at = [i for i, name in enumerate(called) if name.startswith(f"{layers}.")]
+    before = dict.fromkeys(called[: at[0]])
+    after = dict.fromkeys(name for name in called[at[-1] + 1 :] if name not in before)
+    idle = [name for name in names if name not in called]
+    return (*before, *idle), tuple(after)
+
+
+@contextmanager
+def _watched(model: nn.Module, names: list[str], called: list[str]) -> Iterator[None]:
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name in names
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tied(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of parameters that are one and the same in the whole model, the first and its other names."""
+    seen: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        seen.setdefault(id(p), []).append(name)
+    return tuple(name for names in seen.values() if len(names) > 1 for name in names)

@@ -1,0 +1,115 @@
+"""The fast seam: transformers' own interfaces for attention and masks, over the cache of slices.
+
+A model that takes its attention from the interface needs no other change: its queries, keys and values arrive here with
+positions applied. Masks are never built: the mask interface returns a description, which transformers hands on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from terapipe.modeling.attention import attend
+from terapipe.modeling.cache import Block, SliceCache
+
+NAME = "terapipe"  # of the attention implementation
+
+Predicate = Callable[..., Any]  # whether a query sees a key: of batch, head and both places
+
+
+class RefusedError(ValueError):
+    """A model that cannot be cut in this way, with the reason."""
+
+
+class _Now:
+    """The slice that is being computed. Layers are told apart by module and by how often it has been called."""
+
+    def __init__(self, cache: SliceCache) -> None:
+        self.cache = cache
+        self.calls: Counter[nn.Module] = Counter()
+
+
+_now: ContextVar[_Now | None] = ContextVar("slice", default=None)
+
+
+@contextmanager
+def computing(cache: SliceCache) -> Iterator[Counter[nn.Module]]:
+    """Attention inside is that of the cache's current slice. Gives how often each module's was called."""
+    now = _Now(cache)
+    token = _now.set(now)
+    try:
+        yield now.calls
+    finally:
+        _now.reset(token)
+
+
+class Seen:
+    """What a mask would say: which keys a query sees, by their places in the sequence."""
+
+    def __init__(self, predicate: Predicate) -> None:
+        self.predicate = predicate
+        self._blocks: list[Block] | None = None  # the same for all layers of a forward
+
+    def blocks(self, cache: SliceCache, device: torch.device) -> list[Block]:
+        if self._blocks is None:
+            causal = self.predicate is causal_mask_function
+            self._blocks = cache.blocks() if causal else [self._rectangle(cache, device)]
+        return self._blocks
+
+    def _rectangle(self, cache: SliceCache, device: torch.device) -> Block:
+        if len(cache.blocks()) > 2 or cache.blocks()[0].rows != slice(0, cache.length):
+            raise RefusedError(
+                "windows and chunks inside packed documents are not supported; give each document its row"
+            )
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        rows = torch.arange(cache.context, cache.end, device=device)[:, None]
+        keys = torch.arange(cache.end, device=device)[None]
+        seen = torch.as_tensor(self.predicate(zero, zero, rows, keys), device=device)
+        seen = (seen & (keys <= rows)).expand(cache.length, cache.end)
+        first = int(seen.any(0).nonzero()[0])  # older keys are not touched at all
+        return Block(slice(0, cache.length), slice(first, cache.end), mask=seen[:, first:].contiguous())
+
+
+def describe(mask_function: Predicate = causal_mask_function, **_: Any) -> Seen:
+    """In place of a mask."""
+    return Seen(mask_function)
+
+
+def slice_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Seen | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention: (batch, tokens, heads, head size) from heads first."""
+    now = _now.get()
+    if now is None:
+        raise RefusedError("this attention works on slices only: call the model through a Pipeline")
+    if dropout:
+        raise RefusedError(
+            f"dropout in attention is not supported, got {dropout}; set the model's attention dropout to 0"
+        )
+    if not getattr(module, "is_causal", True) or not isinstance(attention_mask, Seen | None):
+        raise RefusedError("attention is not causal, or its mask is the model's own")
+    layer = (module, now.calls[module])
+    now.calls[module] += 1
+    seen = attention_mask or Seen(causal_mask_function)
+    blocks = seen.blocks(now.cache, query.device)
+    out = attend(query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, blocks=blocks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, slice_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe)
