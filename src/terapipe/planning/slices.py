@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
@@ -79,6 +79,26 @@ class Plan:
                 f"chunks per rank must divide the number of stages, got {self.chunks} chunks and "
                 f"{self.num_stages} stages; try one of {[c for c in range(1, 9) if self.num_stages % c == 0]}"
             )
+
+    def resized(self, batch: int, tokens: int, tile: int = 1) -> "Plan":
+        """The same for another batch: slices in the same proportions, multiples of ``tile``; microbatches as these,
+        from the first again where there are more. Ranks that know the shape of a batch agree on it without a word."""
+        if batch < 1 or tokens < 1 or tokens % tile:
+            raise ValueError(
+                f"a plan can be made for at least one sequence of a positive multiple of {tile} tokens, got "
+                f"{batch} sequences of {tokens}"
+            )
+        sizes: list[int] = []
+        while sum(sizes) < batch:
+            sizes.append(min(self.sizes[len(sizes) % len(self.sizes)], batch - sum(sizes)))
+        rows = [self._scaled(self.lengths[m % len(self.lengths)], tokens, tile) for m in range(len(sizes))]
+        return replace(self, sizes=tuple(sizes), lengths=tuple(rows))
+
+    def _scaled(self, lengths: Sequence[int], tokens: int, tile: int) -> tuple[int, ...]:
+        # Whole numbers throughout: every rank must come to the same result.
+        ends = {(2 * end * tokens // self.tokens + tile) // (2 * tile) * tile for end in accumulate(lengths)}
+        edges = sorted({0, tokens, *(end for end in ends if end < tokens)})
+        return tuple(b - a for a, b in pairwise(edges))
 
     @classmethod
     def uniform(

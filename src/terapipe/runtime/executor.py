@@ -11,7 +11,7 @@ from torch import Tensor
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.linear import Owed, settle
 from terapipe.modeling.stage import Stage
-from terapipe.planning.slices import Slice
+from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.transport import Transport
 from terapipe.scheduling.actions import Action, Op, Schedule, counterpart
@@ -100,6 +100,10 @@ class Executor:
             self._settle(self._sent_gradients.popleft())
         self.at = None
         return self._loss
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
 
     def events(self) -> list[Event]:
         """What this rank computed in the last run, and when."""

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,12 +24,15 @@ from terapipe.runtime.executor import Executor
 from terapipe.runtime.failures import PipelineError, Record, is_connection_error
 from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
 from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_device
+from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Timeline
 from terapipe.scheduling.validation import validate
 
 T = TypeVar("T")
 Documents = Sequence[Sequence[int]]
+
+SHAPES = 8  # of batches, for which buffers are kept
 
 
 class Pipeline:
@@ -45,7 +49,9 @@ class Pipeline:
     ``mesh`` is what ``device_mesh(layout)`` made: replicas of the pipeline (``data``), its ranks (``pipe``), devices
     that share each operator (``tensor``); or one dimension of any DeviceMesh, whose ranks then form the pipeline; by
     default all ranks do. With ``shard``, replicas share out parameters, gradients and the optimizer's state between
-    steps (FSDP2) instead of all holding all. ``timeout`` is the longest, in seconds, that a rank waits for another
+    steps (FSDP2) instead of all holding all. ``vary`` says what to do with a batch of another shape than the plan's:
+    refuse it, run it by the same plan resized (every rank must then be given the batch), or fill it up to the plan's
+    with tokens that count for nothing. ``timeout`` is the longest, in seconds, that a rank waits for another
     before the step fails on all of them.
     """
 
@@ -56,32 +62,50 @@ class Pipeline:
         *,
         mesh: DeviceMesh | None = None,
         shard: bool = False,
+        vary: Literal["refuse", "replan", "pad"] = "refuse",
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.plan = plan
+        self.plan, self._vary = plan, vary
         self.device = local_device() if device is None else torch.device(device)
         self._transport = Transport(self.device, mesh, timeout)
         self._executor: Executor | None = None
+        self._executors: dict[Plan, Executor] = {}
         with self._telling_others():
             self._check(model)
-            self.schedule = schedule(plan)
-            validate(self.schedule)
             self.stages = self._make_stages(model, mesh)
             self._sharded = self._shard(mesh) if shard and self._transport.replicas > 1 else {}
             self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
             self.tied = model.tied
             self._tied = self._tied_parameters()
-            stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
-            self._executor = Executor(stages, self.schedule, self._transport, self._dtype, self._finished)
+            self._executor = self._executor_for(plan)
 
     def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
         cuts, parts = self.plan.boundaries, self._transport.parts
+        self._tile = 1
         split: tuple[Split, ...] = ()
         if mesh is not None and parts > 1:
             even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
             split = (Split(mesh[TENSOR], tokens=even),)
+            self._tile = parts if even else 1
         return {k: model.stage(cuts[k], cuts[k + 1], self.device, *split) for k in self.plan.stages_of(self.rank)}
+
+    def _executor_for(self, plan: Plan) -> Executor:
+        """Kept from step to step with its buffers; of other shapes only the last few."""
+        executor = self._executors.pop(plan, None)
+        if executor is None:
+            made = schedule(plan)
+            validate(made)
+            stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
+            executor = Executor(stages, made, self._transport, self._dtype, self._finished)
+        self._executors[plan] = executor
+        while len(self._executors) > SHAPES:
+            self._executors.pop(next(iter(self._executors)))
+        return executor
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule(self.plan)
 
     def _shard(self, mesh: DeviceMesh | None) -> dict[int, Sharded]:
         assert mesh is not None
@@ -191,14 +215,16 @@ class Pipeline:
     def _run(
         self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, *, train: bool
     ) -> Tensor:
-        assert self._executor is not None
         with self._telling_others():
-            ids = self._batch("input_ids", input_ids) if self.is_first else None
-            targets = self._batch("labels", labels) if self.is_last else None
+            plan = self._plan_for(input_ids if input_ids is not None else labels)
+            ids = self._batch("input_ids", input_ids, plan, 0) if self.is_first else None
+            targets = self._batch("labels", labels, plan, IGNORE) if self.is_last else None
+            starts = self._starts(documents, plan)
+            self._executor = self._executor_for(plan)
             scale = None if targets is None else self._weight(targets)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
             with loss_parallel() if self._transport.parts > 1 else nullcontext():
-                loss = self._executor.run(ids, targets, scale, self._starts(documents), train=train)
+                loss = self._executor.run(ids, targets, scale, starts, train=train)
             if self._reducer:
                 self._reducer.finish()
             for sharded in self._sharded.values():
@@ -207,8 +233,22 @@ class Pipeline:
                 loss = self._transport.all_reduce(loss, DATA)
             return self._transport.broadcast(loss, self.plan.num_ranks - 1)
 
-    def _batch(self, name: str, tensor: Tensor | None) -> Tensor:
-        shape = (self.plan.batch, self.plan.tokens)
+    def _plan_for(self, given: Tensor | None) -> Plan:
+        """The plan of a batch, by its shape alone: nobody is asked."""
+        if self._vary != "replan" or (given is not None and given.shape == (self.plan.batch, self.plan.tokens)):
+            return self.plan
+        if given is None or given.ndim != 2:
+            raise ValueError(
+                f"with vary='replan' every rank must be given input_ids or labels, (batch, tokens), rank {self.rank} "
+                f"got {None if given is None else tuple(given.shape)}"
+            )
+        return self.plan.resized(given.shape[0], given.shape[1], self._tile)
+
+    def _batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int) -> Tensor:
+        shape = (plan.batch, plan.tokens)
+        if self._vary == "pad" and tensor is not None and tensor.ndim == 2:
+            missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
+            tensor = F.pad(tensor, (0, max(0, missing[1]), 0, max(0, missing[0])), value=filler)
         if tensor is None or tensor.shape != shape or tensor.dtype != torch.int64:
             got = "None" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise ValueError(
@@ -216,14 +256,16 @@ class Pipeline:
             )
         return tensor.to(self.device)
 
-    def _starts(self, documents: Documents | None) -> Documents:
+    def _starts(self, documents: Documents | None, plan: Plan) -> Documents:
         """Every rank cuts attention at them, so every rank must be told."""
         rows = () if documents is None else tuple(tuple(row) for row in documents)
         ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
-        if rows and (len(rows) != self.plan.batch or not ordered or any(row[-1] >= self.plan.tokens for row in rows)):
+        if self._vary == "pad":
+            rows += ((0,),) * (plan.batch - len(rows) if rows else 0)
+        if rows and (len(rows) != plan.batch or not ordered or any(row[-1] >= plan.tokens for row in rows)):
             raise ValueError(
-                f"documents must be, for each of the {self.plan.batch} sequences, the rising places below "
-                f"{self.plan.tokens} where documents begin, 0 first, got {documents}"
+                f"documents must be, for each of the {plan.batch} sequences, the rising places below "
+                f"{plan.tokens} where documents begin, 0 first, got {documents}"
             )
         return rows
 
@@ -337,4 +379,4 @@ class Pipeline:
         """What every rank did in the last step, and when. All ranks must call it together."""
         assert self._executor is not None
         events = self.gather(self._executor.events())
-        return Timeline.of(self.plan, [event for rank in events for event in rank])
+        return Timeline.of(self._executor.plan, [event for rank in events for event in rank])

@@ -73,7 +73,7 @@ def _plainly(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
     logits = whole(input_ids=ids, use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.item(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
 
 
@@ -89,7 +89,7 @@ def _cut(model: PreTrainedModel, fast: bool, stages: int, lengths: Sequence[int]
 
 def _batch(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, union-attr]
+    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     ids, labels = (torch.randint(vocabulary, (2, TOKENS), generator=generator) for _ in range(2))
     labels[0, 3] = labels[1, -1] = IGNORE
     return ids, labels
@@ -116,7 +116,7 @@ def _first_line(error: Exception) -> str:
 def _quietly() -> Iterator[None]:
     """Models warn of many things that do not matter for a small copy."""
     level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -66,7 +66,7 @@ class Passing:
 def hollow(layer: nn.Module, forward: Passing) -> nn.Module:
     """A layer without its contents that keeps its attributes: models ask their layers what kind they are."""
     empty = copy.copy(layer)
-    hooks = {name: OrderedDict() for name in layer.__dict__ if "_hooks" in name}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in layer.__dict__ if "_hooks" in name}
     contents: dict[str, Any] = {"_modules": {}, "_parameters": {}, "_buffers": {}, **hooks}
     empty.__dict__ = {**layer.__dict__, **contents, "forward": forward}
     return empty

@@ -74,11 +74,12 @@ def _adapted(config: PretrainedConfig, kinds: Sequence[type]) -> Any:
     return cache
 
 
-def _seen(cache: Any, tokens: int) -> Any:
+def _seen(cache: Any, tokens: int) -> Cache:
     for layer in cache.layers:
         if isinstance(layer, _Elsewhere):
             layer.seen(tokens)
-    return cache
+    told: Cache = cache
+    return told
 
 
 class _Assigned:
