@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.cost import Array, Numbers, Part, Sending
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class SimpleCost:
     sent: float = 0.0
     head: float = 0.0
     overlapped: bool = True
+    latency: float = 0.0
 
     def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
         scores = np.multiply(length, np.add(context, np.multiply(length, 0.5)))
@@ -31,7 +32,10 @@ class SimpleCost:
         return np.asarray(part.layers * self.token * np.multiply(size, length), dtype=np.float64)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        return np.asarray(self.sent * np.multiply(size, length), dtype=np.float64)
+        return np.asarray(self.latency + self.sent * np.multiply(size, length), dtype=np.float64)
+
+    def sending(self, source: int, target: int) -> Sending:
+        return Sending(self.overlapped, self.latency)
 
     def once(self, held: Sequence[Part]) -> float:
         return 0.0

@@ -1,5 +1,6 @@
 """Costs fitted to measurements: a known truth is found again, noise and all."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 
 from terapipe.planning.cost import Part
 from terapipe.planning.fitted import FittedCost
+from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import PRESETS
+from terapipe.search.request import ProfileSource
 
 
 def truth(size: int, length: int, context: int, scale: float = 1.0) -> float:
@@ -71,7 +74,74 @@ def test_transfers_are_interpolated_and_the_optimizer_counted() -> None:
     assert cost.transfer(0, 1, 1, 4) == pytest.approx(1e-4)  # 4 tokens of 256 floats
     assert cost.transfer(0, 1, 2, 512) == pytest.approx(1e-3)
     assert cost.once([Part(3)]) == pytest.approx(3 * PRESETS["gpt-small"].layer_parameters * 1e-9)
-    assert FittedCost(made(), replicas=2).once([Part(3)]) > cost.once([Part(3)])
+    assert FittedCost(made(), layout=Layout(data=2)).once([Part(3)]) > cost.once([Part(3)])
+
+
+def two_hosts(*kinds: bool, device: str = "cpu") -> Profile:
+    """Two ranks on each; inside a host 1 ms and 1 GB/s, between them 20 ms and 10 MB/s, of the kinds that are asked."""
+    seconds = {False: lambda n: 1e-3 + n / 1e9, True: lambda n: 20e-3 + n / 1e7}
+    transfers = tuple(Transfer(n, (seconds[apart](n),), apart) for apart in kinds for n in (1 << 12, 1 << 16, 1 << 20))
+    hosts = ("here", "here", "there", "there")
+    return replace(made(), ranks=4, hosts=hosts, transfers=transfers, machine={"device": device, "memory": 2**33})
+
+
+INSIDE, BETWEEN = 1e-3 + 2**20 / 1e9, 20e-3 + 2**20 / 1e7
+
+
+def megabyte(cost: FittedCost, source: int, target: int) -> float:
+    return float(cost.transfer(source, target, 1, 1024))  # 1024 tokens of 256 floats
+
+
+def test_a_transfer_takes_the_link_that_its_ranks_have() -> None:
+    cost = FittedCost(two_hosts(False, True))
+    assert [megabyte(cost, *pair) for pair in ((0, 1), (1, 2), (2, 3))] == pytest.approx([INSIDE, BETWEEN, INSIDE])
+    assert megabyte(cost, 3, 0) == pytest.approx(BETWEEN)  # round the corner, from chunk to chunk
+    assert megabyte(cost, 4, 5) == pytest.approx(INSIDE)  # a third host would be filled like the measured ones
+    wide = FittedCost(two_hosts(False, True), layout=Layout(pipe=2, tensor=2))
+    assert megabyte(wide, 0, 1) == pytest.approx(BETWEEN)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [(False, INSIDE), (True, BETWEEN)])
+def test_where_one_kind_of_link_was_measured_it_stands_for_both(kind: bool, seconds: float) -> None:
+    cost = FittedCost(two_hosts(kind))
+    assert [megabyte(cost, *pair) for pair in ((0, 1), (1, 2))] == pytest.approx([seconds] * 2)
+    assert cost.sending(0, 1) == cost.sending(1, 2)
+    assert cost.sending(0, 1).overlapped is kind
+
+
+def test_a_rank_on_a_cpu_computes_while_another_hosts_wire_is_busy() -> None:
+    cost = FittedCost(two_hosts(False, True))
+    assert [cost.sending(*pair).overlapped for pair in ((0, 1), (1, 2))] == [False, True]
+    assert [cost.sending(*pair).latency for pair in ((0, 1), (1, 2))] == pytest.approx([1e-3, 20e-3])
+    assert FittedCost(two_hosts(False, device="a GPU")).sending(0, 1).overlapped
+    free = FittedCost(replace(made(), transfers=()))
+    assert megabyte(free, 0, 1) == free.sending(0, 1).latency == 0.0
+
+
+def test_what_comes_once_takes_the_link_between_hosts_where_replicas_lie_apart() -> None:
+    part, config = [Part(3)], PRESETS["gpt-small"]
+    count = 3 * config.layer_parameters
+
+    def added(layout: Layout, profile: Profile) -> float:
+        return FittedCost(profile, layout=layout).once(part) - count * 1e-9
+
+    both = two_hosts(False, True)
+    assert added(Layout(data=1, pipe=4), both) == 0.0
+    assert added(Layout(data=2, pipe=1), both) == pytest.approx(1e-3 + 4 * count / 1e9)
+    assert added(Layout(data=4, pipe=1), both) == pytest.approx(20e-3 + 6 * count / 1e7)  # one leaves each host
+    assert added(Layout(data=2, pipe=2), both) == pytest.approx(20e-3 + 2 * 4 * count / 1e7)  # two share the link
+
+
+def test_a_tied_weight_is_exchanged_over_the_link_between_first_and_last_rank() -> None:
+    tied = replace(two_hosts(False, True), config=replace(PRESETS["gpt-small"], tied=True))
+    first = [Part(3, first=True)]
+    near, far = (FittedCost(tied, layout=Layout(pipe=pipe)).once(first) for pipe in (2, 4))
+    nbytes = 4 * tied.config.vocab * tied.config.hidden
+    assert far - near == pytest.approx(19e-3 + nbytes / 1e7 - nbytes / 1e9)
+
+
+def test_ranks_of_one_host_share_its_memory() -> None:
+    assert ProfileSource(two_hosts(False, True), 4).budget == 2**32
 
 
 def test_one_interruption_spoils_nothing() -> None:
@@ -81,8 +151,19 @@ def test_one_interruption_spoils_nothing() -> None:
 
 
 def test_a_profile_survives_its_file() -> None:
-    profile = made(0.01)
-    assert Profile.from_json(profile.to_json()) == profile
+    for profile in (made(0.01), two_hosts(False, True)):
+        assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_file_from_before_hosts_were_known_is_of_one() -> None:
+    data = json.loads(two_hosts(False).to_json())
+    del data["hosts"]
+    for row in data["transfers"]:
+        del row["between_hosts"]
+    read = Profile.from_json(json.dumps(data))
+    assert read.hosts == ("",) * 4
+    assert read.ranks_per_host == 4
+    assert not any(t.between_hosts for t in read.transfers)
 
 
 def test_bad_profiles_are_refused() -> None:
@@ -94,6 +175,7 @@ def test_bad_profiles_are_refused() -> None:
         (text.replace('"forward"', '"upward"', 1), "a sample's kind"),
         (text.replace('"optimizer": [', '"optimizer": [-1, ', 1), "at least 0"),
         (text.replace('"optimizer": [', '"optimizer": [NaN, ', 1), "finite"),
+        (text.replace('"ranks": 2', '"ranks": 3', 1), "the host of every rank, got 2 hosts and 3 ranks"),
     ):
         with pytest.raises(ValueError, match=said):
             Profile.from_json(damaged)

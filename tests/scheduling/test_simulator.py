@@ -1,6 +1,7 @@
 """The simulator against the formulas, and against the rule of precedence."""
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terapipe import Op, Plan, Timeline, dependencies, schedule
-from terapipe.planning.cost import Part
+from terapipe.planning.cost import Part, Sending
 from terapipe.scheduling.actions import COMPUTE, SENDS, counterpart, settles
 from terapipe.scheduling.idle import idle_by_cause
 from terapipe.scheduling.simulator import measure, simulate
@@ -22,6 +23,7 @@ COSTS = st.builds(
     sent=st.sampled_from([0.0, 0.5]),
     head=st.sampled_from([0.0, 0.7]),
     overlapped=st.booleans(),
+    latency=st.sampled_from([0.0, 2.0]),
 )
 
 
@@ -109,6 +111,36 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
     assert slow.makespan == pytest.approx(4 + 4 * 12 + 4 + 8 + 4 * 12 + 8)
 
 
+def test_a_link_takes_the_next_transfer_while_one_is_under_way() -> None:
+    plan = uniform("terapipe", 2, 1, 4)
+    far = simulate(schedule(plan), SimpleCost(sent=3.0, latency=5.0))
+    sends = [e for e in far.events if e.action.op is Op.SEND_F]
+    assert [b.start - a.start for a, b in itertools.pairwise(sends)] == [12.0] * 3
+    assert [e.end - e.start for e in sends] == [17.0] * 4
+    # As above, and the way is longer once in each direction.
+    assert far.makespan == pytest.approx(4 + 4 * 12 + 5 + 4 + 8 + 4 * 12 + 5 + 8)
+
+
+@dataclass(frozen=True)
+class TwoHosts(SimpleCost):
+    """Only what goes from or to the third rank is overlapped."""
+
+    def sending(self, source: int, target: int) -> Sending:
+        return Sending(overlapped=2 in (source, target))
+
+
+def test_each_link_is_as_its_ranks_have_it() -> None:
+    timeline = simulate(schedule(uniform("terapipe", 3, 1, 4)), TwoHosts(sent=0.25))
+
+    def pauses(rank: int, op: Op) -> list[float]:
+        mine = [e for e in timeline.computations if e.rank == rank and e.action.op is op]
+        return [b.start - a.end for a, b in itertools.pairwise(mine)]
+
+    assert pauses(0, Op.F) == pytest.approx([1.0] * 3)  # to the second rank, before the next forward
+    assert pauses(1, Op.B) == pytest.approx([1.0] * 3)  # and back
+    assert pauses(2, Op.B) == pytest.approx([0.0] * 3)  # from the third rank, meanwhile
+
+
 def test_transfers_that_are_not_overlapped_hold_up_their_sender() -> None:
     plan = uniform("terapipe", 2, 1, 4)
     timeline = simulate(schedule(plan), SimpleCost(sent=0.25, overlapped=False))
@@ -125,7 +157,7 @@ def test_causes_add_up_to_all_idle_time(plan: Plan, cost: SimpleCost) -> None:
     assert all(value >= -1e-9 for cause in causes for value in cause)
     total = timeline.makespan * plan.num_ranks
     assert sum(cause.total for cause in causes) == pytest.approx(timeline.idle * total, abs=1e-6)
-    if not cost.sent:
+    if not cost.sent and not cost.latency:
         assert sum(cause.transfer for cause in causes) == pytest.approx(0.0, abs=1e-6)
 
 

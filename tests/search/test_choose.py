@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from terapipe import GPTConfig, Plan, schedule, validate
+from terapipe import PRESETS, GPTConfig, Plan, schedule, validate
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import measure, simulate
@@ -191,3 +191,14 @@ def test_long_sequences_are_planned_too() -> None:
     chosen = choose(source, Request(batch=1, tokens=2**18, data=1, pipe=8, tensor=1, order="terapipe-1f1b")).chosen
     assert chosen.sliced
     assert chosen.plan.tokens == 2**18
+
+
+def test_shared_state_lets_replicas_fit() -> None:
+    """Weights, gradients and state of a stage take 30 GiB; shared by four replicas 16."""
+    source = ClusterSource(PRESETS["gpt3-13b"], cluster("p4d.24xlarge:4"))
+    request = Request(batch=8, tokens=2048, data=4, pipe=8, tensor=1, order="1f1b", recompute=True, budget=20 << 30)
+    with pytest.raises(ValueError, match="share state between replicas"):
+        choose(source, request)
+    shared = choose(source, request.fixed(shard=True)).chosen
+    assert shared.fits
+    assert str(shared.layout) == "data 4 (sharded) x pipe 8 x tensor 1"

@@ -47,6 +47,7 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     fixed.add_argument("--microbatch", type=int, help="sequences per microbatch")
     fixed.add_argument("--chunks", type=int, help="chunks of layers per rank")
     fixed.add_argument("--recompute", choices=("on", "off"), help="keep only a slice's input for its backward")
+    fixed.add_argument("--shard", action="store_true", help="replicas share out their state: Pipeline(shard=True)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--tile", type=int, default=8, help="slice lengths are multiples of it (default 8)")
     limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
@@ -101,6 +102,7 @@ def request_of(parsed: argparse.Namespace) -> Request:
         recompute={"on": True, "off": False, None: None}[parsed.recompute],
         tile=parsed.tile,
         distinct=parsed.distinct,
+        shard=parsed.shard,
         budget=None if parsed.memory is None else nbytes(parsed.memory),
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from terapipe.cli import show
 from terapipe.cli.options import Verbs
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.profile import Profile
+from terapipe.planning.profile import Profile, typical
 from terapipe.presets import PRESETS, GPTConfig, model
 from terapipe.reporting import html, units
 
@@ -79,6 +79,11 @@ def _show(measured: Profile, out: Path) -> None:
         middle = sorted(sample.seconds)[len(sample.seconds) // 2]
         what = f"{sample.kind} of {measured.layers} layers, {sample.size} x {sample.length} tokens"
         show.console.print(f"  {what}: {units.seconds(middle)}")
+    for apart, where in ((False, "inside a host"), (True, "between hosts")):
+        sizes = {t.nbytes: typical(t.seconds) for t in measured.transfers if t.between_hosts == apart}
+        if sizes:
+            shown = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
+            show.console.print(f"  messages {where}: {shown}")
     show.console.print(f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch 1 --seq {measured.tokens}")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.cost import Array, Numbers, Part, Sending
 from terapipe.planning.hardware import Cluster, Link
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
@@ -25,10 +25,6 @@ class AnalyticCost:
     layout: Layout
     recompute: bool = False
     ends: bool = True
-
-    @property
-    def overlapped(self) -> bool:
-        return self.cluster.host.overlapped
 
     def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
         return part.layers * self._layer(size, length, context) + self._ends(part, size, length)
@@ -51,6 +47,10 @@ class AnalyticCost:
         nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
         link = self._link(source * self.layout.tensor, target * self.layout.tensor)
         return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
+
+    def sending(self, source: int, target: int) -> Sending:
+        link = self._link(source * self.layout.tensor, target * self.layout.tensor)
+        return Sending(self.cluster.host.overlapped, link.latency)
 
     def once(self, held: Sequence[Part]) -> float:
         device = self.cluster.host.device

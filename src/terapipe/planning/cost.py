@@ -19,6 +19,13 @@ class Part(NamedTuple):
     last: bool = False  # the final norm, the head and the loss
 
 
+class Sending(NamedTuple):
+    """What a transfer keeps busy besides its own arrival."""
+
+    overlapped: bool = True  # whether the rank computes while it sends; otherwise it first sends, then goes on
+    latency: float = 0.0  # seconds of every transfer, however long, in which its link already takes the next
+
+
 def parts(boundaries: Sequence[int]) -> tuple[Part, ...]:
     """The part of every stage."""
     last = boundaries[-1]
@@ -27,10 +34,6 @@ def parts(boundaries: Sequence[int]) -> tuple[Part, ...]:
 
 class Cost(Protocol):
     """Seconds. Sizes, lengths and contexts are arrays that broadcast against each other; answers are element-wise."""
-
-    @property
-    def overlapped(self) -> bool:
-        """Whether a rank computes while it sends; otherwise it first sends, then goes on."""
 
     def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """One slice's forward. On the last stage the loss and its gradient are part of it, as in the executor."""
@@ -43,6 +46,9 @@ class Cost(Protocol):
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         """Hidden states of one slice, or their gradient, from one rank of the pipeline to another."""
+
+    def sending(self, source: int, target: int) -> Sending:
+        """How such a transfer goes about it."""
 
     def once(self, held: Sequence[Part]) -> float:
         """What a rank that holds these parts does once per step: reduction over replicas, the optimizer."""
@@ -68,6 +74,14 @@ class Memory(Protocol):
 
 
 def round_trip(cost: Cost, part: Part, rank: int, size: Numbers, length: Numbers, context: Numbers) -> Array:
-    """One slice's forward, backward and both its transfers on one rank: what the formula of the paper calls t."""
-    sent = cost.transfer(rank, rank + 1, size, length) + cost.transfer(rank, rank - 1, size, length)
-    return cost.forward(part, size, length, context) + cost.backward(part, size, length, context) + sent
+    """One slice's forward, backward and both its transfers on one rank: what the formula of the paper calls t.
+
+    Where the rank computes while it sends, slices follow each other as fast as the slower of the two permits.
+    """
+    forward, backward = cost.forward(part, size, length, context), cost.backward(part, size, length, context)
+
+    def added(seconds: Array, target: int) -> Array:
+        sent, (overlapped, latency) = cost.transfer(rank, target, size, length), cost.sending(rank, target)
+        return np.maximum(sent - latency - seconds, 0.0) if overlapped else sent
+
+    return forward + backward + (added(forward, rank + 1) + added(backward, rank - 1))

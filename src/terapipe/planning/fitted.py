@@ -1,15 +1,16 @@
 """Costs from a Profile: what was measured, interpolated; and a term for the context that is zero without one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.cost import Array, Numbers, Part, Sending
+from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
-from terapipe.planning.profile import Profile, Sample, typical
+from terapipe.planning.profile import Profile, Sample, Transfer, typical
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,38 @@ def _line(x: Array, xs: Array, ys: Array) -> Array:
 
 
 @dataclass(frozen=True)
+class MeasuredLink:
+    """Messages between two ranks: their bytes, rising, and seconds."""
+
+    nbytes: Array
+    seconds: Array
+    between_hosts: bool
+
+    @classmethod
+    def of(cls, transfers: Sequence[Transfer]) -> "MeasuredLink":
+        rows = sorted((t.nbytes, typical(t.seconds)) for t in transfers)
+        nbytes, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
+        return cls(nbytes, seconds, any(t.between_hosts for t in transfers))
+
+    @cached_property
+    def latency(self) -> float:
+        """What a message of no bytes would take."""
+        return float(np.clip(_line(np.zeros(()), self.nbytes, self.seconds), 0.0, self.seconds.min()))
+
+    def __call__(self, nbytes: Numbers) -> Array:
+        return np.maximum(_line(np.asarray(nbytes, np.float64), self.nbytes, self.seconds), self.latency)
+
+
+NO_LINK = MeasuredLink(np.ones(1), np.zeros(1), False)  # nothing was measured: transfers are free
+
+
+@dataclass(frozen=True)
 class FittedCost:
+    """Ranks, numbered tensor innermost, then pipe, then data, fill hosts in order, each with as many as measured."""
+
     profile: Profile
     recompute: bool = False
-    replicas: int = 1
+    layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
         for kind in ("forward", "backward"):
@@ -93,11 +122,6 @@ class FittedCost:
                 raise ValueError(
                     f"the profile has no {kind} without context to start from; run `terapipe profile` again"
                 )
-
-    @property
-    def overlapped(self) -> bool:
-        """A rank on a CPU sends by a thread that shares its cores with the one that computes."""
-        return self.profile.machine.get("device") != "cpu"
 
     @cached_property
     def _fits(self) -> dict[str, Fit]:
@@ -126,23 +150,48 @@ class FittedCost:
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.profile.config.hidden * 4)
-        return self._message(np.asarray(nbytes, dtype=np.float64))
+        return self._link(source * self.layout.tensor, target * self.layout.tensor)(nbytes)
 
-    def _message(self, nbytes: Array) -> Array:
-        if not self.profile.transfers:
-            return np.zeros_like(nbytes)
-        rows = sorted((t.nbytes, typical(t.seconds)) for t in self.profile.transfers)
-        xs, ys = (np.array(column, float) for column in zip(*rows, strict=True))
-        return np.maximum(_line(nbytes, xs, ys), 0.0)
+    def sending(self, source: int, target: int) -> Sending:
+        """A rank on a CPU sends by a thread that shares its cores with the one that computes, and inside a host copying
+        is all there is to it; a message to another host mostly waits for the wire."""
+        link = self._link(source * self.layout.tensor, target * self.layout.tensor)
+        return Sending(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
 
     def once(self, held: Sequence[Part]) -> float:
         """The optimizer, gradients summed over replicas, a tied weight's exchanged between first and last rank."""
         config, count = self.profile.config, parameters(self.profile.config, held)
-        seconds = count * typical(self.profile.optimizer)
-        if self.replicas > 1:
-            seconds += float(self._message(np.array(2 * (self.replicas - 1) / self.replicas * 4.0 * count)))
-        apart = config.tied and any(part.first for part in held) != any(part.last for part in held)
-        return seconds + (float(self._message(np.array(4.0 * config.vocab * config.hidden))) if apart else 0.0)
+        seconds = count * typical(self.profile.optimizer) + self._reduction(count)
+        if config.tied and any(part.first for part in held) != any(part.last for part in held):
+            ends = self._link(0, (self.layout.pipe - 1) * self.layout.tensor)
+            seconds += float(ends(4.0 * config.vocab * config.hidden))
+        return seconds
+
+    # Links
+
+    @cached_property
+    def _links(self) -> tuple[MeasuredLink, MeasuredLink]:
+        """Inside a host and between hosts; where only one kind was measured, it stands for both."""
+        transfers = self.profile.transfers
+        if not transfers:
+            return NO_LINK, NO_LINK
+        inside, between = ([t for t in transfers if t.between_hosts == apart] for apart in (False, True))
+        return MeasuredLink.of(inside or between), MeasuredLink.of(between or inside)
+
+    def _link(self, a: int, b: int) -> MeasuredLink:
+        per_host = self.profile.ranks_per_host
+        return self._links[a // per_host != b // per_host]
+
+    def _reduction(self, count: int) -> float:
+        """All replicas sum their gradients, in float32, round a ring; what leaves a host shares one link."""
+        data, replica = self.layout.data, self.layout.pipe * self.layout.tensor
+        if data == 1:
+            return 0.0
+        sent = 2 * (data - 1) / data * 4.0 * count
+        per_host = self.profile.ranks_per_host
+        if self.layout.devices <= per_host:
+            return float(self._link(0, 0)(sent))
+        return float(self._link(0, per_host)(sent * min(replica, per_host)))
 
     def errors(self) -> list[float]:
         """Relative errors on the samples that were held out of the fit."""

@@ -30,9 +30,15 @@ class ShapeMemory:
     state: int = 8
     tensor: int = 1
     recompute: bool = False
+    sharers: int = 1  # replicas that share out the state
 
     def static(self, part: Part) -> float:
-        return parameters(self.config, [part]) / self.tensor * (2 * self.element + self.state)
+        """Weights and gradients, and the optimizer's state. Sharers of it have a part of each, and during a step whole
+        weights and gradients beside."""
+        each = float(2 * self.element + self.state)
+        if self.sharers > 1:
+            each = 2 * self.element + each / self.sharers
+        return parameters(self.config, [part]) / self.tensor * each
 
     def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
         # Beside what the layers save: the output until its gradient is back; on the last stage that gradient itself.

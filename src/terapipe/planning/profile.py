@@ -1,8 +1,10 @@
 """A Profile: what was measured of a model on a machine, as plain data. A JSON file between measuring and deciding."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
@@ -38,6 +40,7 @@ class Transfer(NamedTuple):
 
     nbytes: int
     seconds: tuple[float, ...]
+    between_hosts: bool = False  # otherwise both ranks are on one
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,27 @@ class Profile:
     optimizer: tuple[float, ...]  # seconds per parameter of an optimizer step, repeatedly
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
+    hosts: tuple[str, ...] = ()  # where each rank is; all on one without a name where that is not known
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            object.__setattr__(self, "hosts", ("",) * self.ranks)
+        if len(self.hosts) != self.ranks:
+            raise ValueError(
+                f"a profile names the host of every rank, got {len(self.hosts)} hosts and {self.ranks} ranks; "
+                "run `terapipe profile` again"
+            )
+
+    @cached_property
+    def ranks_per_host(self) -> int:
+        """On the host that has most of them."""
+        return max(Counter(self.hosts).values())
 
     def to_json(self) -> str:
         samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
-        transfers = [{"nbytes": t.nbytes, "seconds": list(t.seconds)} for t in self.transfers]
-        known = {"layers": self.layers, "tokens": self.tokens, "ranks": self.ranks, "optimizer": list(self.optimizer)}
+        transfers = [dict(transfer._asdict(), seconds=list(transfer.seconds)) for transfer in self.transfers]
+        shape = {"layers": self.layers, "tokens": self.tokens, "ranks": self.ranks, "hosts": list(self.hosts)}
+        known = {**shape, "optimizer": list(self.optimizer)}
         about = {"model": asdict(self.config), "machine": dict(self.machine), "versions": dict(self.versions)}
         return json.dumps({"format": FORMAT, **about, **known, "transfers": transfers, "samples": samples}, indent=1)
 
@@ -72,7 +91,7 @@ class Profile:
             raise ValueError(f"this version reads profiles of format {FORMAT}, got {found!r}; run `terapipe profile`")
         try:
             samples = tuple(_sample(row) for row in data["samples"])
-            transfers = tuple(Transfer(int(row["nbytes"]), _seconds(row["seconds"])) for row in data["transfers"])
+            transfers = tuple(_transfer(row) for row in data["transfers"])
             return cls(
                 config=GPTConfig(**data["model"]),
                 layers=int(data["layers"]),
@@ -83,6 +102,7 @@ class Profile:
                 optimizer=_seconds(data["optimizer"]),
                 machine=data["machine"],
                 versions=data["versions"],
+                hosts=tuple(map(str, data.get("hosts", ()))),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"this profile lacks or misnames {error}; run `terapipe profile` again") from None
@@ -103,6 +123,10 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         raise ValueError(f"a sample's kind is one of {', '.join(KINDS)}, got {row['kind']!r}")
     numbers = int(row["size"]), int(row["length"]), int(row["context"])
     return Sample(row["kind"], *numbers, _seconds(row["seconds"]), bool(row["held_out"]))
+
+
+def _transfer(row: Mapping[str, Any]) -> Transfer:
+    return Transfer(int(row["nbytes"]), _seconds(row["seconds"]), bool(row.get("between_hosts", False)))
 
 
 def _seconds(values: Any) -> tuple[float, ...]:

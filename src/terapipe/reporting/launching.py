@@ -198,5 +198,6 @@ def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]
         out.append("HOST0 stands for one of the hosts; --endpoint names it.")
     if saved:
         mesh = f"terapipe.device_mesh(Layout(data={layout.data}, pipe={layout.pipe}, tensor={layout.tensor}))"
-        out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.")
+        shard = " The pipeline is made with shard=True." if layout.shard else ""
+        out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.{shard}")
     return out

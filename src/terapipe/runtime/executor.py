@@ -16,6 +16,7 @@ from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.transport import Transport
 from terapipe.scheduling.actions import Action, Op, Schedule, counterpart
 from terapipe.scheduling.timeline import Event
+from terapipe.scheduling.transfers import with_early_receives
 
 PENDING = 8  # gradients sent and not yet known to have arrived; beyond that the oldest is waited for
 
@@ -36,8 +37,9 @@ class Executor:
     ) -> None:
         """``finished`` is called as soon as a stage's gradients are complete."""
         self._stages, self._plan, self._transport, self._dtype = stages, schedule.plan, transport, dtype
-        self._runs = _runs(schedule.ranks[transport.rank])
-        self._forward_runs = _runs(schedule.forward_only().ranks[transport.rank])
+        listed = with_early_receives if transport.device.type == "cpu" else tuple
+        self._runs = _runs(listed(schedule.ranks[transport.rank]))
+        self._forward_runs = _runs(listed(schedule.forward_only().ranks[transport.rank]))
         self._last_stage = schedule.plan.num_stages - 1
         self._finished = finished
         # The last backward of each stage, or the last of their weight halves.
@@ -162,7 +164,8 @@ class Executor:
         if self._plan.recompute:  # writes the same keys and values to the cache again
             out = self._stages[k](x, cache)
         assert out is not None
-        cache.backward(out, gradient)  # adds what later slices owe to this one's keys, values and states
+        if out.requires_grad:  # a first stage may have nothing to train
+            cache.backward(out, gradient)  # adds what later slices owe to this one's keys, values and states
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad

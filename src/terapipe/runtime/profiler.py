@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple, cast
 
@@ -11,16 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from terapipe.modeling.attention import SliceCache
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.linear import settle
 from terapipe.modeling.stage import Stage
-from terapipe.planning.profile import Profile, Sample, Transfer
-from terapipe.runtime.transport import Transport, local_device
+from terapipe.planning.profile import Profile, Sample, Transfer, typical
+from terapipe.runtime.transport import Transport, host_name, local_device
 
 LEAST, MOST = 3, 15  # measurements of each point
 TIGHT = 0.02  # relative uncertainty at which measuring stops
 MESSAGES = tuple(2**n for n in range(12, 25, 2))  # bytes
+SENDING = 4.0  # seconds for messages over one kind of link, if that is enough for the three smallest
+TURNS = 9  # of each message, or at least LEAST
 
 Progress = Callable[[float], None]  # the share that is done
 
@@ -54,6 +57,7 @@ class Profiler:
     def __init__(self, model: GPT, *, layers: int, tokens: int, sizes: Sequence[int] = (1,)) -> None:
         self.device = local_device()
         self.transport = Transport(self.device)
+        self.hosts = tuple(self.transport.gather(host_name()))
         self.model, self.tokens, self.layers, self.sizes = model, tokens, layers, sizes
         count = model.num_layers
         # The last layers: their stage takes hidden states, and its head is only called for the loss.
@@ -109,7 +113,7 @@ class Profiler:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         return Profile(
             self.model.config, self.layers, self.tokens, self.transport.size, samples, tuple(transfers), rates,
-            machine, versions,
+            machine, versions, self.hosts,
         )  # fmt: skip
 
     # One point
@@ -204,31 +208,48 @@ class Profiler:
     # Beside the slices
 
     def _transfers(self) -> list[Transfer]:
-        """There and back between the first two ranks, halved."""
-        transport = self.transport
-        if transport.size == 1:
-            return []
-        taken: dict[int, list[float]] = {}
-        for nbytes in MESSAGES:
-            payload = torch.zeros(nbytes // 4, device=self.device)
-            for turn in range(-2, 9):
-                self._together()
-                seconds = self._timed(lambda payload=payload: self._there_and_back(payload)) / 2  # type: ignore[misc]
-                if turn >= 0:
-                    taken.setdefault(nbytes, []).append(seconds)
-        gathered = transport.gather(taken)
-        return [Transfer(nbytes, tuple(seconds)) for nbytes, seconds in gathered[0].items()]
+        """Messages between the first neighbours on one host, and between the first on two."""
+        found = []
+        for apart in (False, True):
+            first = next((rank for rank, (a, b) in enumerate(pairwise(self.hosts)) if (a != b) == apart), None)
+            if first is not None:
+                found += [Transfer(nbytes, seconds, apart) for nbytes, seconds in self._messages(first)]
+        return found
 
-    def _there_and_back(self, payload: Tensor) -> None:
-        rank, why = self.transport.rank, "a measured message"
-        if rank > 1:
-            return
-        for sender in (0, 1):
-            if rank == sender:
-                self.transport.wait(self.transport.send(payload, 1 - rank, why), 1 - rank, why)
-            else:
-                _, work = self.transport.receive(tuple(payload.shape), payload.dtype, 1 - rank, why)
-                self.transport.wait(work, 1 - rank, why)
+    def _messages(self, first: int) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Bytes, and seconds to the next rank, of ever larger messages while there is time for them."""
+        left, expected = SENDING, 1e-6
+        for number, nbytes in enumerate(MESSAGES):
+            turns = max(LEAST, min(TURNS, int(left / 2 / expected)))
+            if number >= LEAST and (turns + 1) * expected > left:
+                return
+            payload = torch.zeros(nbytes // 4, device=self.device)
+            mine = [self._there_and_back(payload, first) for _ in range(turns + 1)]
+            taken = self.transport.gather(mine)[first]  # so that all ranks decide alike
+            left -= sum(taken)
+            expected = 4 * typical(taken)  # the next message is four times as large
+            yield nbytes, tuple(seconds / 2 for seconds in taken[1:])
+
+    def _there_and_back(self, payload: Tensor, first: int) -> float:
+        """Seconds, on the first of the two ranks."""
+        transport, second, why = self.transport, first + 1, "a measured message"
+        shape, dtype = tuple(payload.shape), payload.dtype
+
+        def exchange() -> None:
+            sent = transport.send(payload, second, why)
+            transport.wait(transport.receive(shape, dtype, second, why)[1], second, why)
+            transport.wait(sent, second, why)
+
+        self._together()
+        if transport.rank == first:
+            # When this is gone, the other rank is known to have posted its receives, as it has in a step.
+            transport.wait(transport.send(payload[:1], second, why), second, why)
+            return self._timed(exchange)
+        if transport.rank == second:
+            for _, work in [transport.receive(n, dtype, first, why) for n in ((1,), shape)]:
+                transport.wait(work, first, why)
+            transport.wait(transport.send(payload, first, why), first, why)
+        return 0.0
 
     def _optimizer(self) -> list[float]:
         """Seconds per parameter of an AdamW step over the measured stage."""

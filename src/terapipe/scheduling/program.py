@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from terapipe.planning.cost import Sending
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import NEEDS, Action, Op
 
@@ -111,27 +112,29 @@ class Times:
         return max(self.ends)
 
 
-def run(program: Program, seconds: Sequence[float], delays: Sequence[float], *, overlapped: bool) -> Times:
+def run(program: Program, seconds: Sequence[float], delays: Sequence[float], sendings: Sequence[Sending]) -> Times:
     """Every computation takes its seconds, and its result, where it is sent, its delay.
 
-    Transfers over one link happen one by one in the order in which they are produced. Where they are not overlapped,
-    the rank that sends goes on when it has sent.
+    Transfers over one link, ``sendings`` has one entry for each of ``program.links``, begin one by one in the order in
+    which they are produced, each when the one before is through but for its latency. Where they are not overlapped, the
+    rank that sends goes on when it has sent.
     """
     clock = [0.0] * program.num_ranks
-    links: dict[tuple[int, int], float] = {}  # when each is free again
+    free = [0.0] * len(sendings)  # when each link is free again
     starts, ends, arrivals = [], [], [0.0] * len(seconds)
-    lists = zip(program.ranks, program.needs, program.peers, seconds, delays, strict=True)
-    for i, (rank, need, peer, duration, delay) in enumerate(lists):
+    lists = zip(program.ranks, program.needs, program.links[1].tolist(), seconds, delays, strict=True)
+    for i, (rank, need, link, duration, delay) in enumerate(lists):
         start = clock[rank]
         if need >= 0 and arrivals[need] > start:
             start = arrivals[need]
         end = start + duration
         starts.append(start)
         ends.append(end)
-        if peer >= 0:
+        if link >= 0:
+            overlapped, latency = sendings[link]
             if overlapped:
-                link = (rank, peer)
-                arrivals[i] = links[link] = max(end, links.get(link, 0.0)) + delay
+                arrivals[i] = max(end, free[link]) + delay
+                free[link] = arrivals[i] - latency
             else:
                 end = arrivals[i] = end + delay
         clock[rank] = end

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, Part, parts
+from terapipe.planning.cost import Array, Cost, Part, Sending, parts
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, NEEDS, Action, Op, Schedule
 from terapipe.scheduling.orders import computations
@@ -38,7 +38,7 @@ def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     lists = [[a for a in rank if a.op in COMPUTE] for rank in schedule.ranks]
     built = compiled(plan, lists)
     delays = _delays(built, plan, cost)
-    times = run(built, _durations(built, plan, cost), delays, overlapped=cost.overlapped)
+    times = run(built, _durations(built, plan, cost), delays, _sendings(built, cost))
     return Timeline(plan, tuple(_events(built, times, delays)))
 
 
@@ -46,7 +46,7 @@ def measure(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Makespan and idle share, as ``simulate(schedule(plan), cost)`` has them, but without listing a schedule."""
     built = program(plan)
     seconds, delays = _durations(built, plan, cost), _delays(built, plan, cost)
-    span = run(built, seconds, delays, overlapped=cost.overlapped).makespan
+    span = run(built, seconds, delays, _sendings(built, cost)).makespan
     return span, 1.0 - sum(seconds) / (span * plan.num_ranks) if span else 0.0
 
 
@@ -102,6 +102,10 @@ def _delays(program: Program, plan: Plan, cost: Cost) -> list[float]:
     table = np.stack([*rows, np.zeros_like(size)])  # the last row is what -1 finds: no transfer
     delays: list[float] = table[links, program.places[2]].tolist()
     return delays
+
+
+def _sendings(program: Program, cost: Cost) -> list[Sending]:
+    return [cost.sending(*pair) for pair in program.links[0]]
 
 
 # What a computation's result is sent as, received as, and how many stages on.

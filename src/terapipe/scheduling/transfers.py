@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from terapipe.planning.cost import Sending
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import (
+    COMPUTE,
     SENDS,
     Action,
     Op,
@@ -16,6 +18,8 @@ from terapipe.scheduling.actions import (
 from terapipe.scheduling.program import compiled, run
 
 AHEAD = 2  # a receive is posted this many computations before the one that needs it, if its turn has come
+
+EARLY = 3  # and by so many earlier still where the order of transfers binds nobody
 
 Lists = Sequence[Sequence[Action]]
 
@@ -40,7 +44,7 @@ def _ideal_finish(plan: Plan, computations: Lists) -> dict[Action, float]:
     """When each computation ends if a forward takes its number of tokens, a backward twice that, a transfer nothing."""
     program = compiled(plan, computations)
     seconds = [float(_DURATION[op] * s.size * s.length) for op, _, s in program.actions]
-    times = run(program, seconds, [0.0] * len(seconds), overlapped=True)
+    times = run(program, seconds, [0.0] * len(seconds), [Sending()] * len(program.links[0]))
     return {settles(action): end for action, end in zip(program.actions, times.ends, strict=True)}
 
 
@@ -85,3 +89,19 @@ def _merge(plan: Plan, computations: list[Action], mine: list[Action]) -> tuple[
 def _consumers(plan: Plan, computations: Sequence[Action]) -> Callable[[Action], Action]:
     consumer = {need: settles(action) for action in computations for need in dependencies(action, plan)}
     return consumer.__getitem__
+
+
+def with_early_receives(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """A rank's list with its receives ``EARLY`` computations earlier, past sends that come before them in the order of
+    transfers; their own order stays.
+
+    For gloo, which sends nothing before it has heard of the receive, and that word queues behind what its rank is
+    sending. Over a slow link a receive must be posted long before it is needed; gloo permits it, NCCL does not.
+    """
+    place, done = [], 0  # before which computation each action comes
+    for action in actions:
+        receive = action.op not in COMPUTE and action.op not in SENDS
+        place.append((max(0, done - EARLY), 0) if receive else (done, 1))
+        done += action.op in COMPUTE
+    order = sorted(range(len(actions)), key=place.__getitem__)
+    return tuple(actions[i] for i in order)

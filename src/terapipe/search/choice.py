@@ -1,6 +1,6 @@
 """One way to run a step, judged: its time by simulation, its memory by count."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -43,7 +43,7 @@ class Choice:
             "step_time": self.step_time,
             "tokens_per_second": self.tokens_per_second,
             "order": plan.order,
-            "layout": {"data": self.layout.data, "pipe": self.layout.pipe, "tensor": self.layout.tensor},
+            "layout": asdict(self.layout),
             "chunks": plan.chunks,
             "recompute": plan.recompute,
             "boundaries": list(plan.boundaries),

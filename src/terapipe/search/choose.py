@@ -130,5 +130,5 @@ def _refuse_budget(found: list[Seed], best: list[Choice]) -> NoReturn:
         f"no plan fits into {(found[0].bench.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"{'with' if least.plan.recompute else 'without'} recomputation); take more devices, a smaller batch or "
-        "shorter sequences, fix less, or raise --memory"
+        "shorter sequences, share state between replicas (--shard), fix less, or raise --memory"
     )

@@ -68,7 +68,7 @@ class ClusterSource:
 
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         device = self.cluster.host.device
-        return ShapeMemory(self.config, device.element, device.state, layout.tensor, recompute)
+        return ShapeMemory(self.config, device.element, device.state, layout.tensor, recompute, layout.sharers)
 
     def tensor_degrees(self) -> list[int]:
         heads = self.config.num_kv_heads
@@ -98,13 +98,13 @@ class ProfileSource:
     def budget(self) -> int | None:
         """Ranks of one host share its memory."""
         memory = self.profile.machine.get("memory")
-        return int(memory) // self.profile.ranks if memory else None
+        return int(memory) // self.profile.ranks_per_host if memory else None
 
     def cost(self, layout: Layout, recompute: bool) -> Cost:
-        return FittedCost(self.profile, recompute, replicas=layout.data)
+        return FittedCost(self.profile, recompute, layout)
 
     def memory(self, layout: Layout, recompute: bool) -> Memory:
-        return ShapeMemory(self.profile.config, recompute=recompute)
+        return ShapeMemory(self.profile.config, recompute=recompute, sharers=layout.sharers)
 
     def tensor_degrees(self) -> list[int]:
         return [1]
@@ -124,6 +124,7 @@ class Request:
     microbatch: int | None = None
     chunks: int | None = None
     recompute: bool | None = None
+    shard: bool = False  # whether replicas share out their state
     tile: int = 8  # slices are multiples of it
     distinct: int | None = None  # at most so many different lengths
     budget: int | None = None  # bytes; the source's own where not given
@@ -185,6 +186,7 @@ def layouts(source: Source, request: Request) -> list[Layout]:
             )
     else:
         found = list(_factors(source, request))
+    found = [replace(layout, shard=request.shard and layout.data > 1) for layout in found]
     found = [layout for layout in found if layout.pipe <= source.layers]
     if request.tensor and request.tensor not in source.tensor_degrees():
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.cost import Array, Numbers, Part, Sending
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.planning.solver import Cuts, solve_table
@@ -58,10 +58,6 @@ class CostTable:
 
     # As a Cost, for the simulator
 
-    @property
-    def overlapped(self) -> bool:
-        return True
-
     def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
         return self._look_up(size, length, context) / 3
 
@@ -73,6 +69,9 @@ class CostTable:
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         return np.zeros(np.broadcast(size, length).shape)
+
+    def sending(self, source: int, target: int) -> Sending:
+        return Sending()
 
     def once(self, held: Sequence[Part]) -> float:
         return 0.0

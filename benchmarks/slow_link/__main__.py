@@ -1,0 +1,3 @@
+from benchmarks.slow_link.measure import main
+
+main()

@@ -1,0 +1,91 @@
+"""A plan made with the measured link against one made as if it were free: two hosts, 100 Mbit/s and 5 ms apart."""
+
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from benchmarks.harness import Contender, arguments, pin, race, report
+from terapipe import GPT, GPTConfig, Pipeline, Plan
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.profile import Profile
+from terapipe.runtime.profiler import Profiler
+from terapipe.runtime.transport import under_torchrun
+from terapipe.scheduling.simulator import measure as simulated
+from terapipe.search.choose import choose
+from terapipe.search.request import ProfileSource, Request
+from tests.hosts import finish, hosts, torchrun, why_not
+
+TOKENS = 2048
+CONFIG = GPTConfig(layers=8, hidden=256, heads=8, vocab=256, max_tokens=TOKENS)
+RATE, DELAY = "100mbit", "5ms"
+
+
+def planned(profile: Profile) -> Plan:
+    request = Request(1, profile.tokens, data=1, pipe=2, tensor=1, recompute=False)
+    return choose(ProfileSource(profile, 2), request).chosen.plan
+
+
+def plans(profile: Profile) -> dict[str, Plan]:
+    return {"with the measured link": planned(profile), "as if it were free": planned(replace(profile, transfers=()))}
+
+
+def contender(plan: Plan) -> Contender:
+    pipe = Pipeline(GPT(CONFIG), plan)
+    ids = torch.randint(CONFIG.vocab, (plan.batch, plan.tokens), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        pipe.step(ids, ids)
+        pipe.zero_grad(set_to_none=False)
+
+    return step
+
+
+def on_host(quick: bool) -> None:
+    """What the rank of each host runs; the first reports."""
+    pin(0)
+    profiler = Profiler(GPT(CONFIG), layers=CONFIG.layers // 4, tokens=TOKENS // 2 if quick else TOKENS)
+    together = profiler.transport.gather
+    profile = together(profiler.run(5.0 if quick else 30.0))[0]
+    tried = together(plans(profile))[0]
+    times = race({name: contender(plan) for name, plan in tried.items()}, 3 if quick else 15)
+    if profiler.transport.rank == 0:
+        show(profile, tried, times)
+
+
+def show(profile: Profile, tried: dict[str, Plan], times: dict[str, list[float]]) -> None:
+    cost = FittedCost(profile)
+    predicted = {name: simulated(plan, cost)[0] for name, plan in tried.items()}
+    rows = [
+        [name, text(plan), predicted[name], min(times[name]), predicted[name] / min(times[name]), median(times[name])]
+        for name, plan in tried.items()
+    ]
+    ours, theirs = tried
+    figures = {
+        "speedup": min(times[theirs]) / min(times[ours]),
+        "speedup_of_medians": median(times[theirs]) / median(times[ours]),
+        "speedup_predicted": predicted[theirs] / predicted[ours],
+        "predicted": predicted[ours],
+        "predicted_as_if_free": predicted[theirs],
+        "megabyte_ms": 1e3 * float(cost.transfer(0, 1, 1, (1 << 20) / (4 * CONFIG.hidden))),
+    }
+    header = ("planned", "plan", "predicted s", "best measured s", "ratio", "median measured s")
+    title = (__doc__ or "") + (f" Quick: {profile.tokens} tokens only." if profile.tokens < TOKENS else "")
+    report(title, header, rows, figures)
+
+
+def text(plan: Plan) -> str:
+    lengths = plan.lengths[0]
+    return f"{plan.order}, chunks per rank: {plan.chunks}, {len(lengths)} slices of {min(lengths)} to {max(lengths)}"
+
+
+def main() -> None:
+    quick = arguments(__doc__ or "").quick
+    if under_torchrun():
+        on_host(quick)
+    elif reason := why_not():
+        raise SystemExit(f"this benchmark makes two hosts of one machine: {reason}")
+    else:
+        with hosts(2, RATE, DELAY) as two:
+            options = ["--quick"] if quick else []
+            print("".join(finish(torchrun(two, "-m", "benchmarks.slow_link", *options), 900.0)).strip())
