@@ -30,7 +30,7 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "plan", *BIG, *LAYOUT, "--order", "terapipe")
     keys = {"step_time", "order", "layout", "microbatches", "slices", "idle", "peak_bytes", "seconds_to_plan"}
     assert keys <= set(found)
-    assert found["layout"] == {"data": 1, "pipe": 48, "tensor": 8}
+    assert found["layout"] == {"data": 1, "pipe": 48, "tensor": 8, "shard": False}
     assert sum(found["microbatches"]) == 2
     assert all(sum(row) == 2048 for row in found["slices"])
     assert found["order"] == "terapipe"

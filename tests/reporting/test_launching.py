@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def test_what_sources_say_of_hosts() -> None:
     assert hosts_of(Cluster("cpu:2", HOSTS["dgx-a100"], 2), 16) == Hosts(2, 8, 8, gpus=False)
     assert hosts_of(made(), 5) == Hosts(1, 5, 5, gpus=False)
     assert hosts_of(None, 3) == Hosts(1, 3, 3, gpus=False)
+    several = replace(made(), ranks=4, hosts=("a", "a", "b", "b"))
+    assert hosts_of(several, 6) == Hosts(3, 2, 2, gpus=False)
 
 
 @pytest.mark.parametrize("endpoint", ["node1", "node1:", ":29500", "node1:0", "node1:99999", "a b:1", "a:1; rm"])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from terapipe import ORDERS, Op, Plan, Schedule, schedule, validate
 from terapipe.scheduling.actions import COMPUTE
+from terapipe.scheduling.transfers import with_early_receives
 from tests.plans import plans
 
 
@@ -141,3 +142,15 @@ def test_what_an_order_cannot_do_is_said() -> None:
         schedule(uniform("terapipe-1f1b", 2, 2, 3, chunks=2))
     with pytest.raises(ValueError, match="unknown order 'gpip'; the orders are gpipe, 1f1b"):
         schedule(replace(sliced, order="gpip"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plan=plans())
+def test_early_receives_change_no_order_but_their_place(plan: Plan) -> None:
+    """For gloo: sends and receives each stay in order, computations too, and no receive comes later than before."""
+    for actions in schedule(plan).ranks:
+        early = with_early_receives(actions)
+        receives = [a for a in actions if a.op in (Op.RECV_F, Op.RECV_B)]
+        assert [a for a in early if a in set(receives)] == receives
+        assert [a for a in early if a not in set(receives)] == [a for a in actions if a not in set(receives)]
+        assert all(early.index(a) <= actions.index(a) for a in receives)

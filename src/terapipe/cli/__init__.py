@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 import terapipe
-from terapipe.cli import compare, doctor, plan, profile, reproduce, simulate
+from terapipe.cli import compare, doctor, models, plan, profile, reproduce, simulate, verify
 
-VERBS = (doctor, profile, plan, compare, simulate, reproduce)
+VERBS = (doctor, profile, plan, compare, simulate, reproduce, verify, models)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,11 +29,17 @@ class Hosts:
 
 
 def hosts_of(source: Cluster | Profile | None, devices: int) -> Hosts:
-    """What is known of the hosts. A profile is taken to be of one with room for all devices; so is a cost table."""
+    """What is known of the hosts. A profile of several says how many ranks each has; one of a single host, and a cost
+    table, are taken to be of a host with room for all devices."""
     if isinstance(source, Cluster):
         gpus = not source.name.startswith("cpu:")
         return Hosts(source.hosts, source.host.devices, source.host.devices * (CORES if gpus else 1), gpus)
     machine: Mapping[str, Any] = {} if source is None else source.machine
+    if source is not None and len(set(source.hosts)) > 1:
+        each = source.ranks_per_host
+        return Hosts(
+            -(-devices // each), each, int(machine.get("cores") or each), machine.get("device", "cpu") != "cpu"
+        )
     return Hosts(1, devices, int(machine.get("cores") or devices), machine.get("device", "cpu") != "cpu")
 
 

@@ -35,19 +35,13 @@ def text_config(config: PretrainedConfig) -> Any:
 def find_layers(model: PreTrainedModel) -> str:
     """The list of as many modules as the configuration has layers."""
     count = text_config(model.config).num_hidden_layers
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and not _inside(name, "encoder")
-    ]
+    lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    found = [name for name, length in lists.items() if length == count and "encoder" not in name.split(".")]
+    found = found or [name for name, length in lists.items() if length == count]  # a decoder made of an encoder
     if not found:
         raise RefusedError(f"no list of {count} layers was found in {type(model).__name__}")
     shallowest: str = min(found, key=lambda name: name.count("."))
     return shallowest
-
-
-def _inside(name: str, part: str) -> bool:
-    return part in name.split(".")
 
 
 class Passing:

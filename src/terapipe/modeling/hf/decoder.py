@@ -1,41 +1,72 @@
-"""Any Hugging Face causal LM as stages: the model's own forward, with other stages' layers left out.
+"""Any Hugging Face causal LM, to be taken apart by a ``Pipeline``."""
 
-Each stage is the whole model, hollowed out: layers it does not hold hand on what they get, other modules it does not
-hold have weights of zero. What the stage before sent is put in front of its first layer, and what its last layer gives
-is taken: whatever the model does around its layers, it does itself.
-"""
-
-import copy
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.hf.anatomy import Anatomy, Passing, anatomy, hollow, text_config, with_layers
-from terapipe.modeling.hf.seam import NAME, RefusedError, computing
+from terapipe.modeling.hf.anatomy import Anatomy, anatomy
+from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
+from terapipe.modeling.hf.check import check
+from terapipe.modeling.hf.seam import NAME, RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
-from terapipe.modeling.hf.states import StateCache, ViewCache
-from terapipe.modeling.stage import IGNORE, Split
-
-_PREFIX = "model."
+from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.modeling.stage import Split
 
 
 class Decoder:
-    """A causal LM that a ``Pipeline`` can take apart."""
+    """A causal LM that a ``Pipeline`` can take apart.
 
-    def __init__(self, model: PreTrainedModel, parts: Anatomy | None = None, *, fast: bool = True) -> None:
-        self.model, self.fast = model, fast
-        self.parts = parts or anatomy(small_model(shrunken(model.config)))
-        if fast:
-            self.model.set_attn_implementation(NAME)
+    A model that has its weights is shared by its stages. Of one on the meta device, as the two ways to make one below
+    build it, each stage makes its own part real. ``fast`` chooses the seam; by default a small copy of the model is cut
+    and compared with the whole, which tells what is exact, or refuses the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        parts: Anatomy | None = None,
+        *,
+        fast: bool | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        self.model: PreTrainedModel = model
+        self.weights = weights or Drawn()
+        with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
+            small = shrunken(model.config)
+            if fast is None:
+                verdict = check(type(model).__name__, small)
+                if not verdict.exact:
+                    raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
+                fast, parts = verdict.seam == "fast", verdict.parts
+            self.parts: Anatomy = parts or anatomy(small_model(small))
+        self.fast = fast
+        if not fast and getattr(model, "is_gradient_checkpointing", False):
+            raise RefusedError(
+                f"{type(model).__name__} is cut through its cache, which gradient checkpointing drops; disable it"
+            )
+
+    @property
+    def seam(self) -> str:
+        return "fast" if self.fast else "general"
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig) -> "Decoder":
-        return cls(AutoModelForCausalLM.from_config(copy.deepcopy(config)))  # type: ignore[no-untyped-call]
+    def from_config(
+        cls, config: PretrainedConfig, seed: int = 0, dtype: torch.dtype | None = None, *, fast: bool | None = None
+    ) -> "Decoder":
+        """With random weights, the same for the same seed however the model is split."""
+        return cls(skeleton(config, dtype), fast=fast, weights=Drawn(seed))
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, dtype: torch.dtype | None = None, *, fast: bool | None = None
+    ) -> "Decoder":
+        """From a folder that ``save_pretrained`` wrote. As in transformers the model begins in evaluation mode."""
+        saved = Saved(Path(folder), dtype)
+        return cls(skeleton(saved.config(), dtype), fast=fast, weights=saved)
 
     @property
     def num_layers(self) -> int:
@@ -48,120 +79,13 @@ class Decoder:
     def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> "DecoderStage":
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
-        return DecoderStage(self.model, self.parts, first, last, self.fast).to(device)
-
-
-class DecoderStage(nn.Module):
-    def __init__(self, model: PreTrainedModel, parts: Anatomy, first: int, last: int, fast: bool) -> None:
-        super().__init__()
-        self.fast = fast
-        self.parts, self.first, self.last = parts, first, last
-        self.is_first, self.is_last = first == 0, last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
-        idle = Passing(parts.returns)
-        self.model: Any = with_layers(
-            model, parts.layers, lambda i, layer: layer if first <= i < last else hollow(layer, idle)
-        )
-        self._empty_modules()
-        self._given: Tensor | None = None
-        self._taken: Tensor | None = None
-        owned = self.blocks
-        if not self.is_first:
-            owned[0].register_forward_pre_hook(self._inject, with_kwargs=True)
-        owned[-1].register_forward_hook(self._capture)
-        if self.is_last:
-            given = Passing(parts.returns, lambda: self._given)
-            # Not a child of this module: it shares its children.
-            self.__dict__["_end"] = with_layers(self.model, parts.layers, lambda i, layer: hollow(layer, given))
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.model.get_submodule(self.parts.layers))[self.first : self.last]
-
-    def _empty_modules(self) -> None:
-        """Weights of zero, which take no memory, in modules that other stages hold."""
-        others = (() if self.is_first else self.parts.before) + (() if self.is_last else self.parts.after)
-        for name in others:
-            path, _, leaf = name.rpartition(".")
-            module = self.model.get_submodule(name)
-            twin = copy.copy(module)
-            zeros = {
-                k: torch.zeros((), dtype=p.dtype).expand(p.shape)
-                for k, p in module._parameters.items()
-                if p is not None
-            }
-            twin.__dict__ = {**module.__dict__, "_parameters": {}, "_buffers": {**module._buffers, **zeros}}
-            twin.__dict__["_non_persistent_buffers_set"] = {*module._non_persistent_buffers_set, *zeros}
-            self._own_path(path)._modules[leaf] = twin
-
-    def _own_path(self, path: str) -> nn.Module:
-        """The module there, after all on the way to it are this stage's own copies."""
-        module: nn.Module = self.model
-        for step in path.split(".") if path else ():
-            child = copy.copy(module._modules[step])
-            assert child is not None
-            child.__dict__ = {**child.__dict__, "_modules": dict(child._modules)}
-            module._modules[step] = child
-            module = child
-        return module
-
-    def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if "hidden_states" in named:
-            return arguments, {**named, "hidden_states": self._given}
-        return (self._given, *arguments[1:]), named
-
-    def _capture(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._taken = output[0] if isinstance(output, tuple) else output
-
-    # As a Stage
-
-    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
-        base = self.model.get_submodule(self.parts.layers.partition(".")[0])
-        self._given = x
-        size, length = x.shape[:2]
-        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(size, length, x)}
-        if isinstance(cache, StateCache):
-            base(**inputs, **self._places(cache, x), past_key_values=cache.states(), use_cache=True)
-            cache.cut()
-        else:
-            with computing(cache) as calls:
-                base(**inputs, **self._places(cache, x), **self._view(cache), use_cache=False)
-            if sum(calls.values()) < self.last - self.first:
-                raise RefusedError("some layers do not take their attention from transformers' interface")
-        taken, self._given, self._taken = self._taken, None, None
-        assert taken is not None
-        return taken
-
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        self._given = hidden
-        zeros = self._zeros(hidden.shape[0], hidden.shape[1], hidden)
-        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        positions = {"position_ids": places} if self.parts.takes_positions else {}
-        logits: Tensor = self.__dict__["_end"](inputs_embeds=zeros, use_cache=False, **positions).logits
-        self._given = None
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-    def _zeros(self, size: int, length: int, like: Tensor) -> Tensor:
-        width = self.model.get_input_embeddings().embedding_dim
-        dtype = next(self.parameters()).dtype
-        return torch.zeros(size, length, width, dtype=dtype, device=like.device)
-
-    def _view(self, cache: SliceCache) -> dict[str, Any]:
-        return {"past_key_values": cache.states()} if isinstance(cache, ViewCache) else {}
-
-    def _places(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
-        if not self.parts.takes_positions:
-            return {}
-        return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
-
-    def make_cache(self, size: int, tokens: int) -> SliceCache:
-        config = text_config(self.model.config)
-        return ViewCache(tokens, config) if self.fast else StateCache(tokens, config, range(self.first, self.last))
-
-    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
-        return (size, length, int(text_config(self.model.config).hidden_size))
-
-    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under their names in the whole model."""
-        for name, parameter in super().named_parameters(*arguments, **named):
-            yield name.removeprefix(_PREFIX), parameter
+        model = self.model
+        if any(p.is_meta for p in model.parameters()):
+            model = self.weights.fill(model, Share(model, self.parts, first, last))
+        if self.fast:
+            model.set_attn_implementation(NAME)
+        with device:  # weights of zero take no memory where they are made, but would if moved there
+            stage = DecoderStage(model, self.parts, first, last, self.fast).to(device)
+        if split is not None:
+            stage.split(split)
+        return stage

@@ -7,7 +7,6 @@ positions applied. Masks are never built: the mask interface returns a descripti
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,18 +34,23 @@ class _Now:
         self.calls: Counter[nn.Module] = Counter()
 
 
-_now: ContextVar[_Now | None] = ContextVar("slice", default=None)
+# One for the process, not for the thread: on a GPU, layers are recomputed in a thread of the backward's own.
+_current: list[_Now] = []
 
 
 @contextmanager
 def computing(cache: SliceCache) -> Iterator[Counter[nn.Module]]:
     """Attention inside is that of the cache's current slice. Gives how often each module's was called."""
-    now = _Now(cache)
-    token = _now.set(now)
+    _current.append(_Now(cache))
     try:
-        yield now.calls
+        yield _current[-1].calls
     finally:
-        _now.reset(token)
+        _current.pop()
+
+
+def current() -> Any:
+    """The cache of the slice that is being computed."""
+    return _current[-1].cache
 
 
 class Seen:
@@ -94,9 +98,9 @@ def slice_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of its own attention: (batch, tokens, heads, head size) from heads first."""
-    now = _now.get()
-    if now is None:
+    if not _current:
         raise RefusedError("this attention works on slices only: call the model through a Pipeline")
+    now = _current[-1]
     if dropout:
         raise RefusedError(
             f"dropout in attention is not supported, got {dropout}; set the model's attention dropout to 0"

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.hf.seam import RefusedError
+from terapipe.modeling.hf.seam import RefusedError, computing
 
 
 class ViewCache(SliceCache):
@@ -24,9 +24,19 @@ class ViewCache(SliceCache):
     def __init__(self, tokens: int, config: PretrainedConfig) -> None:
         super().__init__(tokens)
         self._view = _adapted(config, [_Elsewhere] * config.num_hidden_layers)
+        self.inputs: dict[int, Tensor] = {}  # of the stage, by the slice's context
 
     def states(self) -> Cache:
         return _seen(self._view, self.context)
+
+    def backward(self, out: Tensor, gradient: Tensor) -> None:
+        with computing(self):  # layers may be computed again
+            super().backward(out, gradient)
+        del self.inputs[self.context]
+
+    def clear(self) -> None:
+        super().clear()
+        self.inputs.clear()
 
 
 class StateCache(SliceCache):
@@ -36,9 +46,15 @@ class StateCache(SliceCache):
         super().__init__(tokens)
         self._config, self._held = config, held
         self._states: Any = None
+        self._next = 0
 
     def states(self) -> Cache:
         """For the forward of the current slice, which must come after those before it."""
+        if len({len(row) for row in self._starts}) > 1 or any(len(row) > 1 for row in self._starts):
+            raise RefusedError("documents in one row need the fast seam; give each document its own row")
+        if self.context not in (0, self._next):
+            raise RefusedError("slices of this model cannot be computed again; leave recomputation off")
+        self._next = self.end
         if self.context == 0 or self._states is None:
             held = [number in self._held for number in range(self._config.num_hidden_layers)]
             self._states = _adapted(self._config, [_Assigned if here else _Elsewhere for here in held])

@@ -1,0 +1,45 @@
+"""``terapipe models``: which Hugging Face models are exact, and why others are refused."""
+
+import argparse
+import json
+from importlib import metadata, resources
+
+from rich.table import Table
+
+from terapipe.cli import show
+from terapipe.cli.options import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "models",
+        help="list the Hugging Face models that are exact, and why others are refused",
+        description="What `terapipe verify --all` found with the transformers that this release was made with.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    text = resources.files("terapipe.modeling.hf").joinpath("models.json").read_text("utf-8")
+    if parsed.json:
+        print(text)
+        return 0
+    known = json.loads(text)
+    table = Table("model", "", "by", "largest error", "why not, or what to mind", box=None, pad_edge=False)
+    for row in known["models"]:
+        mind = f"slices of at least {row['shortest']} tokens" if row["shortest"] > 1 else ""
+        error = f"{row['worst']:.0e}" if row["exact"] else ""
+        table.add_row(row["model"], "exact" if row["exact"] else "refused", row["seam"], error, row["reason"] or mind)
+    show.console.print(table)
+    exact = sum(row["exact"] for row in known["models"])
+    show.console.print(
+        f"\n{exact} of {len(known['models'])} types are exact with transformers {known['transformers']}."
+    )
+    try:
+        installed = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        installed = "none"
+    if installed != known["transformers"]:
+        show.console.print(f"Installed here: {installed}. `terapipe verify --all` checks it, in a few minutes.")
+    return 0

@@ -1,0 +1,202 @@
+"""Some layers of a Hugging Face causal LM: the model's own forward, with other stages' layers left out.
+
+Each stage is the whole model, hollowed out: layers it does not hold hand on what they get, other modules it does not
+hold have weights of zero. What the stage before sent is put in front of its first layer, and what its last layer gives
+is taken: whatever the model does around its layers, it does itself.
+"""
+
+import copy
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.hf.anatomy import Anatomy, Passing, hollow, text_config, with_layers
+from terapipe.modeling.hf.seam import RefusedError, computing, current
+from terapipe.modeling.hf.states import StateCache, ViewCache
+from terapipe.modeling.stage import IGNORE, Split
+
+_PREFIX = "model."
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    found = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in found)
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """For norms of which each device sees its own heads. Transformers would sum what a parameter has accumulated after
+    each backward, and so count earlier slices several times; this sums what each adds."""
+    plain, hooked = module.forward, set()
+
+    def total(gradient: Tensor) -> Tensor:
+        return DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        for p in module.parameters(recurse=False):
+            if torch.is_grad_enabled() and p.requires_grad and id(p) not in hooked:
+                p.register_hook(total)  # type: ignore[no-untyped-call]
+                hooked.add(id(p))
+        return plain(*arguments, **named)
+
+    module.forward = forward
+
+
+class DecoderStage(nn.Module):
+    def __init__(self, model: PreTrainedModel, parts: Anatomy, first: int, last: int, fast: bool) -> None:
+        super().__init__()
+        self.fast = fast
+        self.parts, self.first, self.last = parts, first, last
+        self.is_first, self.is_last = first == 0, last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
+        idle = Passing(parts.returns)
+        self.model: Any = with_layers(
+            model, parts.layers, lambda i, layer: layer if first <= i < last else hollow(layer, idle)
+        )
+        self._empty_modules()
+        self._given: Tensor | None = None
+        self._taken: Tensor | None = None
+        self._tokens = 0  # of the whole sequence, while a slice of it is computed
+        self._places_asked: Tensor | None = None
+        for module in self.model.modules():
+            if _depends_on_length(module):
+                module.register_forward_pre_hook(self._ask_for_all_places, with_kwargs=True)
+                module.register_forward_hook(self._take_asked_places)
+        owned = self.blocks
+        if not self.is_first:
+            owned[0].register_forward_pre_hook(self._inject, with_kwargs=True)
+        owned[-1].register_forward_hook(self._capture)
+        if self.is_last:
+            given = Passing(parts.returns, lambda: self._given)
+            # Not a child of this module: it shares its children.
+            self.__dict__["_end"] = with_layers(self.model, parts.layers, lambda i, layer: hollow(layer, given))
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.parts.layers))[self.first : self.last]
+
+    def _empty_modules(self) -> None:
+        """Weights of zero, which take no memory, in modules that other stages hold."""
+        others = (() if self.is_first else self.parts.before) + (() if self.is_last else self.parts.after)
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(name)
+            twin = copy.copy(module)
+            weights = {k: p for k, p in module._parameters.items() if p is not None}
+            zeros = {k: torch.zeros((), dtype=p.dtype).expand(p.shape) for k, p in weights.items()}
+            absent = {k: None for k in module._parameters if k not in weights}
+            twin.__dict__ = {**module.__dict__, "_parameters": absent, "_buffers": {**module._buffers, **zeros}}
+            twin.__dict__["_non_persistent_buffers_set"] = {*module._non_persistent_buffers_set, *zeros}
+            self._own_path(path)._modules[leaf] = twin
+
+    def _own_path(self, path: str) -> nn.Module:
+        """The module there, after all on the way to it are this stage's own copies."""
+        module: nn.Module = self.model
+        for step in path.split(".") if path else ():
+            child = copy.copy(module._modules[step])
+            assert child is not None
+            child.__dict__ = {**child.__dict__, "_modules": dict(child._modules)}
+            module._modules[step] = child
+            module = child
+        return module
+
+    def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        # Where a layer is computed again during a backward, what it was given the first time is in the cache.
+        given = self._given if self._given is not None else current().inputs[current().context]
+        if "hidden_states" in named:
+            return arguments, {**named, "hidden_states": given}
+        return (given, *arguments[1:]), named
+
+    def _capture(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._given is not None:
+            self._taken = output[0] if isinstance(output, tuple) else output
+
+    def _ask_for_all_places(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Rotary embeddings that depend on the sequence's length are those of the whole one."""
+        if not self._tokens:
+            return arguments, named
+        at = "position_ids" in named
+        self._places_asked = named["position_ids"] if at else arguments[1]
+        every = torch.arange(self._tokens, device=self._places_asked.device)[None]
+        return (arguments, {**named, "position_ids": every}) if at else ((arguments[0], every, *arguments[2:]), named)
+
+    def _take_asked_places(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        if not self._tokens:
+            return None
+        return tuple(table[0][self._places_asked] for table in output)
+
+    def split(self, split: Split) -> None:
+        """Shares the operators out by the model's own plan for that."""
+        plan = self.model.tp_plan
+        if not plan:
+            raise RefusedError(f"{type(self.model).__name__} has no tp_plan of its own; take tensor 1")
+        partial = [name for name, style in plan.items() if style == "replicated_with_grad_allreduce"]
+        rest = {name: style for name, style in plan.items() if name not in partial}
+        apply_tensor_parallelism(self.model, split.mesh, rest)  # type: ignore[no-untyped-call]
+        for name, module in self.model.named_modules():
+            if any(fnmatch(name, pattern) for pattern in partial):
+                _sum_gradients(module, split.mesh)
+
+    # As a Stage
+
+    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        base = self.model.get_submodule(self.parts.layers.partition(".")[0])
+        self._given, self._tokens = x, cache.tokens
+        size, length = x.shape[:2]
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(size, length, x)}
+        if isinstance(cache, StateCache):
+            base(**inputs, **self._places(cache, x), past_key_values=cache.states(), use_cache=True)
+            cache.cut()
+        else:
+            assert isinstance(cache, ViewCache)
+            cache.inputs[cache.context] = x
+            with computing(cache) as calls:
+                base(**inputs, **self._places(cache, x), **self._view(cache), use_cache=False)
+            if sum(calls.values()) < self.last - self.first:
+                raise RefusedError("some layers do not take their attention from transformers' interface")
+        taken, self._given, self._taken, self._tokens = self._taken, None, None, 0
+        assert taken is not None
+        return taken
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        self._given = hidden
+        zeros = self._zeros(hidden.shape[0], hidden.shape[1], hidden)
+        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        positions = {"position_ids": places} if self.parts.takes_positions else {}
+        logits: Tensor = self.__dict__["_end"](inputs_embeds=zeros, use_cache=False, **positions).logits
+        self._given = None
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _zeros(self, size: int, length: int, like: Tensor) -> Tensor:
+        width = self.model.get_input_embeddings().embedding_dim
+        dtype = next(self.parameters()).dtype
+        return torch.zeros(size, length, width, dtype=dtype, device=like.device)
+
+    def _view(self, cache: SliceCache) -> dict[str, Any]:
+        return {"past_key_values": cache.states()} if isinstance(cache, ViewCache) else {}
+
+    def _places(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
+        if not self.parts.takes_positions:
+            return {}
+        return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
+
+    def make_cache(self, size: int, tokens: int) -> SliceCache:
+        config = text_config(self.model.config)
+        return ViewCache(tokens, config) if self.fast else StateCache(tokens, config, range(self.first, self.last))
+
+    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
+        return (size, length, int(text_config(self.model.config).hidden_size))
+
+    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under their names in the whole model."""
+        for name, parameter in super().named_parameters(*arguments, **named):
+            yield name.removeprefix(_PREFIX), parameter

@@ -1,0 +1,144 @@
+"""Folders in Hugging Face's format, written from any layout."""
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from fnmatch import fnmatch
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from terapipe.modeling.hf.build import skeleton
+from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.transport import ALL
+
+# What is replaced in a folder that holds a model already; all else in it, such as a tokenizer, stays.
+WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+SHARD = "5GB"  # the largest file: while one is written, this process does nothing else, and others wait for it
+BEAT = 0.5  # seconds
+
+
+def save_pretrained(pipe: Pipeline, folder: str | Path) -> None:
+    """Saves the whole model and its configuration as transformers' ``save_pretrained`` would.
+
+    All ranks call it together, with a folder that all of them see. Each writes its part beside the folder, the first
+    makes one model of them and puts it in place when all is written. If a crash leaves no folder, what it held before
+    is beside it, named ``.old``.
+    """
+    with pipe._telling_others():
+        stages = {k: stage for k, stage in pipe.stages.items() if isinstance(stage, DecoderStage)}
+        if len(stages) < len(pipe.stages):
+            kinds = {type(stage).__name__ for stage in pipe.stages.values()}
+            raise ValueError(
+                f"only pipelines of Hugging Face models can be saved in their format, got stages of type "
+                f"{', '.join(kinds)}; Pipeline.save writes checkpoints of any model"
+            )
+        _Saving(pipe, list(stages.values()), Path(folder).resolve()).run()
+
+
+class _Saving:
+    def __init__(self, pipe: Pipeline, stages: list[DecoderStage], folder: Path) -> None:
+        self._pipe, self._stages, self._transport = pipe, stages, pipe._transport
+        self._folder, self._old = folder, _beside(folder, "old")
+        self._parts, self._partial = _beside(folder, "parts"), _beside(folder, "partial")
+        # The others hold the same values, or help to make them whole.
+        self._writes = self._transport.replica == self._transport.part == 0
+        self._leads = self._writes and self._transport.rank == 0
+
+    def run(self) -> None:
+        try:
+            if self._leads:
+                self._prepare()
+            self._transport.gather(None, ALL)
+            self._write_part()
+            self._transport.gather(None, ALL)
+            with ThreadPoolExecutor(1) as thread:
+                self._wait(thread.submit(self._write_whole, self._whole()) if self._leads else None)
+            if self._leads:
+                self._put_in_place()
+            self._transport.gather(None, ALL)
+        finally:
+            if self._leads:
+                shutil.rmtree(self._parts, ignore_errors=True)
+                shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        if self._old.exists() and not self._folder.exists():  # after a crash
+            self._old.rename(self._folder)
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"a model is saved to a folder, got the file {self._folder}; take another name")
+        shutil.rmtree(self._parts, ignore_errors=True)
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._parts.mkdir(parents=True)
+
+    # Each rank's part
+
+    def _write_part(self) -> None:
+        state = {}
+        for name, tensor in self._tensors():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # by all that hold a part of it
+            if self._writes:
+                state[name] = whole.detach().cpu().contiguous()
+        if self._writes:
+            save_file(state, self._part(self._transport.rank))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._pipe.named_parameters()
+        for stage in self._stages:
+            persistent = stage.model.state_dict().keys()
+            yield from ((name, buffer) for name, buffer in stage.model.named_buffers() if name in persistent)
+
+    def _part(self, rank: int) -> Path:
+        return self._parts / f"{rank}.safetensors"
+
+    # The whole, by the first rank
+
+    def _whole(self) -> PreTrainedModel:
+        like = self._stages[0].model
+        model = skeleton(like.config, kind=type(like))
+        strange: list[str] = []
+        for rank in range(self._transport.size):
+            found = model.load_state_dict(load_file(self._part(rank)), strict=False, assign=True)
+            strange += found.unexpected_keys
+        model.tie_weights()
+        strange += [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+        if strange:
+            raise ValueError(
+                f"the weights of a {type(like).__name__} must be those its config.json describes, got others or none "
+                f"for {', '.join(strange[:3])}; undo what was added to the model, or use Pipeline.save"
+            )
+        if model.can_generate():
+            model.generation_config = like.generation_config
+        # Transformers saves on rank 0 of all processes only; the pipeline may be some of them.
+        model.__dict__["should_save_on_this_rank"] = lambda is_main_process: True
+        return model
+
+    def _write_whole(self, model: PreTrainedModel) -> None:
+        if self._folder.exists():
+            shutil.copytree(self._folder, self._partial, ignore=self._replaced)
+        model.save_pretrained(self._partial, max_shard_size=SHARD)
+
+    def _replaced(self, at: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(at) == self._folder and any(fnmatch(name, w) for w in WEIGHTS)}
+
+    def _wait(self, work: Future[None] | None) -> None:
+        """Ranks hear of each other all the while: writing may take longer than one may be silent."""
+        while not all(self._transport.gather(work is None or work.done(), ALL)):
+            wait([work] if work else [], timeout=BEAT)
+        if work is not None:
+            work.result()
+
+    def _put_in_place(self) -> None:
+        shutil.rmtree(self._old, ignore_errors=True)
+        if self._folder.exists():
+            self._folder.rename(self._old)
+        self._partial.rename(self._folder)
+        shutil.rmtree(self._old, ignore_errors=True)
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f"{folder.name}.{what}")

@@ -1,0 +1,57 @@
+"""``terapipe verify`` and ``terapipe models``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from terapipe.cli import main
+
+
+def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "llama", "--stages", "3", "--slices", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "llama                    exact    fast seam, largest error" in out
+    assert "model.layers.*.self_attn.k_proj.weight" in out
+
+
+def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from terapipe.modeling.hf.shrink import small_config
+
+    small_config("gemma2").save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["verify", str(path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["exact"]
+        assert found["seam"] == "fast"
+
+
+def test_a_model_that_differs_and_one_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "mamba"]) == 1
+    assert "refused  fast seam: some layers do not take their attention" in capsys.readouterr().out
+    assert main(["verify", "rwkv"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give one model, or --all"),
+        (["no-such-model"], "'no-such-model' is no file or folder here, and no causal-LM type"),
+        (["llama", "--slices", "20"], "a check cuts 29 tokens into 1 to 14 slices, got 20"),
+        (["llama", "--stages", "0"], "--stages must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    assert "types are exact with transformers" in capsys.readouterr().out
+    assert main(["models", "--json"]) == 0
+    rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)["models"]}
+    assert rows["llama"]["seam"] == "fast"
+    assert rows["bloom"]["seam"] == "general"
+    assert sum(row["exact"] and row["seam"] == "fast" for row in rows.values()) >= 100
+    assert sum(row["exact"] for row in rows.values()) >= 120

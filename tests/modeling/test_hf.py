@@ -1,0 +1,195 @@
+"""Hugging Face models cut into stages and slices: exact, or refused by name."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from terapipe.hf import Decoder, RefusedError
+from terapipe.modeling.cache import KeyValueStore
+from terapipe.modeling.hf.check import check, lengths
+from terapipe.modeling.hf.shrink import small_config, small_model
+from terapipe.planning.slices import Plan
+from terapipe.runtime.pipeline import Pipeline
+
+FAST = [
+    "llama", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "gpt_neox", "opt", "phi", "gpt_oss",
+    "deepseek_v3", "llama4_text", "olmo2", "cohere",
+]  # fmt: skip
+GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba"]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Models warn of many things that do not matter here."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.set_verbosity(level)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_families_that_take_their_attention_from_the_interface(name: str) -> None:
+    verdict = check(name, small_config(name), stages=3)
+    assert (verdict.seam, verdict.exact) == ("fast", True), verdict.reason
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_families_that_are_cut_through_their_cache(name: str) -> None:
+    verdict = check(name, small_config(name))
+    assert (verdict.seam, verdict.exact) == ("general", True), verdict.reason
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv"])
+def test_models_that_cannot_be_cut_are_refused_with_a_reason(name: str) -> None:
+    with pytest.raises(RefusedError, match=r"cannot be cut exactly: fast seam: .*; general seam: "):
+        Decoder(small_model(small_config(name)))
+
+
+def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = torch.zeros(())
+    monkeypatch.setattr(KeyValueStore, "owed", lambda self, start, end: (nothing, nothing))
+    verdict = check("llama", small_config("llama"))
+    assert verdict.seam == "general"  # which does not use it
+
+
+@pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])
+def test_slices_of_a_check_are_uneven(slices: int, shortest: int) -> None:
+    found = lengths(slices, shortest)
+    assert len(found) == slices
+    assert sum(found) == 29
+    assert min(found) >= shortest
+    assert slices == 1 or len(set(found)) > 1
+
+
+PLAN = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4), "terapipe", 2)  # both stages in this process
+
+
+def batch(tokens: int = 29, rows: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids, labels = (torch.randint(90, (rows, tokens), generator=generator) for _ in range(2))
+    return ids, labels
+
+
+def plainly(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    logits = model(input_ids=ids, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def cut(decoder: Decoder, ids: Tensor, labels: Tensor, plan: Plan = PLAN) -> dict[str, Tensor]:
+    pipe = Pipeline(decoder, plan)
+    pipe.step(ids, labels)
+    return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert set(found) == set(wanted)
+    largest = max(g.abs().max().item() for g in wanted.values())
+    return max((found[n] - g).abs().max().item() / max(g.abs().max().item(), 1e-3 * largest) for n, g in wanted.items())
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    config = small_config("llama")
+    config.num_hidden_layers = 4
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return small_model(config)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_whole_layers_may_be_recomputed(recompute: bool) -> None:
+    model, ids_labels = llama(), batch()
+    wanted = plainly(copy.deepcopy(model), *ids_labels)
+    plan = Plan(PLAN.sizes, PLAN.lengths, PLAN.boundaries, "terapipe", 2, recompute)
+    assert worst(cut(Decoder(model), *ids_labels, plan), wanted) < 1e-12
+
+
+def test_gradient_checkpointing_of_layers() -> None:
+    model, ids_labels = llama(), batch()
+    wanted = plainly(copy.deepcopy(model), *ids_labels)
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert worst(cut(Decoder(model), *ids_labels), wanted) < 1e-12
+
+
+def test_the_general_seam_refuses_to_compute_again() -> None:
+    model = small_model(small_config("bloom"))
+    plan = Plan(PLAN.sizes, PLAN.lengths, (0, 1, Decoder(model).num_layers), "terapipe", 2, True)
+    with pytest.raises(RefusedError, match="leave recomputation off"):
+        cut(Decoder(model), *batch(), plan)
+
+
+@pytest.mark.parametrize(
+    "frozen", [["embed", "layers.0."], ["model."], ["layers.1.", "layers.2.", "layers.3.", "head"]]
+)
+def test_frozen_parameters(frozen: list[str]) -> None:
+    """A stage may have nothing to train, the first one too; gradients still pass."""
+    model = llama(tie_word_embeddings=False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen))
+    wanted = plainly(copy.deepcopy(model), *batch())
+    assert worst(cut(Decoder(model), *batch()), wanted) < 1e-12
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), options).double()
+    truth = copy.deepcopy(model).get_base_model()
+    wanted = plainly(truth, *batch())
+    assert all("lora" in name for name in wanted)
+    assert worst(cut(Decoder(model), *batch()), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length(kind: str) -> None:
+    """Past the original length, those of the whole sequence count, not those of a slice."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    half = small_config("llama").head_dim // 2
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * half, "long_factor": [3.0] * half}
+    model = llama(rope_parameters=rope, max_position_embeddings=16)
+    wanted = plainly(copy.deepcopy(model), *batch())
+    assert worst(cut(Decoder(model, fast=True), *batch()), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_documents_in_a_row(name: str) -> None:
+    config = small_config(name)
+    model = small_model(config)
+    ids, labels = batch(64)
+    starts = ((0, 10, 11, 40), (0, 30))
+    truth = copy.deepcopy(model)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(starts):
+        for first, last in pairwise([*row, 64]):
+            logits = truth(input_ids=ids[i : i + 1, first:last], use_cache=False).logits
+            total = total + F.cross_entropy(logits.flatten(0, 1), labels[i, first:last], reduction="sum")
+    (total / labels.numel()).backward()
+    wanted = {n: p.grad for n, p in truth.named_parameters() if p.grad is not None}
+    decoder = Decoder(model)
+    pipe = Pipeline(decoder, Plan((2,), ((20, 1, 30, 13),), (0, 1, decoder.num_layers), "terapipe", 2))
+    pipe.step(ids, labels, starts)
+    found = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    assert worst(found, wanted) < 1e-11
+
+
+def test_attention_dropout_is_refused() -> None:
+    model = llama(attention_dropout=0.5)
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    with pytest.raises(RefusedError, match=r"dropout in attention is not supported, got 0\.5"):
+        cut(Decoder(model, fast=True), *batch())

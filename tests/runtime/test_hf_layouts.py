@@ -1,0 +1,79 @@
+"""Hugging Face models with replicas, shared state and split operators."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terapipe import Layout, Pipeline, Plan, device_mesh
+from tests.models import gradients
+from tests.ranks import Ranks
+
+Found = dict[str, Tensor]
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids, labels = (torch.randint(90, (rows, 28), generator=generator) for _ in range(2))
+    return ids, labels
+
+
+def model(name: str) -> object:
+    from terapipe.modeling.hf.shrink import small_config, small_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return small_model(small_config(name))
+
+
+def plainly(name: str, rows: int) -> Found:
+    whole, (ids, labels) = model(name), batch(rows)
+    logits = whole(input_ids=ids, use_cache=False).logits  # type: ignore[operator]
+    F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten()).backward()
+    return {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+
+
+def laid_out(name: str, layout: Layout, shard: bool) -> Found:
+    from terapipe.hf import Decoder
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decoder = Decoder(model(name))
+        plan = Plan((2,), ((10, 2, 12, 4),), (0, 1, decoder.num_layers), "terapipe")
+        pipe = Pipeline(decoder, plan, mesh=device_mesh(layout), shard=shard, timeout=30.0)
+        ids, labels = batch(2 * layout.data)
+        mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
+        pipe.step(ids[mine], labels[mine])
+        pipe.clip_grad_norm_(1e9)
+        return gradients(pipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "shard"),
+    [
+        ("llama", Layout(2, 2, 1), False),
+        ("llama", Layout(2, 2, 1), True),
+        ("gpt2", Layout(2, 2, 1), True),
+        ("llama", Layout(1, 2, 2), False),
+        ("qwen3", Layout(1, 2, 2), False),
+        ("gpt_neox", Layout(1, 2, 2), False),
+        ("mixtral", Layout(1, 2, 2), False),
+    ],
+)
+def test_gradients_are_those_of_one_piece(
+    ranks: Callable[[int], Ranks], name: str, layout: Layout, shard: bool
+) -> None:
+    wanted = plainly(name, 2 * layout.data)
+    largest = max(g.abs().max().item() for g in wanted.values())
+    seen = set()
+    for found in ranks(4)(laid_out, name, layout, shard):
+        for parameter, gradient in found.items():
+            truth = wanted.get(parameter, wanted.get("transformer.wte.weight"))
+            assert truth is not None
+            scale = max(truth.abs().max().item(), 1e-3 * largest)
+            assert (gradient - truth).abs().max().item() / scale < 1e-4, parameter
+            seen.add(parameter)
+    assert set(wanted) <= seen
