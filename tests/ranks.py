@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "terapipe.runtime.pipeline", "tests.models"])
+_context.set_forkserver_preload(["terapipe.hf", "tests.models"])
 
 
 class Ranks:

@@ -23,7 +23,7 @@ ALLOWED = {
     "runtime": {"planning", "scheduling", "modeling"},
     "cli": {"presets", "planning", "scheduling", "search", "paper", "reporting", "modeling", "runtime"},
     "__init__": {"presets", "planning", "scheduling", "modeling", "runtime", "reporting"},
-    "hf": {"modeling", "runtime"},
+    "hf": {"planning", "modeling", "runtime"},
     "__main__": {"cli"},
 }
 TORCH_FREE = {"presets", "planning", "scheduling", "search", "paper", "reporting", "__init__"}

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from terapipe import GPTConfig, Pipeline, Plan
 from terapipe.modeling.stage import IGNORE
+from terapipe.planning.cost import Part
+from terapipe.planning.documents import document_lengths
+from tests.costs import SimpleCost
 from tests.models import make_batch, make_model, worst_error
 from tests.ranks import Ranks
 
@@ -51,3 +54,34 @@ def test_starts_that_make_no_sense_are_refused(documents: tuple[tuple[int, ...],
     pipe = Pipeline(make_model(CONFIG), plan)
     with pytest.raises(ValueError, match="documents must be, for each of the 2 sequences"):
         pipe.step(*make_batch(CONFIG, 2, 512, ignored=False), documents)
+
+
+def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...], plan: Plan) -> object:
+    pipe = Pipeline(make_model(CONFIG), PLAN, timeout=20.0)
+    loss = pipe.step(ids, labels, documents, plan=plan).item()
+    with pytest.raises(ValueError, match="must have the pipeline's boundaries"):
+        pipe._same(Plan((2,), ((512,),), (0, 2, 3)))
+    return loss, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def test_a_batch_may_be_cut_by_the_cost_of_its_documents(ranks: Callable[[int], Ranks]) -> None:
+    ids, labels = make_batch(CONFIG, 2, 512, ignored=True)
+    documents = (STARTS, (0, 256))
+    rows = [document_lengths(SimpleCost(score=0.01), Part(1), starts, 512, 4, tile=8) for starts in documents]
+    plan = Plan((1, 1), tuple(rows), PLAN.boundaries, "terapipe-1f1b")
+    wanted = alone([(ids[i], labels[i], documents[i]) for i in range(2)])
+    assert worst_error(wanted, ranks(2)(replanned, ids, labels, documents, plan), CONFIG) < 1e-11
+
+
+def test_cuts_follow_the_documents() -> None:
+    """One long document gets shorter slices towards its end; many short ones of equal length get equal slices."""
+    cost = SimpleCost(score=0.01)
+    whole = document_lengths(cost, Part(1), (0,), 512, 4)
+    assert list(whole) == sorted(whole, reverse=True)
+    assert whole[0] > whole[-1] + 50
+    assert document_lengths(cost, Part(1), tuple(range(0, 512, 32)), 512, 4) == (128, 128, 128, 128)
+    late = document_lengths(cost, Part(1), tuple(range(0, 256, 16)), 512, 4)  # short ones, then one of 256 tokens
+    assert late[0] > late[-1]
+    assert all(n % 8 == 0 for n in document_lengths(cost, Part(1), STARTS, 512, 4, tile=8))
+    with pytest.raises(ValueError, match="documents begin at 0"):
+        document_lengths(cost, Part(1), (1,), 512, 4)

@@ -1,4 +1,4 @@
-"""The example in the README runs as printed."""
+"""The examples in the README run as printed."""
 
 import re
 import subprocess
@@ -8,12 +8,23 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_trains_under_torchrun(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(code)
+def run(number: int, folder: Path) -> str:
+    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[number]
+    (folder / "train.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", run.stdout)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_trains_under_torchrun(tmp_path: Path) -> None:
+    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", run(0, tmp_path))]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+
+
+def test_the_hugging_face_example_leaves_a_folder(tmp_path: Path) -> None:
+    run(1, tmp_path)
+    assert {"config.json", "model.safetensors"} <= {f.name for f in (tmp_path / "trained").iterdir()}
+    lines = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1].splitlines()
+    assert sum(bool(line) for line in lines) <= 15

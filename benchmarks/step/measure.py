@@ -128,6 +128,7 @@ def plans(sequences: int, tokens: int, quick: bool) -> list[Plan]:
     """The plans that are tried: the more sequences, the fewer slices each needs."""
     many, few = {1: (12, 8), 2: (8, 4), 4: (6, 3)}[sequences]
     tried = [("terapipe", few, 2), ("terapipe", many, 1), ("terapipe-deferred", many, 1), ("terapipe-deferred", few, 2)]
+    tried += [("terapipe-deferred", few - 1, 2)] if sequences == 1 else []
     return [
         Plan((1,) * sequences, (equal_times(tokens, n),) * sequences, tuple(range(0, 5, 2 // chunks)), order, chunks)
         for order, n, chunks in ([("terapipe-deferred", many // 2, 1)] if quick else tried)

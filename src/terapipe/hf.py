@@ -2,6 +2,13 @@
 
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.seam import RefusedError
+from terapipe.planning.stages import balance
 from terapipe.runtime.hf_files import save_pretrained
 
-__all__ = ["Decoder", "RefusedError", "save_pretrained"]
+__all__ = ["Decoder", "RefusedError", "save_pretrained", "split_layers"]
+
+
+def split_layers(decoder: Decoder, num_stages: int) -> tuple[int, ...]:
+    """Boundaries for a plan, balanced by the products that a token takes part in, in the layers and in the head."""
+    layers, head = decoder.products()
+    return balance(layers, num_stages, last=head)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from terapipe.hf import Decoder, RefusedError
+from terapipe.hf import Decoder, RefusedError, split_layers
 from terapipe.modeling.cache import KeyValueStore
 from terapipe.modeling.hf.check import check, lengths
 from terapipe.modeling.hf.shrink import small_config, small_model
@@ -193,3 +193,15 @@ def test_attention_dropout_is_refused() -> None:
     model.train()
     with pytest.raises(RefusedError, match=r"dropout in attention is not supported, got 0\.5"):
         cut(Decoder(model, fast=True), *batch())
+
+
+def test_stages_are_balanced_with_the_head_counted_in() -> None:
+    wide = Decoder(llama(vocab_size=90), fast=True)
+    layers, head = wide.products()
+    assert len(layers) == 4
+    assert len(set(layers)) == 1
+    assert 0 < head < layers[0]
+    assert split_layers(wide, 2) == (0, 2, 4)
+    experts, _ = Decoder(small_model(small_config("mixtral")), fast=True).products()
+    whole = sum(p.numel() for p in small_model(small_config("mixtral")).model.layers[0].parameters())
+    assert experts[0] < 0.8 * whole  # a token is sent to some of the experts

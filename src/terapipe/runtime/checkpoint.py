@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -28,26 +28,26 @@ from terapipe.runtime.transport import ALL, Transport
 # Every value of the optimizer under the name of its parameter: ranks hold different ones.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-Named = Iterable[tuple[str, nn.Parameter]]
+Named = Iterable[tuple[str, Tensor]]
 
 
 class Checkpoint:
-    """One rank's parameters and optimizer, as parts of the whole model's.
+    """One rank's parameters, buffers and optimizer, as parts of the whole model's.
 
-    Parameters of the same name are copies of each other: one is saved, all are loaded.
+    Tensors of the same name are copies of each other: one is saved, all are loaded.
     """
 
     def __init__(self, named: Named, optimizer: Optimizer | None, transport: Transport) -> None:
-        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._module, self._optimizer, self._transport = self._tree(named), optimizer, transport
 
     def _tree(self, named: Named) -> nn.Module:
         """A module of this rank's parameters, which torch can name as those of the whole model."""
         root = nn.Module()
-        seen: dict[str, nn.Parameter] = {}
-        for name, parameter in named:
+        seen: dict[str, Tensor] = {}
+        for name, tensor in named:
             if name in seen:
-                self._copies.append((seen[name], parameter))
+                self._copies.append((seen[name], tensor))
                 continue
             *path, leaf = name.split(".")
             module = root
@@ -55,8 +55,11 @@ class Checkpoint:
                 if step not in module._modules:
                     module.add_module(step, nn.Module())
                 module = module.get_submodule(step)
-            module.register_parameter(leaf, parameter)
-            seen[name] = parameter
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(leaf, tensor)
+            else:
+                module.register_buffer(leaf, tensor)
+            seen[name] = tensor
         return root
 
     def _state(self, with_optimizer: bool) -> dict[str, Any]:
@@ -102,7 +105,7 @@ class Checkpoint:
             set_optimizer_state_dict(self._module, self._optimizer, state["optimizer"], options=FLAT)
         for original, copy in self._copies:
             local(copy).copy_(local(original))
-            if self._optimizer is not None and "optimizer" in state:
+            if self._optimizer is not None and original in self._optimizer.state:
                 mine = self._optimizer.state[original]
                 self._optimizer.state[copy] = {
                     k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in mine.items()

@@ -178,7 +178,14 @@ class Pipeline:
 
     # Training
 
-    def step(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
+    def step(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None = None,
+        *,
+        plan: Plan | None = None,
+    ) -> Tensor:
         """Forward and backward of one batch. The mean loss over all labels that count, on every rank.
 
         ``input_ids`` is needed on the first rank and ``labels`` on the last; the others may pass ``None``. Both are
@@ -186,13 +193,14 @@ class Pipeline:
         ``next_token_labels``), or -100 to leave that place out. Gradients are added to ``.grad``.
 
         ``documents`` says, on every rank, where documents begin in each sequence: ``((0, 100), (0,))`` for two in the
-        first and one in the second. None sees another. By default a sequence is one document.
+        first and one in the second. None sees another. By default a sequence is one document. ``plan`` is another way
+        to cut this batch, the same on every rank, with the same stages.
         """
         summed = list(self.parameters()) if self._reducer else self._tied
         earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
         for p in summed:
             p.grad = None
-        loss = self._run(input_ids, labels, documents, train=True)
+        loss = self._run(input_ids, labels, documents, plan, train=True)
         self._sum_tied_gradients()
         for p, grad in zip(summed, earlier, strict=True):
             if grad is not None:
@@ -210,13 +218,19 @@ class Pipeline:
 
     def evaluate(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
-        return self._run(input_ids, labels, documents, train=False)
+        return self._run(input_ids, labels, documents, None, train=False)
 
     def _run(
-        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, *, train: bool
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None,
+        plan: Plan | None,
+        *,
+        train: bool,
     ) -> Tensor:
         with self._telling_others():
-            plan = self._plan_for(input_ids if input_ids is not None else labels)
+            plan = self._plan_for(input_ids if input_ids is not None else labels) if plan is None else self._same(plan)
             ids = self._batch("input_ids", input_ids, plan, 0) if self.is_first else None
             targets = self._batch("labels", labels, plan, IGNORE) if self.is_last else None
             starts = self._starts(documents, plan)
@@ -232,6 +246,19 @@ class Pipeline:
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DATA)
             return self._transport.broadcast(loss, self.plan.num_ranks - 1)
+
+    def _same(self, plan: Plan) -> Plan:
+        """A plan of one's own for a batch must leave the stages where they are."""
+        if (plan.boundaries, plan.chunks) != (self.plan.boundaries, self.plan.chunks):
+            raise ValueError(
+                f"a batch's own plan must have the pipeline's boundaries {self.plan.boundaries} and chunks "
+                f"{self.plan.chunks}, got {plan.boundaries} and {plan.chunks}"
+            )
+        if any(length % self._tile for row in plan.lengths for length in row):
+            raise ValueError(
+                f"tokens are shared out: slice lengths must be multiples of {self._tile}, got {plan.lengths}"
+            )
+        return plan
 
     def _plan_for(self, given: Tensor | None) -> Plan:
         """The plan of a batch, by its shape alone: nobody is asked."""
@@ -358,8 +385,10 @@ class Pipeline:
             self._checkpoint(optimizer).load(Path(folder))
 
     def _checkpoint(self, optimizer: Optimizer | None) -> Checkpoint:
-        named = ((self.tied[0] if name in self.tied else name, p) for name, p in self.named_parameters())
-        return Checkpoint(named, optimizer, self._transport)
+        named = [(self.tied[0] if name in self.tied else name, p) for name, p in self.named_parameters()]
+        known = {name for stage in self.stages.values() for name, _ in stage.named_parameters(remove_duplicate=False)}
+        buffers = [(name, b) for name, b in self.state_dict().items() if name not in known and isinstance(b, Tensor)]
+        return Checkpoint([*named, *buffers], optimizer, self._transport)
 
     def train(self, mode: bool = True) -> Self:
         for stage in self.stages.values():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import Anatomy, anatomy
+from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
 from terapipe.modeling.hf.check import check
 from terapipe.modeling.hf.seam import NAME, RefusedError
@@ -71,6 +71,21 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return len(self.model.get_submodule(self.parts.layers))  # type: ignore[arg-type]
+
+    def products(self) -> tuple[list[float], float]:
+        """How many numbers of each layer, and of what comes after them, a token is multiplied with; of the experts of a
+        layer only those that it is sent to."""
+        config = text_config(self.model.config)
+        experts = next(
+            (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, 0))), 0
+        )
+        share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+        layers = [
+            sum(p.numel() * (share if ".experts." in f".{name}." else 1.0) for name, p in layer.named_parameters())
+            for layer in self.model.get_submodule(self.parts.layers).children()
+        ]
+        after = (self.model.get_submodule(name) for name in self.parts.after)
+        return layers, float(sum(p.numel() for module in after for p in module.parameters(recurse=False)))
 
     @property
     def tied(self) -> tuple[str, ...]:

@@ -196,6 +196,9 @@ class DecoderStage(nn.Module):
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return (size, length, int(text_config(self.model.config).hidden_size))
 
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        return {name.removeprefix(_PREFIX): value for name, value in super().state_dict(*arguments, **named).items()}
+
     def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Under their names in the whole model."""
         for name, parameter in super().named_parameters(*arguments, **named):

@@ -1,0 +1,3 @@
+from benchmarks.hf_slices.measure import main
+
+main()

@@ -1,0 +1,43 @@
+"""Cuts for sequences of several documents: a token costs by its place in its own document, not in the sequence."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from terapipe.planning.cost import Cost, Part
+
+
+def document_lengths(
+    cost: Cost, part: Part, starts: Sequence[int], tokens: int, slices: int, *, tile: int = 1
+) -> tuple[int, ...]:
+    """Lengths of at most so many slices of about equal time, forward and backward, of one sequence.
+
+    ``starts`` are the places where documents begin. Lengths are multiples of ``tile``, but for the last one.
+    """
+    if not starts or starts[0] != 0 or any(b <= a for a, b in zip(starts, [*starts[1:], tokens], strict=True)):
+        raise ValueError(f"documents begin at 0 and at rising places below {tokens}, got {list(starts)}")
+    if slices < 1 or tile < 1:
+        raise ValueError(f"slices and tile must be at least 1, got {slices} and {tile}")
+    edges = [*range(0, tokens, tile), tokens]
+    sums = np.cumsum([0.0, *(_seconds(cost, part, starts, a, b, tokens) for a, b in pairwise(edges))])
+    wanted = sums[-1] * np.arange(1, slices) / slices
+    inner = {edges[int(np.abs(sums - seconds).argmin())] for seconds in wanted}
+    cuts = sorted({0, tokens, *inner})
+    return tuple(b - a for a, b in pairwise(cuts))
+
+
+def _seconds(cost: Cost, part: Part, starts: Sequence[int], first: int, last: int, tokens: int) -> float:
+    """What some tokens add to the documents they belong to."""
+    total = 0.0
+    for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
+        a, b = max(first, start), min(last, stop)
+        if a < b:  # the difference of two prefixes: short slices' fixed costs would drown what matters here
+            total += _prefix(cost, part, b - start) - _prefix(cost, part, a - start)
+    return total
+
+
+def _prefix(cost: Cost, part: Part, length: int) -> float:
+    if not length:
+        return 0.0
+    return float(cost.forward(part, 1, length, 0)) + float(cost.backward(part, 1, length, 0))
