@@ -205,3 +205,11 @@ def test_stages_are_balanced_with_the_head_counted_in() -> None:
     experts, _ = Decoder(small_model(small_config("mixtral")), fast=True).products()
     whole = sum(p.numel() for p in small_model(small_config("mixtral")).model.layers[0].parameters())
     assert experts[0] < 0.8 * whole  # a token is sent to some of the experts
+
+
+def test_slices_too_short_for_a_model_are_refused_before_the_first_step() -> None:
+    decoder = Decoder(small_model(small_config("qwen3_next")))
+    assert (decoder.seam, decoder.shortest) == ("general", 2)
+    plan = Plan((2,), ((28, 1),), (0, 1, decoder.num_layers), "terapipe", 2)
+    with pytest.raises(RefusedError, match="must have at least 2 tokens, got one of 1"):
+        Pipeline(decoder, plan)

@@ -128,6 +128,11 @@ class SliceCache:
         """Where documents begin in each sequence of the microbatch; by default each is one document."""
         self._starts = tuple(tuple(row) for row in starts)
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether any sequence is more than one."""
+        return any(len(row) > 1 for row in self._starts)
+
     def blocks(self) -> list[Block]:
         """What the current slice sees: of the document that each token belongs to, all up to itself."""
         if len(set(self._starts)) <= 1:

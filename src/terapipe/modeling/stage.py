@@ -46,7 +46,8 @@ class Stage(Protocol):
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A whole model that can be taken apart."""
+    """A whole model that can be taken apart. It may also have ``check_slices(shortest, recompute)``, which refuses,
+    with a ValueError, slices as short as that or recomputation."""
 
     @property
     def num_layers(self) -> int: ...

@@ -73,6 +73,8 @@ class Pipeline:
         self._executors: dict[Plan, Executor] = {}
         with self._telling_others():
             self._check(model)
+            self._check_slices = getattr(model, "check_slices", lambda shortest, recompute: None)
+            self._check_slices(min(map(min, plan.lengths)), plan.recompute)
             self.stages = self._make_stages(model, mesh)
             self._sharded = self._shard(mesh) if shard and self._transport.replicas > 1 else {}
             self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
@@ -94,6 +96,7 @@ class Pipeline:
         """Kept from step to step with its buffers; of other shapes only the last few."""
         executor = self._executors.pop(plan, None)
         if executor is None:
+            self._check_slices(min(map(min, plan.lengths)), plan.recompute)
             made = schedule(plan)
             validate(made)
             stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}

@@ -35,19 +35,28 @@ class Decoder:
             model = model.get_base_model()
         self.model: PreTrainedModel = model
         self.weights = weights or Drawn()
+        self.shortest = 1  # tokens of a slice
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)
             if fast is None:
                 verdict = check(type(model).__name__, small)
                 if not verdict.exact:
                     raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
-                fast, parts = verdict.seam == "fast", verdict.parts
+                fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
             self.parts: Anatomy = parts or anatomy(small_model(small))
         self.fast = fast
         if not fast and getattr(model, "is_gradient_checkpointing", False):
             raise RefusedError(
                 f"{type(model).__name__} is cut through its cache, which gradient checkpointing drops; disable it"
             )
+
+    def check_slices(self, shortest: int, recompute: bool) -> None:
+        """Refuses what this model cannot do, before the first step."""
+        name = type(self.model).__name__
+        if shortest < self.shortest:
+            raise RefusedError(f"slices of {name} must have at least {self.shortest} tokens, got one of {shortest}")
+        if recompute and not self.fast:
+            raise RefusedError(f"slices of {name} cannot be computed again; leave recomputation off")
 
     @property
     def seam(self) -> str:

@@ -159,7 +159,7 @@ class DecoderStage(nn.Module):
             assert isinstance(cache, ViewCache)
             cache.inputs[cache.context] = x
             with computing(cache) as calls:
-                base(**inputs, **self._places(cache, x), **self._view(cache), use_cache=False)
+                base(**inputs, **self._places(cache, x), past_key_values=cache.states(), use_cache=False)
             if sum(calls.values()) < self.last - self.first:
                 raise RefusedError("some layers do not take their attention from transformers' interface")
         taken, self._given, self._taken, self._tokens = self._taken, None, None, 0
@@ -181,11 +181,10 @@ class DecoderStage(nn.Module):
         dtype = next(self.parameters()).dtype
         return torch.zeros(size, length, width, dtype=dtype, device=like.device)
 
-    def _view(self, cache: SliceCache) -> dict[str, Any]:
-        return {"past_key_values": cache.states()} if isinstance(cache, ViewCache) else {}
-
     def _places(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
         if not self.parts.takes_positions:
+            if cache.has_documents:
+                raise RefusedError("the model takes no positions, which must restart with documents; give each its row")
             return {}
         return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
 

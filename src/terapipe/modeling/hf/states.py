@@ -50,7 +50,7 @@ class StateCache(SliceCache):
 
     def states(self) -> Cache:
         """For the forward of the current slice, which must come after those before it."""
-        if len({len(row) for row in self._starts}) > 1 or any(len(row) > 1 for row in self._starts):
+        if self.has_documents:
             raise RefusedError("documents in one row need the fast seam; give each document its own row")
         if self.context not in (0, self._next):
             raise RefusedError("slices of this model cannot be computed again; leave recomputation off")
