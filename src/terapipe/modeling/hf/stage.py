@@ -195,7 +195,7 @@ class DecoderStage(nn.Module):
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return (size, length, int(text_config(self.model.config).hidden_size))
 
-    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         return {name.removeprefix(_PREFIX): value for name, value in super().state_dict(*arguments, **named).items()}
 
     def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
