@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from terapipe.modeling.split import local
+from terapipe.runtime.folders import beside, put_in_place
 from terapipe.runtime.transport import ALL, Transport
 
 # Every value of the optimizer under the name of its parameter: ranks hold different ones.
@@ -70,7 +71,7 @@ class Checkpoint:
 
     def save(self, folder: Path) -> None:
         """Writes beside, then renames: a crash at any moment leaves the old one or the new one whole."""
-        partial, old = _beside(folder, "partial"), _beside(folder, "old")
+        partial = beside(folder, "partial")
         first = self._transport.global_rank == min(self._transport.hosts)
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -80,17 +81,13 @@ class Checkpoint:
         with _alone_is_fine():
             save(state, checkpoint_id=partial, process_group=self._transport.everyone)
         if first:
-            shutil.rmtree(old, ignore_errors=True)
-            if folder.exists():
-                folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
+            put_in_place(folder, partial)
         self._transport.gather(None, ALL)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Into parameters and optimizer as they are; every rank reads what it holds."""
-        found = next((f for f in (folder, _beside(folder, "old")) if (f / ".metadata").exists()), None)
+        found = next((f for f in (folder, beside(folder, "old")) if (f / ".metadata").exists()), None)
         if found is None:
             raise ValueError(f"no checkpoint in {folder}: a folder with a file .metadata, as Pipeline.save writes it")
         self._module.zero_grad()
@@ -118,7 +115,3 @@ def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
-
-
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f"{folder.name}.{what}")

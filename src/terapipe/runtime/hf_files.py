@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from terapipe.modeling.hf.build import skeleton
 from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.runtime.folders import beside, put_in_place, recover
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
 
@@ -43,8 +44,8 @@ def save_pretrained(pipe: Pipeline, folder: str | Path) -> None:
 class _Saving:
     def __init__(self, pipe: Pipeline, stages: list[DecoderStage], folder: Path) -> None:
         self._pipe, self._stages, self._transport = pipe, stages, pipe._transport
-        self._folder, self._old = folder, _beside(folder, "old")
-        self._parts, self._partial = _beside(folder, "parts"), _beside(folder, "partial")
+        self._folder = folder
+        self._parts, self._partial = beside(folder, "parts"), beside(folder, "partial")
         # The others hold the same values, or help to make them whole.
         self._writes = self._transport.replica == self._transport.part == 0
         self._leads = self._writes and self._transport.rank == 0
@@ -59,7 +60,7 @@ class _Saving:
             with ThreadPoolExecutor(1) as thread:
                 self._wait(thread.submit(self._write_whole, self._whole()) if self._leads else None)
             if self._leads:
-                self._put_in_place()
+                put_in_place(self._folder, self._partial)
             self._transport.gather(None, ALL)
         finally:
             if self._leads:
@@ -67,8 +68,7 @@ class _Saving:
                 shutil.rmtree(self._partial, ignore_errors=True)
 
     def _prepare(self) -> None:
-        if self._old.exists() and not self._folder.exists():  # after a crash
-            self._old.rename(self._folder)
+        recover(self._folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"a model is saved to a folder, got the file {self._folder}; take another name")
         shutil.rmtree(self._parts, ignore_errors=True)
@@ -131,14 +131,3 @@ class _Saving:
             wait([work] if work else [], timeout=BEAT)
         if work is not None:
             work.result()
-
-    def _put_in_place(self) -> None:
-        shutil.rmtree(self._old, ignore_errors=True)
-        if self._folder.exists():
-            self._folder.rename(self._old)
-        self._partial.rename(self._folder)
-        shutil.rmtree(self._old, ignore_errors=True)
-
-
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f"{folder.name}.{what}")
