@@ -18,8 +18,8 @@ if os.environ.get("CI"):
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(n)``: the group of n processes, started when first asked for, and again after so many uses: every pipeline
-    leaves groups of gloo behind, whose threads slow down all that comes after."""
+    """``ranks(n)``: the group of n processes, started when first asked for, and again after so many uses: every
+    pipeline leaves groups of gloo behind, whose threads slow down all that comes after."""
     started: dict[int, Ranks] = {}
     uses: dict[int, int] = {}
 
