@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types format clean
+.PHONY: demo test test-all lint types format clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 test: lint types
 	$(BIN)/python -m pytest
+
+# Every combination of layout and order, too: half an hour on two cores.
+test-all: lint types
+	$(BIN)/python -m pytest -m ''
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from terapipe import GPT, GPTConfig, Pipeline, Plan
 from terapipe.runtime.launch import keep_memory
 
 Contender = Callable[[], object]
@@ -49,6 +50,18 @@ def pin(rank: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     keep_memory()
+
+
+def training(config: GPTConfig, plan: Plan) -> Contender:
+    """A step of this model by this plan, on tokens drawn once."""
+    pipe = Pipeline(GPT(config), plan)
+    ids = torch.randint(config.vocab, (plan.batch, plan.tokens), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        pipe.step(ids, ids)
+        pipe.zero_grad(set_to_none=False)
+
+    return step
 
 
 def race(contenders: Mapping[str, Contender], rounds: int, warmup: int = 1) -> dict[str, list[float]]:

@@ -109,7 +109,7 @@ def torchrun(hosts: Sequence[Host], *arguments: str, ranks: int = 1, **environme
     return [host.start(*command, **environment) for host in hosts]
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 60.0) -> list[str]:
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 300.0) -> list[str]:
     """What each printed; an error if one did not end well, or not in time."""
 
     def output(process: subprocess.Popen[str]) -> tuple[str, str]:

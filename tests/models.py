@@ -48,13 +48,18 @@ def plain(config: GPTConfig, ids: Tensor, labels: Tensor, dtype: torch.dtype) ->
 _meshes: dict[Layout, DeviceMesh] = {}
 
 
+def mesh_of(layout: Layout) -> DeviceMesh:
+    """Made once in each process: its groups stay until the process ends."""
+    if layout not in _meshes:
+        _meshes[layout] = device_mesh(layout)
+    return _meshes[layout]
+
+
 def laid_out(
     config: GPTConfig, layout: Layout, plan: Plan, ids: Tensor, labels: Tensor, dtype: torch.dtype, shard: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
     """This rank's loss and its gradients in full, where each replica has its rows of the batch."""
-    if layout not in _meshes:
-        _meshes[layout] = device_mesh(layout)
-    pipe = Pipeline(make_model(config, dtype), plan, mesh=_meshes[layout], shard=shard, timeout=20.0)
+    pipe = Pipeline(make_model(config, dtype), plan, mesh=mesh_of(layout), shard=shard, timeout=20.0)
     rows = slice(pipe.replica * plan.batch, (pipe.replica + 1) * plan.batch)
     loss = pipe.step(ids[rows] if pipe.is_first else None, labels[rows] if pipe.is_last else None)
     return loss.item(), gradients(pipe)

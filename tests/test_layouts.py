@@ -1,6 +1,8 @@
 """Transparency for replicas, stages and split operators together: gradients equal those of the plain model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,15 @@ BOUNDARIES = {1: (0, 4), 2: (0, 1, 4), 3: (0, 1, 3, 4), 4: (0, 1, 2, 3, 4)}
 ODD, EVEN = ((9, 1, 12, 7), (20, 9)), ((10, 2, 12, 4), (20, 8))  # even slices let devices share out their tokens
 
 
+def combinations(*choices: Iterable[object]) -> list[Any]:
+    """All, those off a diagonal marked: `make test` tries every layout and every order, but not each with each."""
+    found = []
+    for picks in product(*(list(enumerate(choice)) for choice in choices)):
+        marks = [pytest.mark.exhaustive] if sum(index for index, _ in picks) % 3 else []
+        found.append(pytest.param(*(value for _, value in picks), marks=marks))
+    return found
+
+
 def plan_for(layout: Layout, order: str, lengths: tuple[tuple[int, ...], ...] = ODD) -> Plan:
     chunks = 2 if order in ("interleaved", "terapipe-deferred") and layout.pipe < 3 else 1
     if order in ("gpipe", "1f1b"):
@@ -36,23 +47,29 @@ def error(ranks: Ranks, layout: Layout, plan: Plan, config: GPTConfig, shard: bo
     return worst_error(plain(config, ids, labels, torch.float64), found, config)
 
 
-@pytest.mark.parametrize("order", sorted(ORDERS))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "order"), combinations(LAYOUTS, sorted(ORDERS)), ids=str)
 def test_every_layout_in_every_order(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
     config = variant(tied=True, kv_heads=2)
     assert error(ranks(layout.devices), layout, plan_for(layout, order), config) < BOUND
 
 
-@pytest.mark.parametrize("order", sorted(ORDERS))
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.tensor > 1], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "order"), combinations((layout for layout in LAYOUTS if layout.tensor > 1), sorted(ORDERS)), ids=str
+)
 def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
     config = variant(tied=False, kv_heads=2)
     assert error(ranks(layout.devices), layout, plan_for(layout, order, EVEN), config) < BOUND
 
 
-@pytest.mark.parametrize("order", ["1f1b", "interleaved", "terapipe-deferred"])  # both halves, chunks, deferral
-@pytest.mark.parametrize("lengths", [ODD, EVEN], ids=["odd", "even"])
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.data > 1], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "lengths", "order"),
+    combinations(
+        (layout for layout in LAYOUTS if layout.data > 1),
+        (ODD, EVEN),
+        ("1f1b", "interleaved", "terapipe-deferred"),  # both halves, chunks, deferral
+    ),
+    ids=str,
+)
 def test_shared_state(
     ranks: Callable[[int], Ranks], layout: Layout, lengths: tuple[tuple[int, ...], ...], order: str
 ) -> None:

@@ -2,10 +2,8 @@
 
 from statistics import median
 
-import torch
-
-from benchmarks.harness import Contender, arguments, on_ranks, race, report
-from terapipe import GPT, PRESETS, Pipeline, Plan
+from benchmarks.harness import arguments, on_ranks, race, report, training
+from terapipe import GPT, PRESETS, Plan
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile
 from terapipe.runtime.profiler import Profiler
@@ -45,17 +43,6 @@ def plans(profile: Profile, quick: bool) -> dict[str, Plan]:
 COUNTS = (1, 2, 4, 6, 8, 12, 16)
 
 
-def contender(plan: Plan) -> Contender:
-    pipe = Pipeline(GPT(CONFIG), plan)
-    ids = torch.randint(CONFIG.vocab, (plan.batch, plan.tokens), generator=torch.Generator().manual_seed(0))
-
-    def step() -> None:
-        pipe.step(ids, ids)
-        pipe.zero_grad(set_to_none=False)
-
-    return step
-
-
 def measure(quick: bool) -> tuple[list[float], dict[str, tuple[float, float, float]]]:
     """Errors on held-out samples; for each plan predicted seconds, and the median and best of those measured.
 
@@ -65,7 +52,7 @@ def measure(quick: bool) -> tuple[list[float], dict[str, tuple[float, float, flo
     profiler = Profiler(GPT(CONFIG), layers=3, tokens=tokens)
     early = profiler.transport.gather(profiler.run(5.0 if quick else 20.0))[0]
     tried = profiler.transport.gather(plans(early, quick))[0]
-    contenders = {name: contender(plan) for name, plan in tried.items()}
+    contenders = {name: training(CONFIG, plan) for name, plan in tried.items()}
     times: dict[str, list[float]] = {name: [] for name in tried}
     names = list(contenders)
     for turn in range(2 if quick else 10):

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from statistics import median
 
-import torch
-
-from benchmarks.harness import Contender, arguments, pin, race, report
-from terapipe import GPT, GPTConfig, Pipeline, Plan
+from benchmarks.harness import arguments, pin, race, report, training
+from terapipe import GPT, GPTConfig, Plan
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile
 from terapipe.runtime.profiler import Profiler
@@ -30,17 +28,6 @@ def plans(profile: Profile) -> dict[str, Plan]:
     return {"with the measured link": planned(profile), "as if it were free": planned(replace(profile, transfers=()))}
 
 
-def contender(plan: Plan) -> Contender:
-    pipe = Pipeline(GPT(CONFIG), plan)
-    ids = torch.randint(CONFIG.vocab, (plan.batch, plan.tokens), generator=torch.Generator().manual_seed(0))
-
-    def step() -> None:
-        pipe.step(ids, ids)
-        pipe.zero_grad(set_to_none=False)
-
-    return step
-
-
 def on_host(quick: bool) -> None:
     """What the rank of each host runs; the first reports."""
     pin(0)
@@ -48,7 +35,7 @@ def on_host(quick: bool) -> None:
     together = profiler.transport.gather
     profile = together(profiler.run(5.0 if quick else 30.0))[0]
     tried = together(plans(profile))[0]
-    times = race({name: contender(plan) for name, plan in tried.items()}, 3 if quick else 15)
+    times = race({name: training(CONFIG, plan) for name, plan in tried.items()}, 3 if quick else 15)
     if profiler.transport.rank == 0:
         show(profile, tried, times)
 

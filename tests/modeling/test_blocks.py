@@ -10,6 +10,7 @@ from torch import Tensor
 
 from terapipe import SliceCache, attend
 from terapipe.modeling.cache import Block
+from terapipe.modeling.kernels import CpuFlashKernel
 from tests.plans import slicings
 
 
@@ -97,6 +98,12 @@ def test_other_attentions(options: dict[str, object]) -> None:
     if "by_mask" in options:  # a window
         seen = seen & torch.ones(19, 19, dtype=torch.bool).triu(-4)
     assert compare(19, (7, 1, 8, 3), seen, **options) < 1e-12  # type: ignore[arg-type]
+
+
+def test_kernels_without_masks_leave_them_to_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuFlashKernel, "takes_masks", False)
+    seen = torch.ones(19, 19, dtype=torch.bool).tril().triu(-4)[None, None]
+    assert compare(19, (7, 1, 8, 3), seen, by_mask=True) < 1e-12
 
 
 def test_positions_restart_with_documents() -> None:

@@ -12,6 +12,7 @@ from terapipe.modeling.kernels import (
     CpuFlashKernel,
     CudaEfficientKernel,
     CudaFlashKernel,
+    How,
     Kernel,
     kernel_for,
 )
@@ -64,8 +65,8 @@ def test_a_missing_kernel_falls_back_with_a_message(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_kernel_that_computes_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> object:
-        out, lse = PLAIN.forward(q, k, v, causal, scale)
+    def wrong(self: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> object:
+        out, lse = PLAIN.forward(q, k, v, how)
         return out, lse / 0.6931  # as if it were base 2
 
     monkeypatch.setattr(CpuFlashKernel, "forward", wrong)
@@ -81,9 +82,9 @@ def test_cuda_kernels_take_our_arguments(kernel: Kernel, dtype: torch.dtype) -> 
     with FakeTensorMode(allow_non_fake_inputs=False):
         q = torch.empty(2, 4, 9, 16, device="cuda", dtype=dtype)
         k = torch.empty(2, 2, 9, 16, device="cuda", dtype=dtype)
-        out, lse = kernel.forward(q, k, k, True, 0.25)
+        out, lse = kernel.forward(q, k, k, How(0.25, True))
         assert out.shape == q.shape
         assert lse.shape == (2, 4, 9)
-        dq, dk, dv = kernel.backward(q, q, k, k, out, lse, True, 0.25)
+        dq, dk, dv = kernel.backward(q, q, k, k, out, lse, How(0.25, True))
         assert dq.shape == q.shape
         assert dk.shape == dv.shape == k.shape

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from terapipe import Layout, Pipeline, Plan, device_mesh
+from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.runtime import hf_files
 from terapipe.runtime.hf_files import save_pretrained
-from tests.models import TINY, make_model, whole
+from tests.models import TINY, make_model, mesh_of, whole
 from tests.ranks import Ranks
 
 BOUNDARIES = {1: (0, 4), 2: (0, 3, 4), 3: (0, 1, 2, 4)}
@@ -33,7 +33,7 @@ def decoder(kind: str) -> Decoder:
 def pipeline(model: Decoder, layout: Layout, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
     chunks = options.pop("chunks", 1)
     plan = Plan((1,), ((9, 1, 12),), BOUNDARIES[layout.pipe * chunks], "terapipe", chunks)
-    mesh = device_mesh(layout) if layout.devices > 1 and mesh is None else mesh
+    mesh = mesh_of(layout) if layout.devices > 1 and mesh is None else mesh
     return Pipeline(model, plan, mesh=mesh, timeout=20.0, **options)
 
 

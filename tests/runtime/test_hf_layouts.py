@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe import Layout, Pipeline, Plan, device_mesh
-from tests.models import gradients
+from terapipe import Layout, Pipeline, Plan
+from tests.models import gradients, mesh_of
 from tests.ranks import Ranks
 
 Found = dict[str, Tensor]
+
+EMBEDDING = {"gpt2": "transformer.wte.weight", "bert": "bert.embeddings.word_embeddings.weight"}  # tied
 
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,7 @@ def laid_out(name: str, layout: Layout, shard: bool) -> Found:
         warnings.simplefilter("ignore")
         decoder = Decoder(model(name))
         plan = Plan((2,), ((10, 2, 12, 4),), (0, 1, decoder.num_layers), "terapipe")
-        pipe = Pipeline(decoder, plan, mesh=device_mesh(layout), shard=shard, timeout=30.0)
+        pipe = Pipeline(decoder, plan, mesh=mesh_of(layout), shard=shard, timeout=30.0)
         ids, labels = batch(2 * layout.data)
         mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
         pipe.step(ids[mine], labels[mine])
@@ -54,6 +56,8 @@ def laid_out(name: str, layout: Layout, shard: bool) -> Found:
 @pytest.mark.parametrize(
     ("name", "layout", "shard"),
     [
+        ("bert", Layout(1, 2, 1), False),  # shares a bias within its head beside the embedding's weight
+        ("gpt2", Layout(1, 2, 1), False),
         ("llama", Layout(2, 2, 1), False),
         ("llama", Layout(2, 2, 1), True),
         ("gpt2", Layout(2, 2, 1), True),
@@ -69,9 +73,9 @@ def test_gradients_are_those_of_one_piece(
     wanted = plainly(name, 2 * layout.data)
     largest = max(g.abs().max().item() for g in wanted.values())
     seen = set()
-    for found in ranks(4)(laid_out, name, layout, shard):
+    for found in ranks(layout.devices)(laid_out, name, layout, shard):
         for parameter, gradient in found.items():
-            truth = wanted.get(parameter, wanted.get("transformer.wte.weight"))
+            truth = wanted.get(parameter, wanted.get(EMBEDDING.get(name, "")))
             assert truth is not None
             scale = max(truth.abs().max().item(), 1e-3 * largest)
             assert (gradient - truth).abs().max().item() / scale < 1e-4, parameter

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe import GPT, Layout, Pipeline, Plan, device_mesh, fill_batch
 from terapipe.modeling.stage import IGNORE
-from tests.models import TINY, gradients, make_batch, make_model, variant, whole, worst_error
+from tests.models import TINY, gradients, make_batch, make_model, mesh_of, variant, whole, worst_error
 from tests.ranks import Ranks
 
 CONFIG = variant(tied=True, kv_heads=2)
@@ -34,7 +34,7 @@ def plan_of(layout: Layout) -> Plan:
 
 
 def pipeline(layout: Layout, shard: bool) -> Pipeline:
-    mesh = device_mesh(layout) if layout.devices > 1 else None
+    mesh = mesh_of(layout) if layout.devices > 1 else None
     return Pipeline(make_model(CONFIG), plan_of(layout), mesh=mesh, shard=shard, timeout=20.0)
 
 
@@ -85,10 +85,10 @@ def _loss(model: GPT, ids: Tensor, labels: Tensor) -> Tensor:
 def train_and_save(layout: Layout, shard: bool, folder: str) -> tuple[list[tuple[float, ...]], dict[str, Tensor]]:
     pipe = pipeline(layout, shard)
     optimizer = adam(pipe.parameters())
-    seen = [one_step(pipe, optimizer, seed) for seed in (0, 1)]
+    seen = [one_step(pipe, optimizer, 0)]
     pipe.save(folder, optimizer)
     pipe.save(folder, optimizer)  # over the first
-    seen.append(one_step(pipe, optimizer, 2))
+    seen.append(one_step(pipe, optimizer, 1))
     return seen, {name: whole(p.detach()) for name, p in pipe.named_parameters()}
 
 
@@ -96,7 +96,7 @@ def load_and_train(layout: Layout, shard: bool, folder: str) -> dict[str, Tensor
     pipe = pipeline(layout, shard)
     optimizer = adam(pipe.parameters())
     pipe.load(folder, optimizer)
-    one_step(pipe, optimizer, 2)
+    one_step(pipe, optimizer, 1)
     return {name: whole(p.detach()) for name, p in pipe.named_parameters()}
 
 
@@ -106,7 +106,7 @@ def worst(found: list[dict[str, Tensor]], truth: dict[str, Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def truth() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    return plainly(3)
+    return plainly(2)
 
 
 @pytest.mark.parametrize(("layout", "shard"), LAYOUTS, ids=name)

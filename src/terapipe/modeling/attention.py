@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terapipe.modeling.cache import EVERY, Block, KeyValueStore, SliceCache
-from terapipe.modeling.kernels import Kernel, PlainKernel, kernel_for
+from terapipe.modeling.kernels import PLAIN, How, Kernel, PlainKernel, kernel_for
 
 
 class _Call(NamedTuple):
@@ -29,6 +29,11 @@ class _Call(NamedTuple):
     tokens: int
     scale: float
     kernel: Kernel
+
+    def kernel_of(self, block: Block) -> tuple[Kernel, How]:
+        """Kernels that know no masks leave blocks with one to the plain kernel."""
+        kernel = PLAIN if block.mask is not None and not self.kernel.takes_masks else self.kernel
+        return kernel, How(self.scale, block.causal, block.mask)
 
     @property
     def sees_all_before(self) -> bool:
@@ -112,9 +117,8 @@ class _Attend(torch.autograd.Function):
         for block in call.blocks:
             at = (block.sequences, EVERY, block.rows)
             keys, values = call.store.read(block.sequences, block.keys)
-            found = call.kernel.backward(
-                grad[at], q[at], keys, values, out[at], lse[at], block.causal, call.scale, block.mask
-            )
+            kernel, how = call.kernel_of(block)
+            found = kernel.backward(grad[at], q[at], keys, values, out[at], lse[at], how)
             dq.add(found[0], at)
             before = max(0, min(block.keys.stop, context) - block.keys.start)  # keys of earlier slices
             if before:
@@ -154,7 +158,8 @@ def _merged(q: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     for block in call.blocks:
         at = (block.sequences, EVERY, block.rows)
         keys, values = call.store.read(block.sequences, block.keys)
-        part, part_lse = call.kernel.forward(q[at], keys, values, block.causal, call.scale, block.mask)
+        kernel, how = call.kernel_of(block)
+        part, part_lse = kernel.forward(q[at], keys, values, how)
         if part.shape == q.shape and out is None:
             out, lse = part, part_lse
             continue

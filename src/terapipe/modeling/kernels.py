@@ -12,7 +12,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,60 +20,48 @@ from torch import Tensor
 aten: Final[Any] = torch.ops.aten
 
 
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+class How(NamedTuple):
+    """What a block's queries see of its keys: all, each those up to itself, or what a mask (rows, keys) says."""
+
+    scale: float
+    causal: bool = False
+    mask: Tensor | None = None
+
+
 class Kernel(ABC):
     """One block of attention, forward and backward."""
 
+    takes_masks = False
     schemas: tuple[tuple[str, str], ...] = ()  # the private operators it calls, with the arguments it counts on
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """Output, and natural logarithm of the sum of exponentials of each row, shaped (batch, heads, tokens)."""
 
     @abstractmethod
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Three:
         """Gradients of q, k, v. ``out`` and ``lse`` may be those of a longer row that this block is part of."""
 
 
 class PlainKernel(Kernel):
     """Written out with matrix products: any device and dtype, slower, needs memory for the scores."""
 
+    takes_masks = True
+
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale, mask)[0]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, how)[0]
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         return (weights @ _spread(v, q).to(scores.dtype)).to(q.dtype), lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, slope = self._scores(q, k, causal, scale, mask)
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Three:
+        scores, slope = self._scores(q, k, how)
         weights = (scores - lse.unsqueeze(-1)).exp()
         wide = weights.dtype
         dout = grad.to(wide)
@@ -84,21 +72,19 @@ class PlainKernel(Kernel):
         dv = _gather(weights.transpose(-1, -2) @ dout, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(
-        self, q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | float]:
+    def _scores(self, q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor | float]:
         """And how they change with the products of queries and keys."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = (q.to(wide) @ _spread(k, q).to(wide).transpose(-1, -2)) * scale
-        slope: Tensor | float = scale
+        scores = (q.to(wide) @ _spread(k, q).to(wide).transpose(-1, -2)) * how.scale
+        slope: Tensor | float = how.scale
         if self.softcap is not None:
             bent = torch.tanh(scores / self.softcap)
-            scores, slope = bent * self.softcap, scale * (1 - bent**2)
-        if causal:
+            scores, slope = bent * self.softcap, how.scale * (1 - bent**2)
+        if how.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf)
+        if how.mask is not None:
+            scores = scores.masked_fill(~how.mask, -math.inf)
         return scores, slope
 
 
@@ -120,6 +106,7 @@ def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 class CpuFlashKernel(Kernel):
+    takes_masks = True
     schemas = (
         ("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale"),
         (
@@ -128,28 +115,15 @@ class CpuFlashKernel(Kernel):
         ),
     )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_added(mask, q), scale=scale
+            q, k, v, 0.0, how.causal, attn_mask=_added(how.mask, q), scale=how.scale
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Three:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q), scale=scale
+            grad, q, k, v, out, lse, 0.0, how.causal, attn_mask=_added(how.mask, q), scale=how.scale
         )
         return dq, dk, dv
 
@@ -166,30 +140,13 @@ class CudaFlashKernel(Kernel):
         ),
     )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if mask is not None:
-            return PLAIN.forward(q, k, v, causal, scale, mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            q, _spread(k, q), _spread(v, q), 0.0, causal, False, scale=scale
+            q, _spread(k, q), _spread(v, q), 0.0, how.causal, False, scale=how.scale
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if mask is not None:
-            return PLAIN.backward(grad, q, k, v, out, lse, causal, scale, mask)
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Three:
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # no variable lengths, no dropout
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -203,10 +160,10 @@ class CudaFlashKernel(Kernel):
             q.shape[2],
             k.shape[2],
             0.0,
-            causal,
+            how.causal,
             none,
             none,
-            scale=scale,
+            scale=how.scale,
         )
         return dq, _gather(dk, k), _gather(dv, v)
 
@@ -226,30 +183,13 @@ class CudaEfficientKernel(Kernel):
         ),
     )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if mask is not None:
-            return PLAIN.forward(q, k, v, causal, scale, mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, _spread(k, q), _spread(v, q), None, True, 0.0, causal, scale=scale
+            q, _spread(k, q), _spread(v, q), None, True, 0.0, how.causal, scale=how.scale
         )
         return out, lse.narrow(-1, 0, q.shape[2])  # the kernel pads its rows
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if mask is not None:
-            return PLAIN.backward(grad, q, k, v, out, lse, causal, scale, mask)
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> Three:
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
         none = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -264,8 +204,8 @@ class CudaEfficientKernel(Kernel):
             none,
             0.0,
             [True, True, True, False],
-            causal,
-            scale=scale,
+            how.causal,
+            scale=how.scale,
         )
         return dq, _gather(dk, k), _gather(dv, v)
 
@@ -316,10 +256,11 @@ def _wrong_result(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> s
     q, k, v, grad = (torch.randn(1, 2, 8, 8, generator=generator).to(device, dtype) for _ in range(4))
     tolerance = 0.05 if dtype.itemsize < 4 else 1e-4
     for causal in (False, True):
-        out, lse = PLAIN.forward(q, k, v, causal, 0.3)
-        wanted = [out, lse, *PLAIN.backward(grad, q, k, v, out, lse, causal, 0.3)]
+        how = How(0.3, causal)
+        out, lse = PLAIN.forward(q, k, v, how)
+        wanted = [out, lse, *PLAIN.backward(grad, q, k, v, out, lse, how)]
         try:
-            found = [*kernel.forward(q, k, v, causal, 0.3), *kernel.backward(grad, q, k, v, out, lse, causal, 0.3)]
+            found = [*kernel.forward(q, k, v, how), *kernel.backward(grad, q, k, v, out, lse, how)]
         except (RuntimeError, TypeError, ValueError) as error:
             return f"{type(kernel).__name__} failed its self-test with {error}"
         for a, b in zip(found, wanted, strict=True):

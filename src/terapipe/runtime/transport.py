@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -98,7 +98,7 @@ class Transport:
             elif name == ALL and ranks == lines[PIPE][0]:
                 group = self._groups[PIPE]
             else:
-                group = dist.new_group(ranks, self._span, backend, use_local_synchronization=True)
+                group = _group(tuple(ranks), self._span, backend)
             self._groups[name] = group
 
     def _place(self, line: str) -> tuple[int, int]:
@@ -206,6 +206,7 @@ class Transport:
     def fail(self, record: Record) -> PipelineError:
         """Tells the other ranks and cuts the connections; returns what to raise here."""
         self._board.post(record)
+        _forget(self._groups.values())
         self._cut()
         self._failure = PipelineError(self._board.explain(record))
         return self._failure
@@ -224,6 +225,23 @@ class Transport:
                     with suppress(RuntimeError):  # from the time-out, or because this connection is down already
                         nothing = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
                         _work(nothing).wait(timedelta(milliseconds=1))
+
+
+# Groups cannot be closed (see Transport._cut), and each keeps threads and connections: later pipelines over the same
+# ranks, which never are in a step at the same time, take those of earlier ones.
+_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
+
+
+def _group(ranks: tuple[int, ...], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    key = (dist.group.WORLD, ranks, timeout, backend)
+    if key not in _groups:
+        _groups[key] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    return _groups[key]
+
+
+def _forget(cut: Collection[dist.ProcessGroup]) -> None:
+    for key in [key for key, group in _groups.items() if group in cut]:
+        del _groups[key]
 
 
 def _lines(mesh: DeviceMesh | None) -> dict[str, tuple[list[int], dist.ProcessGroup | None]]:

@@ -25,7 +25,7 @@ class Anatomy:
     after: tuple[str, ...]
     returns: int
     takes_positions: bool
-    tied: tuple[str, ...]
+    tied: tuple[str, ...]  # the names of a parameter that both have
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -98,7 +98,7 @@ def anatomy(small: PreTrainedModel) -> Anatomy:
             except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, KeyError) as error:
                 faults.append(f"{type(error).__name__}: {error}")
                 continue
-            return Anatomy(layers, before, after, returns, takes_positions, _tied(small))
+            return Anatomy(layers, before, after, returns, takes_positions, _across(small, before, after))
     raise RefusedError(f"its layers cannot be replaced: {faults[0]}")
 
 
@@ -140,9 +140,21 @@ def _watched(model: nn.Module, names: list[str], called: list[str]) -> Iterator[
             hook.remove()
 
 
-def _tied(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of parameters that are one and the same in the whole model, the first and its other names."""
-    seen: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        seen.setdefault(id(p), []).append(name)
-    return tuple(name for names in seen.values() if len(names) > 1 for name in names)
+def _across(model: PreTrainedModel, before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the parameter that the first and the last stage share; one within a stage is that stage's own."""
+    found = []
+    for names in shared_names(model):
+        ends = [next((n for n in names if n.rpartition(".")[0] in modules), None) for modules in (before, after)]
+        if all(ends):
+            found.append(tuple(name for name in ends if name))
+    if len(found) > 1:
+        raise RefusedError(f"the first and the last stage share more than one parameter: {found}")
+    return found[0] if found else ()
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return [names for names in found.values() if len(names) > 1]

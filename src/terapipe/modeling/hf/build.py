@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import Anatomy
+from terapipe.modeling.hf.anatomy import Anatomy, shared_names
 from terapipe.modeling.hf.seam import RefusedError
 
 LISTED = 12  # names in a message
@@ -40,7 +40,7 @@ class Share:
         self._others = {*(parts.before if first else ()), *(() if ends else parts.after)}
         # A stage that holds a weight under one of several names gets the modules of all: transformers then ties them
         # as in a whole model, and a file may have the weight under any of the names. It costs no memory.
-        self.tied = [names for names in _tied(model) if any(self._holds(_module(name)) for name in names)]
+        self.tied = [names for names in shared_names(model) if any(self._holds(_module(name)) for name in names)]
         self._shared = {_module(name) for names in self.tied for name in names}
 
     def has_parameters(self, name: str) -> bool:
@@ -60,14 +60,6 @@ class Share:
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _tied(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    found: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return [names for names in found.values() if len(names) > 1]
 
 
 def _some(names: list[str]) -> str:
