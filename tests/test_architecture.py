@@ -21,12 +21,25 @@ ALLOWED = {
     "reporting": {"planning", "scheduling"},
     "modeling": {"presets"},
     "runtime": {"planning", "scheduling", "modeling"},
-    "cli": {"presets", "planning", "scheduling", "search", "paper", "reporting", "modeling", "runtime"},
+    "config": {"scheduling"},
+    "training": {"presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "hf"},
+    "cli": {
+        "presets",
+        "config",
+        "planning",
+        "scheduling",
+        "search",
+        "paper",
+        "reporting",
+        "modeling",
+        "runtime",
+        "training",
+    },
     "__init__": {"presets", "planning", "scheduling", "modeling", "runtime", "reporting"},
     "hf": {"planning", "modeling", "runtime"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"presets", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
+TORCH_FREE = {"presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
 
 
 def room(path: Path) -> str:

@@ -1,0 +1,1 @@
+"""Many steps: data, optimizer, checkpoints, metrics, the loop."""
