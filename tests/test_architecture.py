@@ -20,7 +20,7 @@ ALLOWED = {
     "paper": {"presets", "planning", "search"},
     "reporting": {"planning", "scheduling"},
     "modeling": {"presets"},
-    "runtime": {"planning", "scheduling", "modeling"},
+    "runtime": {"presets", "planning", "scheduling", "modeling"},
     "config": {"scheduling"},
     "training": {"presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "hf"},
     "cli": {

@@ -1,6 +1,7 @@
 """The file of a training run, run.toml, as frozen dataclasses. Every key is documented where it is declared."""
 
 import json
+import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ class ModelConfig:
     """What is trained. Exactly one of preset, config, folder and own."""
 
     preset: str = key("", "a GPT: gpt-tiny, gpt-small, gpt3-1b ..., or a shape: layers=4,hidden=64,heads=4")
-    config: str = key("", "a Hugging Face config.json, or a model type such as llama: random weights")
+    config: str = key("", "a Hugging Face config.json: random weights")
     folder: str = key("", "a Hugging Face folder with weights, to train on")
     own: str = key("", "your own model: module:function or file.py:function, which returns it when called")
     seed: int = key(0, "of the random weights")
@@ -67,9 +68,9 @@ class PlanConfig:
     file: str = key("", "a plan that `terapipe plan --save` wrote; then only data, tensor and shard count here")
     profile: str = key("", "what `terapipe profile` wrote; without it the model is measured at start")
     seconds: float = key(20.0, "to measure for, at start; 0: do not measure, cut into equal slices")
-    ranks: int = key(0, "processes to start when not under torchrun; default: data x pipe x tensor, or 1 where unknown")
-    data: int = key(1, "replicas")
-    pipe: int = key(0, "ranks of each pipeline; default: all there are, by data and tensor")
+    ranks: int = key(0, "processes to start when not under torchrun; default: data x pipe x tensor")
+    data: int = key(0, "replicas")
+    pipe: int = key(0, "ranks of each pipeline")
     tensor: int = key(1, "devices to each operator")
     shard: bool = key(False, "replicas share out parameters, gradients and optimizer state (FSDP2)")
     order: str = key("", f"one of {', '.join(ORDERS)}")
@@ -248,7 +249,7 @@ def _typed(wanted: Any, value: Any, where: str) -> Any:
 
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _POSITIVE = (
-    "data.tokens", "data.batch", "data.vocab", "plan.data", "plan.tensor", "plan.tile", "optimizer.accumulate",
+    "data.tokens", "data.batch", "data.vocab", "plan.tensor", "plan.tile", "optimizer.accumulate",
     "schedule.steps", "logging.every", "failures.timeout", "failures.skips",
 )  # fmt: skip
 
@@ -274,10 +275,12 @@ def _check(config: RunConfig, name: str) -> None:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
     if config.plan.order and config.plan.order not in ORDERS:
         _refuse_unknown({config.plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
+    if config.plan.memory:
+        nbytes(config.plan.memory)
     for place, share in (("data.eval_share", config.data.eval_share), ("schedule.decay", config.schedule.decay)):
         if share > 1:
             raise ValueError(f"{name}: {place} is a share of the whole, at most 1, got {share}")
-    if config.data.batch % config.plan.data:
+    if config.data.batch % (config.plan.data or 1):
         raise ValueError(
             f"{name}: every replica takes the same number of sequences: plan.data {config.plan.data} must divide "
             f"data.batch {config.data.batch}"
@@ -299,3 +302,13 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value) if isinstance(value, float) else json.dumps(value)  # strings and booleans are written alike
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def nbytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -8,9 +8,12 @@ import pytest
 
 from terapipe import Event, Op, Plan, Timeline, schedule
 from terapipe.reporting import html, svg
+from terapipe.reporting.charts import Point, curves
+from terapipe.reporting.units import memory
 from tests.reporting.runs import crowd, stages, stepped
 
 _SVG = "{http://www.w3.org/2000/svg}"
+_LINE = _SVG + "polyline"
 
 
 def ideal(plan: Plan) -> Timeline:
@@ -93,6 +96,61 @@ def test_lines_pass_over_what_is_not_finite() -> None:
     assert "loss 1.25" in words(drawn)
 
 
+def points(*pairs: tuple[float, float]) -> list[Point]:
+    return [Point(x, y, y, y) for x, y in pairs]
+
+
+def test_curves_have_each_its_own_steps_on_one_scale() -> None:
+    drawn = curves({"training": points((1, 8), (2, 6), (3, 5), (5, 4)), "evaluation": points((3, 7))}, "loss")
+    root = ET.fromstring(drawn)
+    first, second = ([tuple(map(float, p.split(","))) for p in e.attrib["points"].split()] for e in root.iter(_LINE))
+    assert second[0][0] == first[2][0]
+    assert first[0][0] < first[1][0] < first[3][0]
+    assert (first[3][0] - first[2][0]) == pytest.approx(2 * (first[1][0] - first[0][0]), abs=0.2)
+    assert first[0][1] < second[0][1] < first[1][1]
+    assert len(list(root.iter(_SVG + "circle"))) == 5
+    assert {"loss", "training 4", "evaluation 7", "step", "1", "2", "5", "8"} <= set(words(drawn))
+
+
+def test_a_curve_of_means_has_a_band_from_lowest_to_highest() -> None:
+    drawn = curves({"": [Point(x, 2, 1, 3) for x in range(100)]}, "x", zero=True)
+    (band,) = ET.fromstring(drawn).iter(_SVG + "polygon")
+    assert len(band.attrib["points"].split()) == 200
+    assert "<circle" not in drawn  # too many to show each
+    assert "0" in words(drawn)
+    assert "<polygon" not in curves({"": points((1, 2), (2, 3))}, "x")
+
+
+def test_what_lies_above_the_scale_is_drawn_at_its_edge() -> None:
+    drawn = curves({"": points((1, 1), (2, 900), (3, 2))}, "x", zero=True, top=4)
+    (line,) = ET.fromstring(drawn).iter(_LINE)
+    heights = [float(p.split(",")[1]) for p in line.attrib["points"].split()]
+    assert heights[1] == 50.0
+    assert heights[0] > heights[2] > heights[1]
+    assert "800" not in words(drawn)
+
+
+@pytest.mark.parametrize("value", [0.0, 3e-4, -2.0, 5.0e9])
+def test_a_curve_may_be_flat_or_a_single_point(value: float) -> None:
+    for given in (points((7, value)), points((7, value), (8, value))):
+        for zero in (False, True):
+            assert "nan" not in curves({"a": given, "b": []}, "x", zero=zero)
+
+
+def test_a_long_legend_takes_several_rows_and_the_scale_counts_in_its_unit() -> None:
+    shown = {f"rank {i}": points((1, i * 2.0**28), (2, i * 2.0**28)) for i in range(1, 7)}
+    drawn = curves(shown, "in use", memory, unit=2.0**30, zero=True, width=300)
+    places = {e.attrib["y"] for e in ET.fromstring(drawn).iter(_SVG + "text") if (e.text or "").startswith("rank")}
+    assert len(places) > 1
+    assert {"512 MiB", "1 GiB"} <= set(words(drawn))
+
+
+def test_curves_of_nothing_are_refused() -> None:
+    for given in ({}, {"a": []}, {"a": points((1, float("nan")))}):
+        with pytest.raises(ValueError, match="at least one point and finite values"):
+            curves(given, "x")
+
+
 def test_bars_are_labelled_with_their_values() -> None:
     assert {"gpipe", "694 ms", "terapipe", "631 ms"} <= set(
         words(svg.bars({"gpipe": 0.694, "terapipe": 0.631}, "step"))
@@ -102,6 +160,7 @@ def test_bars_are_labelled_with_their_values() -> None:
 def test_pictures_follow_the_colours_of_a_page() -> None:
     """Every tone that a picture names has a rule in the style sheet, and no text has a fixed dark colour."""
     drawn = svg.timelines({"x": TIMELINE}) + svg.lines({"a": [1, 2]}, "b") + svg.frontier({"a": (1, 1)}, "x", "y", 3)
+    drawn += curves({"a": [Point(1, 2, 1, 3)]}, "c")
     sheet = html.asset("page.css")
     for classes in re.findall(r"class='([\w ]+)'", drawn):
         assert all(re.search(rf"svg [\w]*\.{name} ", sheet) for name in classes.split())

@@ -1,16 +1,115 @@
-"""Messages between ranks, measured: over which links, and for how long at most."""
+"""What is measured of any model; messages between ranks: over which links, and for how long at most."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from examples import own_model
+from terapipe.cli import main
 from terapipe.modeling.gpt import GPT
-from terapipe.planning.profile import Transfer
-from terapipe.presets import PRESETS
-from terapipe.runtime import profiler
+from terapipe.modeling.hf.shape import shape_of
+from terapipe.modeling.hf.shrink import small_config
+from terapipe.modeling.stage import Splittable
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.profile import KINDS, Profile, Transfer
+from terapipe.presets import PRESETS, GPTConfig
+from terapipe.runtime import launch, profiler
+from tests.models import TINY, make_model
 from tests.ranks import Ranks
+
+ROUGH = GPTConfig(own_model.LAYERS, own_model.HIDDEN, own_model.HEADS, vocab=own_model.VOCAB)
+
+
+def check(made: profiler.Profiler, layers: int) -> None:
+    """Two rounds, of which each point has a measurement of every kind, make a profile that can be planned with."""
+    made.round()
+    made.round()
+    profile = made.profile()
+    assert profile.layers == layers
+    assert profile.machine["dtype"] == str(made.dtype).removeprefix("torch.")
+    assert {s.kind for s in profile.samples} == set(KINDS)
+    both = [{(s.size, s.length, s.context) for s in profile.samples if s.kind == kind} for kind in KINDS[:2]]
+    assert both == [{point[:3] for point in made.points}] * 2
+    assert len(FittedCost(profile).errors()) == 6
+    assert all(p.grad is None for p in made.stage.parameters())
+
+
+@pytest.mark.parametrize(("layers", "measured"), [(2, 2), (4, 3)])
+def test_a_gpt_and_its_weights_left_as_they_were(layers: int, measured: int) -> None:
+    """The first layer is not measured with the others: its stage has the embedding too."""
+    model = make_model(TINY, torch.float32)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    check(profiler.Profiler(model, layers=layers, tokens=32, sizes=(1, 2)), measured)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_single_layer() -> None:
+    config = GPTConfig(1, 16, 4, vocab=19, max_tokens=32)
+    check(profiler.Profiler(GPT(config), layers=1, tokens=32), 1)
+
+
+def test_a_model_of_ones_own() -> None:
+    check(profiler.Profiler(own_model.Decoder(), layers=2, tokens=32, shape=ROUGH), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "seam", "shortest"), [("llama", "fast", 1), ("qwen3_5_text", "general", 2)])
+def test_a_hugging_face_decoder(name: str, seam: str, shortest: int, dtype: torch.dtype) -> None:
+    from terapipe.hf import Decoder
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decoder = Decoder.from_config(small_config(name), dtype=dtype)
+    assert decoder.seam == seam
+    made = profiler.Profiler(decoder, layers=2, tokens=32, shape=shape_of(decoder))
+    assert min(point.length for point in made.points) == shortest
+    assert made.dtype == dtype
+    check(made, 2)
+    assert all(p.is_meta for p in decoder.model.parameters())
+
+
+def test_another_dtype_needs_weights_that_are_not_the_models() -> None:
+    with pytest.raises(ValueError, match=r"convert it with .to\(torch.bfloat16\)"):
+        profiler.Profiler(GPT(TINY), layers=1, tokens=16, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = GPT(TINY)
+    made = profiler.Profiler(model, layers=1, tokens=16, dtype=torch.bfloat16)
+    made.round(made.points[:1])
+    assert {p.dtype for p in made.stage.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "shape", "said"),
+    [
+        (own_model.Decoder(), 1, None, "the shape of a Decoder must be told"),
+        (own_model.Decoder(), 1, GPTConfig(3, 64, 4), "as many layers, got 3 and 4"),
+        (GPT(TINY), 5, None, "at most all 4 layers can be measured, got 5"),
+    ],
+)
+def test_what_cannot_be_measured(model: Splittable, layers: int, shape: GPTConfig | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        profiler.Profiler(model, layers=layers, tokens=16, shape=shape)
+
+
+def test_the_command_takes_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_config("llama").save_pretrained(tmp_path)
+    command = ["profile", "--seq", "32", "--seconds", "0.1", "--ranks", "1", "--dtype", "bfloat16"]
+    command += ["--out", str(tmp_path / "profile.json")]
+    with (  # all in this process
+        patch.object(launch, "launch", lambda function, ranks, *given: function(*given)),
+        patch.object(launch, "take_cores"),
+    ):
+        assert main([*command, "--model", str(tmp_path / "config.json")]) == 0
+    profile = Profile.from_json((tmp_path / "profile.json").read_text())
+    assert (profile.config.hidden, profile.machine["dtype"]) == (64, "bfloat16")
+    assert main([*command, "--model", "llama"]) == 2
+    assert "llama is a type of models, not one: give the config.json" in capsys.readouterr().err
 
 
 def measured(hosts: str, seconds: float) -> tuple[tuple[str, ...], list[Transfer]]:

@@ -1,11 +1,11 @@
 """Options that several verbs share, and what becomes of them."""
 
 import argparse
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from terapipe.config import nbytes
 from terapipe.planning.hardware import HOSTS, Cluster, cluster
 from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS, GPTConfig, model
@@ -115,16 +115,6 @@ def _slices(text: str | None) -> int | tuple[int, ...] | None:
     except ValueError:
         raise ValueError(f"--slices is a number or lengths such as 704,688,656, got {text!r}") from None
     return lengths if "," in text else lengths[0]
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def nbytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def read(path: Path) -> str:

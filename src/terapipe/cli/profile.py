@@ -3,13 +3,17 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from terapipe.cli import show
+from terapipe.cli import show, verify
 from terapipe.cli.options import Verbs
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
 from terapipe.presets import PRESETS, GPTConfig, model
 from terapipe.reporting import html, units
+
+if TYPE_CHECKING:
+    from terapipe.modeling.stage import Splittable
 
 
 def add(verbs: Verbs) -> None:
@@ -19,7 +23,12 @@ def add(verbs: Verbs) -> None:
         description="Times a stage on a grid of slices, on all ranks at once, and what else a step does. Starts the "
         "ranks itself, or runs as one of those that torchrun started.",
     )
-    parser.add_argument("--model", required=True, help=f"a preset ({', '.join(PRESETS)}) or a shape")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"a preset ({', '.join(PRESETS)}), a shape, or a Hugging Face model: its config.json or folder",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--seq", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
     parser.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time (default 2)")
     parser.add_argument("--sizes", default="1", help="sequences per microbatch to measure, such as 1,2,4")
@@ -29,40 +38,82 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    config = replace(model(parsed.model), max_tokens=max(parsed.seq, model(parsed.model).max_tokens))
+    config = _found(parsed.model, parsed.seq)
     sizes = _sizes(parsed.sizes)
-    if not 1 <= parsed.ranks <= config.layers:
-        raise ValueError(f"every rank measures at least one of the {config.layers} layers, got --ranks {parsed.ranks}")
+    # A model that cannot be cut is refused here, in one message, before any rank is started.
+    layers = (config if isinstance(config, GPTConfig) else _made(config, parsed.dtype)[1]).layers
+    if not 1 <= parsed.ranks <= layers:
+        raise ValueError(f"every rank measures at least one of the {layers} layers, got --ranks {parsed.ranks}")
     if parsed.seq < 1 or not parsed.seconds > 0:
         raise ValueError(f"--seq and --seconds must be positive, got {parsed.seq} and {parsed.seconds}")
     from terapipe.runtime.launch import launch
     from terapipe.runtime.transport import under_torchrun
 
-    if under_torchrun():
-        measured = measure(config, parsed.seq, sizes, parsed.seconds, parsed.ranks)
-    else:
-        measured = launch(measure, parsed.ranks, config, parsed.seq, sizes, parsed.seconds, parsed.ranks)
+    asked = (config, parsed.dtype, parsed.seq, sizes, parsed.seconds, parsed.ranks)
+    measured = measure(*asked) if under_torchrun() else launch(measure, parsed.ranks, *asked)
     if measured is not None:
         _show(measured, parsed.out)
     return 0
 
 
-def measure(config: GPTConfig, tokens: int, sizes: tuple[int, ...], seconds: float, ranks: int) -> Profile | None:
+def _found(text: str, tokens: int) -> Any:
+    """The shape of a GPT, or the configuration of a Hugging Face model."""
+    if text not in PRESETS and Path(text).exists():
+        verify.load()
+        return verify.config_of(text)
+    try:
+        config = model(text)
+    except ValueError:
+        if "=" not in text and text in _types():
+            raise ValueError(
+                f"{text} is a type of models, not one: give the config.json, or the folder, of the model to measure"
+            ) from None
+        raise
+    return replace(config, max_tokens=max(tokens, config.max_tokens))
+
+
+def _types() -> list[str]:
+    try:
+        from terapipe.modeling.hf.shrink import causal_lm_types
+    except ImportError:
+        return []
+    return causal_lm_types()
+
+
+def measure(config: Any, dtype: str, tokens: int, sizes: tuple[int, ...], seconds: float, ranks: int) -> Profile | None:
     """What every rank runs; only the first returns the profile, and shows how far it is."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from terapipe.modeling.gpt import GPT
     from terapipe.runtime.launch import take_cores
     from terapipe.runtime.profiler import Profiler
 
     take_cores()
-    profiler = Profiler(GPT(config), layers=max(1, config.layers // ranks), tokens=tokens, sizes=sizes)
+    made, shape = _made(config, dtype)
+    profiler = Profiler(made, layers=max(1, shape.layers // ranks), tokens=tokens, sizes=sizes, shape=shape)
     first = profiler.transport.rank == 0
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
     with Progress(*columns, disable=not first, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         measured = profiler.run(seconds, lambda share: bar.update(task, completed=share))
     return measured if first else None
+
+
+def _made(config: Any, dtype: str) -> tuple["Splittable", GPTConfig]:
+    """A model that is not yet real, and its shape."""
+    import torch
+
+    if isinstance(config, GPTConfig):
+        from terapipe.modeling.gpt import GPT
+
+        with torch.device("meta"):
+            return GPT(config).to(getattr(torch, dtype)), config
+    from terapipe.modeling.hf.decoder import Decoder
+    from terapipe.modeling.hf.shape import shape_of
+
+    verify.load()
+    decoder = Decoder.from_config(config, dtype=getattr(torch, dtype))
+    decoder.model.train(False)  # dropout in attention, which is refused, would only add noise
+    return decoder, shape_of(decoder)
 
 
 def _show(measured: Profile, out: Path) -> None:

@@ -1,7 +1,8 @@
 """What outlives a slice: keys and values of attention, any other state that a layer carries on, and their gradients."""
 
+import copy
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -121,6 +122,15 @@ class SliceCache:
     def clear(self) -> None:
         self._left.clear()
         self._made.clear()
+
+    def left(self) -> list[Tensor]:
+        """The states that the current slice left to the one after it."""
+        return [state for (_, place), state in self._left.items() if place == self.end]
+
+    def twin(self) -> Self:
+        """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
+        computed several times. Not between a forward with gradients and its backward."""
+        return copy.deepcopy(self, {id(self._stores): self._stores})
 
     # Documents
 

@@ -2,7 +2,8 @@
 
 import copy
 import hashlib
-from typing import Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.attention import attend
 from terapipe.modeling.cache import SliceCache
@@ -23,6 +25,8 @@ from terapipe.modeling.linear import Linear
 from terapipe.modeling.split import Replicated, fill, local
 from terapipe.modeling.stage import IGNORE, Split
 from terapipe.presets import PRESETS, GPTConfig
+
+Recompute = Literal["off", "selective"]
 
 
 class Attention(nn.Module):
@@ -50,8 +54,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    """With ``recompute`` the feed-forward, which makes most of what a layer keeps, keeps only its input: the backward
+    begins with computing the rest of it again."""
+
+    def __init__(self, config: GPTConfig, layer: int, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = Attention(config, layer)
         self.norm2 = nn.LayerNorm(config.hidden)
@@ -60,9 +68,21 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         x = x + self.attention(self.norm1(x), cache)
+        if not self.recompute or not torch.is_grad_enabled():
+            return x + self._feed_forward(x, cache)
+        added: Tensor = checkpoint(
+            self._feed_forward, x, cache, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts
+        )
+        return x + added
+
+    def _feed_forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         wide = F.gelu(self.up(self.norm2(x), cache=cache), approximate="tanh")
         added: Tensor = self.down(wide, cache=cache)
-        return x + added
+        return added
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the forward, and of what is computed again: of that, nobody asks for the last product."""
+        return nullcontext(), self.down.without_result()
 
 
 class GPT(nn.Module):
@@ -70,18 +90,22 @@ class GPT(nn.Module):
 
     Called with token ids and labels it is the plain model on one device. Every parameter is drawn from a generator
     seeded with its name, so the same seed gives the same model however it is split. To build a model too large for
-    one device, build it under ``torch.device("meta")``: each rank then makes real only its own stage.
+    one device, build it under ``torch.device("meta")``: each rank then makes real only its own stage. With
+    ``recompute="selective"`` backwards compute the feed-forward layers again instead of keeping what they made.
     """
 
-    def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: GPTConfig, *, seed: int = 0, recompute: Recompute = "off") -> None:
         super().__init__()
+        if recompute not in get_args(Recompute):
+            raise ValueError(f"recompute is one of {', '.join(get_args(Recompute))}, got {recompute!r}")
         self.config, self.seed = config, seed
         self.first, self.last = 0, config.layers
         self.cut = 1  # devices among which the tokens of hidden states are shared out between stages
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.positions: nn.Embedding | None = nn.Embedding(config.max_tokens, config.hidden)
         # Keyed by the layer's number in the whole model, so that a stage's parameters keep their names.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
+        again = recompute == "selective"
+        self.layers = nn.ModuleDict({str(i): Block(config, i, again) for i in range(config.layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(config.hidden)
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
         self._tie()
@@ -125,12 +149,15 @@ class GPT(nn.Module):
             x = block(x, cache)
         return x
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the labels that count; divide by their number for the mean."""
+    def logits(self, hidden: Tensor) -> Tensor:
         if self.norm is None or self.head is None:
             raise ValueError(f"only the last stage has a head, this one holds layers {self.first} to {self.last}")
         logits: Tensor = self.head(self.norm(hidden))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precisions are too coarse for a sum
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precisions are too coarse for a sum
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Sum over the labels that count; divide by their number for the mean."""
+        logits = self.logits(hidden)
         return local(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"))
 
     # As a Splittable and a Stage

@@ -6,7 +6,8 @@ nobody waits for a weight's gradient, it may also be put off: then a slice's bac
 sooner, and what is owed to one weight is added slice after slice while that weight's sum is at hand.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,41 +55,64 @@ class Linear(nn.Linear):
     """With a cache, the weight's gradient goes to ``.grad`` alone: ``torch.autograd.grad`` and hooks on the weight do
     not see it. Split by torch's ColwiseParallel or RowwiseParallel it works on its local part."""
 
+    _multiplies = True
+
+    @contextmanager
+    def without_result(self) -> Iterator[None]:
+        """Inside, with a cache, a call only takes note of its input, which is all that recomputation wants of the last
+        operator; what it returns is not to be used."""
+        self._multiplies = False
+        try:
+            yield
+        finally:
+            self._multiplies = True
+
     def forward(self, x: Tensor, cache: SliceCache | None = None) -> Tensor:
         if cache is None:
             return super().forward(x)
         if isinstance(x, DTensor) and isinstance(self.weight, DTensor):
             return self._split(x, self.weight, cache)
-        return _project(x, self.weight, self.bias, True, cache)
+        return self._project(x, self.weight, self.bias, True, cache)
 
     def _split(self, x: DTensor, weight: DTensor, cache: SliceCache) -> DTensor:
         mesh, bias = weight.device_mesh, None if self.bias is None else local(self.bias)
         if is_by_rows(weight):  # the outputs are sums over devices, to which one of them adds the bias
             adds_bias = mesh.get_local_rank() == 0
-            out = _project(x.to_local(), weight, bias, adds_bias, cache)
+            out = self._project(x.to_local(), weight, bias, adds_bias, cache)
             return DTensor.from_local(out, mesh, [Partial()], run_check=False)
         # Each device has some of the outputs, and knows their part of the input's gradient.
-        out = _project(x.to_local(grad_placements=[Partial()]), weight, bias, True, cache)
+        out = self._project(x.to_local(grad_placements=[Partial()]), weight, bias, True, cache)
         return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False)
 
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
+        call = _Call(adds_bias, self._multiplies, cache)
+        out: Tensor = _Project.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        return out
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
-    out: Tensor = _Project.apply(x, weight, bias, adds_bias, cache)  # type: ignore[no-untyped-call]
-    return out
+
+class _Call(NamedTuple):
+    """What a call is about, beside its tensors."""
+
+    adds_bias: bool
+    multiplies: bool
+    cache: SliceCache
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.cache = cache
-        return F.linear(x, local(weight), bias if adds_bias else None)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(x)
+        # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
+        ctx.weight, ctx.cache = weight, call.cache
+        if not call.multiplies:
+            return x.new_empty(*x.shape[:-1], local(weight).shape[0])
+        return F.linear(x, local(weight), bias if call.adds_bias else None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        want_x, want_weight, want_bias, _, _ = ctx.needs_input_grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        want_x, want_weight, want_bias, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         if want_weight:
             owed = Owed(weight, rows, x.flatten(0, -2))
@@ -96,4 +120,4 @@ class _Project(torch.autograd.Function):
                 ctx.cache.owed.append(owed)
             else:
                 owed.add()
-        return grad @ local(weight) if want_x else None, None, rows.sum(0) if want_bias else None, None, None
+        return grad @ local(weight) if want_x else None, None, rows.sum(0) if want_bias else None, None

@@ -45,6 +45,15 @@ class Stage(Protocol):
 
 
 @runtime_checkable
+class Predictor(Protocol):
+    """What a last stage may also be, for generating text."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The scores of all tokens to come next, at each place: (size, length, vocabulary), in float32 or wider. Where
+        operators are split, it may be a DTensor."""
+
+
+@runtime_checkable
 class Splittable(Protocol):
     """A whole model that can be taken apart. It may also have ``check_slices(shortest, recompute)``, which refuses,
     with a ValueError, slices as short as that or recomputation."""

@@ -2,13 +2,24 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from terapipe.reporting.drawing import box, document, line, path, text, text_width, ticks
-from terapipe.reporting.palette import of_op, series
+from terapipe.reporting.palette import TONES, of_op, series
 from terapipe.reporting.units import digits, seconds
 from terapipe.scheduling.actions import Op
 
 _LEFT = 74
+_DOTTED = 40  # points up to which a curve shows each of them
+
+
+class Point(NamedTuple):
+    """Of a curve. One that stands for several has their mean as ``y``, and their lowest and highest."""
+
+    x: float
+    y: float
+    low: float
+    high: float
 
 
 def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260) -> str:
@@ -44,6 +55,85 @@ def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, he
     parts.append(text(_LEFT, height - 12, "1", anchor="middle", tone="faint", size=11))
     parts.append(text(right, height - 12, str(longest), anchor="middle", tone="faint", size=11))
     return document(width, height, parts, label)
+
+
+def curves(
+    shown: Mapping[str, Sequence[Point]],
+    label: str,
+    form: Callable[[float], str] = digits,
+    *,
+    below: str = "step",
+    zero: bool = False,
+    top: float = math.inf,
+    unit: float = 1.0,
+    width: int = 960,
+    height: int = 300,
+) -> str:
+    """Several series, each over its own x, which are whole numbers and named ``below``; the legend has their last
+    values. ``zero``: the scale begins there. What lies above ``top`` is drawn at the edge. ``unit`` is what
+    the scale counts in."""
+    points = [p for series_ in shown.values() for p in series_]
+    if not points or not all(math.isfinite(v) for p in points for v in p):
+        raise ValueError(f"curves need at least one point and finite values, got {len(points)} points for {label!r}")
+    legend, head = _legend(shown, label, form, width)
+    left, right, bottom = 64.0, width - 14.0, height - 30.0
+    x_low, x_high = _apart(min(p.x for p in points), max(p.x for p in points))
+    y_low, y_high = min(p.low for p in points), min(top, max(p.high for p in points))
+    y_low, y_high = _apart(min(0.0, y_low) if zero else y_low, y_high)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = left + (right - left) * (x - x_low) / (x_high - x_low)
+        return across, max(bottom - (bottom - head) * (y - y_low) / (y_high - y_low), head)
+
+    parts = [*legend, text(left - 10, height - 10, below, anchor="end", tone="faint", size=11)]
+    for tick in ticks(y_low, y_high, height // 80, unit):
+        y = place(x_low, tick)[1]
+        parts.append(line(left, y, right, y))
+        parts.append(text(left - 10, y + 4, form(tick), anchor="end", tone="faint", size=11))
+    for tick in ticks(x_low, x_high, 3 if width < 500 else 6):
+        if tick == round(tick):
+            x = min(place(tick, y_low)[0], right - text_width(f"{tick:,.0f}", 11) / 2 + 14)
+            parts.append(text(x, height - 10, f"{tick:,.0f}", anchor="middle", tone="faint", size=11))
+    for index, given in enumerate(shown.values()):
+        parts += _curve(given, place, series(index))
+    return document(width, height, parts, label)
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """Something to divide by, also where all values are the same."""
+    return (low, high) if high > low else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
+
+
+def _legend(
+    shown: Mapping[str, Sequence[Point]], label: str, form: Callable[[float], str], width: float
+) -> tuple[list[str], float]:
+    """The title, and under it each series with its last value, in as many rows as that takes; and where they end."""
+    parts, x, y = [text(0, 14, label, weight=600)], 0.0, 34.0
+    for index, (name, points) in enumerate(shown.items()):
+        if not points:
+            continue
+        words = f"{name} {form(points[-1].y)}".strip()
+        if x and x + 18 + text_width(words, 12) > width:
+            x, y = 0.0, y + 18
+        parts.append(box(x, y - 10, 12, 12, fill=series(index), round_=2))
+        parts.append(text(x + 18, y, words, tone="faint", size=12))
+        x += 38 + text_width(words, 12)
+    return parts, y + 16
+
+
+def _curve(points: Sequence[Point], place: Callable[[float, float], tuple[float, float]], colour: str) -> list[str]:
+    parts = []
+    if any(p.high > p.low for p in points):
+        edge = [place(p.x, p.high) for p in points] + [place(p.x, p.low) for p in reversed(points)]
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
+        look = f"fill='{colour}' fill-opacity='0.22' stroke='{colour}' stroke-opacity='0.3' stroke-width='0.8'"
+        parts.append(f"<polygon points='{drawn}' {look}/>")
+    line_ = [place(p.x, p.y) for p in points]
+    parts.append(path(line_, colour, width=1.6))
+    if len(points) <= _DOTTED:
+        dot = f"r='3' fill='{colour}' class='edge' stroke='{TONES['paper']}'/>"
+        parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' {dot}" for x, y in line_]
+    return parts
 
 
 def bars(

@@ -1,35 +1,42 @@
 """Checkpoints that know nothing of the layout: each tensor under its name in the whole model, saved and loaded by
 torch.distributed.checkpoint, which finds the parts."""
 
+import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from terapipe.modeling.split import local
-from terapipe.runtime.folders import beside, put_in_place
+from terapipe.runtime.failures import is_connection_error
+from terapipe.runtime.folders import beside
+from terapipe.runtime.moments import PART, Moments
+from terapipe.runtime.saved import INDEX, Reader, TensorsOnly, read_notes
+from terapipe.runtime.saving import Saving as Saving
+from terapipe.runtime.saving import begin, known_channel, new_channel
 from terapipe.runtime.transport import ALL, Transport
 
-# Every value of the optimizer under the name of its parameter: ranks hold different ones.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+BEAT = 0.5  # seconds between signs of life, while this rank or another writes
 
-Named = Iterable[tuple[str, Tensor]]
+State = dict[str, dict[str, Tensor]]
+
+
+class Loaded(dict[str, Any]):
+    """A checkpoint's notes. ``found`` names the extra tensors that it had."""
+
+    def __init__(self, notes: Mapping[str, Any], found: Iterable[str]) -> None:
+        super().__init__(notes)
+        self.found = frozenset(found)
 
 
 class Checkpoint:
@@ -38,75 +45,136 @@ class Checkpoint:
     Tensors of the same name are copies of each other: one is saved, all are loaded.
     """
 
-    def __init__(self, named: Named, optimizer: Optimizer | None, transport: Transport) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], optimizer: Optimizer | None, transport: Transport) -> None:
+        self._tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._module, self._optimizer, self._transport = self._tree(named), optimizer, transport
-
-    def _tree(self, named: Named) -> nn.Module:
-        """A module of this rank's parameters, which torch can name as those of the whole model."""
-        root = nn.Module()
-        seen: dict[str, Tensor] = {}
         for name, tensor in named:
-            if name in seen:
-                self._copies.append((seen[name], tensor))
-                continue
-            *path, leaf = name.split(".")
-            module = root
-            for step in path:
-                if step not in module._modules:
-                    module.add_module(step, nn.Module())
-                module = module.get_submodule(step)
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(leaf, tensor)
-            else:
-                module.register_buffer(leaf, tensor)
-            seen[name] = tensor
-        return root
+            first = self._tensors.setdefault(name, tensor)
+            if first is not tensor:
+                self._copies.append((first, tensor))
+        self._moments = None if optimizer is None else Moments(optimizer, self._tensors)
+        self._transport = transport
 
-    def _state(self, with_optimizer: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self._module)}
-        if self._optimizer is not None and with_optimizer:
-            state["optimizer"] = get_optimizer_state_dict(self._module, self._optimizer, options=FLAT)
-        return state
+    def _state(self, extra: Mapping[str, Tensor]) -> State:
+        """Tensors only: all else would be saved as pickles."""
+        moments = {} if self._moments is None else self._moments.tensors()
+        parts = {"model": self._tensors, PART: moments, "extra": extra}
+        return {part: {name: x.detach() for name, x in tensors.items()} for part, tensors in parts.items() if tensors}
 
-    def save(self, folder: Path) -> None:
-        """Writes beside, then renames: a crash at any moment leaves the old one or the new one whole."""
-        partial = beside(folder, "partial")
-        first = self._transport.global_rank == min(self._transport.hosts)
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        self._transport.gather(None, ALL)
-        # Asked for the state of an optimizer that has none yet, torch would make one step.
-        state = self._state(with_optimizer=self._optimizer is not None and bool(self._optimizer.state))
-        with _alone_is_fine():
-            save(state, checkpoint_id=partial, process_group=self._transport.everyone)
-        if first:
-            put_in_place(folder, partial)
-        self._transport.gather(None, ALL)
+    # Saving
+
+    def save(self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None) -> None:
+        saving = self.begin(folder, extra, notes, copy=False)
+        self._wait(saving)
+        saving.result()
+
+    def begin(
+        self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, *, copy: bool
+    ) -> Saving:
+        """With ``copy``, tensors may be changed as soon as it returns."""
+        folder, channel = folder.absolute(), known_channel(self._transport)
+        self._wait(channel.latest if channel is not None else None)
+        if self._transport.global_rank == min(self._transport.hosts):
+            shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
+        state: State = {}
+        text, problem = "", None
+        try:
+            text, state = _as_json(notes), self._state(_checked(extra))
+            if copy:
+                state = {part: {name: _copied(x) for name, x in tensors.items()} for part, tensors in state.items()}
+            elif self._transport.device.type == "cuda":
+                torch.cuda.synchronize(self._transport.device)  # the thread knows nothing of this one's streams
+        except Exception as error:
+            problem = error
+        ready = self._agree(problem, list(extra), channel is not None)
+        channel = channel if channel is not None and ready else new_channel(self._transport)
+        return begin(channel, state, folder, text, self._transport)
+
+    def _wait(self, saving: Saving | None) -> None:
+        """Until it is done on all ranks; one that is stuck or gone is noticed."""
+        while not all(self._transport.gather(saving is None or saving.done(), ALL)):
+            if saving is not None:
+                saving.wait(BEAT)
+
+    def _agree(self, problem: Exception | None, names: list[str], ready: bool) -> bool:
+        """Whether all ranks have a channel. What one cannot do, none begins."""
+        said = f"{type(problem).__name__}: {problem}" if problem else ""
+        answers = self._transport.gather((said, names, ready), ALL)
+        if problem is not None:
+            raise problem
+        for rank, (error, _, _) in zip(self._transport.hosts, answers, strict=True):
+            if error:
+                raise RuntimeError(f"rank {rank} could not begin to save: {error}")
+        counts = Counter(name for _, names, _ in answers for name in names)
+        name, count = max(counts.items(), key=lambda item: item[1], default=("", 1))
+        if count > 1:
+            raise ValueError(
+                f"extra tensors must have a name of their own on every rank, got {name!r} on {count} of them; "
+                "add the rank to the name"
+            )
+        return all(ready for _, _, ready in answers)
+
+    # Loading
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Into parameters and optimizer as they are; every rank reads what it holds."""
-        found = next((f for f in (folder, beside(folder, "old")) if (f / ".metadata").exists()), None)
+    def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
+        """Into tensors as they are; every rank reads what it holds."""
+        found = next((f for f in (folder, beside(folder, "old")) if (f / INDEX).exists()), None)
         if found is None:
-            raise ValueError(f"no checkpoint in {folder}: a folder with a file .metadata, as Pipeline.save writes it")
-        self._module.zero_grad()
-        saved = FileSystemReader(found).read_metadata().state_dict_metadata
-        state = self._state(with_optimizer=any(name.startswith("optimizer.") for name in saved))
-        try:
-            with _alone_is_fine():
-                load(state, checkpoint_id=found, process_group=self._transport.everyone)
-        except (CheckpointException, RuntimeError) as error:
-            raise ValueError(f"the checkpoint in {found} is of another model or optimizer: {error}") from None
-        if self._optimizer is not None and "optimizer" in state:
-            set_optimizer_state_dict(self._module, self._optimizer, state["optimizer"], options=FLAT)
+            raise ValueError(f"no checkpoint in {folder}: a folder with a file {INDEX}, as Pipeline.save writes it")
+        reader, notes = Reader(found), read_notes(found)
+        saved = reader.index.state_dict_metadata
+        there = {name: x for name, x in extra.items() if _fits(saved.get(f"extra.{name}"), x)}
+        if self._moments is not None:
+            self._moments.prepare(saved)
+        state = self._state(there)
+        self._read(state, reader)
+        if self._moments is not None:
+            self._moments.settle(state.get(PART, {}))
         for original, copy in self._copies:
             local(copy).copy_(local(original))
-            if self._optimizer is not None and original in self._optimizer.state:
-                mine = self._optimizer.state[original]
-                self._optimizer.state[copy] = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in mine.items()
-                }
+            if self._moments is not None:
+                self._moments.copy(original, copy)
+        return Loaded(notes, there)
+
+    def _read(self, state: State, reader: Reader) -> None:
+        try:
+            with _alone_is_fine():
+                load(state, storage_reader=reader, planner=TensorsOnly(), process_group=self._transport.everyone)
+        except CheckpointException as error:
+            causes = dict.fromkeys(str(cause) for cause, _ in error.failures.values())
+            raise ValueError(
+                f"the checkpoint in {reader.path} is damaged, or of another model or optimizer: {'; '.join(causes)}"
+            ) from None
+        except RuntimeError as error:
+            if is_connection_error(error):
+                raise self._transport.lost(error, "loading a checkpoint", self._transport.others(ALL)) from None
+            raise
+
+
+def _copied(x: Tensor) -> Tensor:
+    """In this host's memory, whatever the device; of a tensor in parts, this rank's."""
+    return x.to("cpu", copy=True)
+
+
+def _checked(extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, x in extra.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"extra values must be tensors, got {type(x).__name__} for {name!r}; notes take others")
+    return extra
+
+
+def _as_json(notes: Mapping[str, Any] | None) -> str:
+    if notes is None:
+        return ""
+    try:
+        return json.dumps(dict(notes), indent=1) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"notes must be what JSON can hold, got: {error}") from None
+
+
+def _fits(saved: object, x: Tensor) -> bool:
+    return isinstance(saved, TensorStorageMetadata) and (saved.size, saved.properties.dtype) == (x.shape, x.dtype)
 
 
 @contextmanager

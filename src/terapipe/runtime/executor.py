@@ -67,7 +67,13 @@ class Executor:
         self._owed: dict[Key, list[Owed]] = {}
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
+        self._hidden: Tensor | None = None
         self.at: Action | None = None
+
+    def hidden(self, input_ids: Tensor | None) -> Tensor | None:
+        """By forwards only, what the last stage makes of the last slice of a batch; None where it is not."""
+        self.run(input_ids, None, None, train=False)
+        return self._hidden
 
     def run(
         self,
@@ -142,7 +148,10 @@ class Executor:
     def _finish(self, k: int, s: Slice, out: Tensor) -> None:
         """The loss, and at once its gradient: nobody has to be waited for, and the logits of one slice are gone
         before those of the next exist."""
-        assert self._labels is not None and self._scale is not None
+        if self._labels is None or self._scale is None:
+            assert not self._train
+            self._hidden = out
+            return
         hidden = out.detach().requires_grad_(self._train)
         labels = self._labels[s.row : s.row + s.size, s.context : s.end]
         loss = self._stages[k].loss(hidden, labels) * self._scale

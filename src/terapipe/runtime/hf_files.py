@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from terapipe.runtime.transport import ALL
 # What is replaced in a folder that holds a model already; all else in it, such as a tokenizer, stays.
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 SHARD = "5GB"  # the largest file: while one is written, this process does nothing else, and others wait for it
-BEAT = 0.5  # seconds
 
 
 def save_pretrained(pipe: Pipeline, folder: str | Path) -> None:
@@ -58,7 +57,7 @@ class _Saving:
             self._write_part()
             self._transport.gather(None, ALL)
             with ThreadPoolExecutor(1) as thread:
-                self._wait(thread.submit(self._write_whole, self._whole()) if self._leads else None)
+                self._transport.await_one(thread.submit(self._write_whole, self._whole()) if self._leads else None)
             if self._leads:
                 put_in_place(self._folder, self._partial)
             self._transport.gather(None, ALL)
@@ -124,10 +123,3 @@ class _Saving:
 
     def _replaced(self, at: str, names: list[str]) -> set[str]:
         return {name for name in names if Path(at) == self._folder and any(fnmatch(name, w) for w in WEIGHTS)}
-
-    def _wait(self, work: Future[None] | None) -> None:
-        """Ranks hear of each other all the while: writing may take longer than one may be silent."""
-        while not all(self._transport.gather(work is None or work.done(), ALL)):
-            wait([work] if work else [], timeout=BEAT)
-        if work is not None:
-            work.result()

@@ -2,28 +2,61 @@
 
 import ctypes
 import os
+import signal
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from terapipe.runtime.transport import local_rank, local_ranks
 
+PATIENCE = 3600  # seconds that processes asked to stop have to finish their step and save
+
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Calls ``function(*args)`` on so many processes, as torchrun would; the first rank's result."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
+    return elastic_launch(_config(ranks), function)(*args)[0]
+
+
+def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: int) -> str:
+    """Runs ``python -m module arguments`` on so many processes, all again if one died, so many times.
+
+    How it ended: nothing to say, or why it did not go well. A signal to this process goes to them, once; they have time
+    to save and end. At a second one this process ends, and they with it (see ``end_with_parent``).
+    """
+    config = _config(ranks, max_restarts=restarts, shutdown_timeout=PATIENCE)
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+    except SignalException:
+        return ""
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return f"rank {rank} ended first, with {_exit(failure.exitcode)}"
+    return ""
+
+
+def _exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _config(ranks: int, **more: Any) -> LaunchConfig:
+    defaults = {"max_restarts": 0, "monitor_interval": 0.1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    return LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=str(uuid.uuid4()), **{**defaults, **more}
     )
-    return elastic_launch(config, function)(*args)[0]
+
+
+def end_with_parent() -> None:
+    """This process is sent SIGTERM when the one that started it ends in whatever way. Linux only."""
+    with suppress(OSError, AttributeError):
+        set_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
 
 
 def take_cores() -> None:

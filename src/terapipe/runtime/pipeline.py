@@ -1,7 +1,7 @@
 """The library's face: a model, a plan, and ``step``."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from terapipe.modeling.split import local
-from terapipe.modeling.stage import IGNORE, Split, Splittable, Stage
+from terapipe.modeling.stage import IGNORE, Predictor, Split, Splittable, Stage
 from terapipe.planning.slices import Plan
-from terapipe.runtime.checkpoint import Checkpoint
+from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.failures import PipelineError, Record, is_connection_error
 from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
@@ -71,6 +71,7 @@ class Pipeline:
         self._transport = Transport(self.device, mesh, timeout)
         self._executor: Executor | None = None
         self._executors: dict[Plan, Executor] = {}
+        self._predicts = False  # known only when asked
         with self._telling_others():
             self._check(model)
             self._check_slices = getattr(model, "check_slices", lambda shortest, recompute: None)
@@ -96,15 +97,18 @@ class Pipeline:
         """Kept from step to step with its buffers; of other shapes only the last few."""
         executor = self._executors.pop(plan, None)
         if executor is None:
-            self._check_slices(min(map(min, plan.lengths)), plan.recompute)
-            made = schedule(plan)
-            validate(made)
-            stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
-            executor = Executor(stages, made, self._transport, self._dtype, self._finished)
+            executor = self._make_executor(plan)
         self._executors[plan] = executor
         while len(self._executors) > SHAPES:
             self._executors.pop(next(iter(self._executors)))
         return executor
+
+    def _make_executor(self, plan: Plan) -> Executor:
+        self._check_slices(min(map(min, plan.lengths)), plan.recompute)
+        made = schedule(plan)
+        validate(made)
+        stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
+        return Executor(stages, made, self._transport, self._dtype, self._finished)
 
     @property
     def schedule(self) -> Schedule:
@@ -161,6 +165,11 @@ class Pipeline:
         return torch.promote_types(self._dtype, torch.float32)
 
     @property
+    def transport(self) -> Transport:
+        """What the ranks decide together goes through it."""
+        return self._transport
+
+    @property
     def rank(self) -> int:
         """This process's place in the pipeline."""
         return self._transport.rank
@@ -188,6 +197,7 @@ class Pipeline:
         documents: Documents | None = None,
         *,
         plan: Plan | None = None,
+        total: int | None = None,
     ) -> Tensor:
         """Forward and backward of one batch. The mean loss over all labels that count, on every rank.
 
@@ -197,13 +207,15 @@ class Pipeline:
 
         ``documents`` says, on every rank, where documents begin in each sequence: ``((0, 100), (0,))`` for two in the
         first and one in the second. None sees another. By default a sequence is one document. ``plan`` is another way
-        to cut this batch, the same on every rank, with the same stages.
+        to cut this batch, the same on every rank, with the same stages. ``total``, on the last rank, is the number to
+        divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches are
+        accumulated, that of all of them, so that every label weighs the same.
         """
         summed = list(self.parameters()) if self._reducer else self._tied
         earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
         for p in summed:
             p.grad = None
-        loss = self._run(input_ids, labels, documents, plan, train=True)
+        loss = self._run(input_ids, labels, documents, plan, total, train=True)
         self._sum_tied_gradients()
         for p, grad in zip(summed, earlier, strict=True):
             if grad is not None:
@@ -219,9 +231,21 @@ class Pipeline:
         if self._reducer:
             self._reducer.start(self.stages[k].parameters())
 
-    def evaluate(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
+    def evaluate(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None = None,
+        *,
+        total: int | None = None,
+    ) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
-        return self._run(input_ids, labels, documents, None, train=False)
+        return self._run(input_ids, labels, documents, None, total, train=False)
+
+    def count_labels(self, labels: Tensor) -> int:
+        """How many count, over all replicas. The last rank of every pipeline calls it, with its own."""
+        with self._telling_others():
+            return int(self._transport.all_reduce((labels.to(self.device) != IGNORE).sum(), DATA))
 
     def _run(
         self,
@@ -229,6 +253,7 @@ class Pipeline:
         labels: Tensor | None,
         documents: Documents | None,
         plan: Plan | None,
+        total: int | None,
         *,
         train: bool,
     ) -> Tensor:
@@ -238,7 +263,7 @@ class Pipeline:
             targets = self._batch("labels", labels, plan, IGNORE) if self.is_last else None
             starts = self._starts(documents, plan)
             self._executor = self._executor_for(plan)
-            scale = None if targets is None else self._weight(targets)
+            scale = None if targets is None else self._weight(targets, total)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
             with loss_parallel() if self._transport.parts > 1 else nullcontext():
                 loss = self._executor.run(ids, targets, scale, starts, train=train)
@@ -299,11 +324,11 @@ class Pipeline:
             )
         return rows
 
-    def _weight(self, labels: Tensor) -> Tensor:
-        count = self._transport.all_reduce((labels != IGNORE).sum(), DATA)
+    def _weight(self, labels: Tensor, total: int | None) -> Tensor:
+        count = self.count_labels(labels) if total is None else total
         if not count:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return 1.0 / count.to(self._wide)
+        return torch.tensor(1.0 / count, dtype=self._wide, device=self.device)
 
     def _sum_tied_gradients(self) -> None:
         if not self._tied:
@@ -319,6 +344,67 @@ class Pipeline:
             first.copy_(self._transport.exchange(first, self.plan.num_ranks - 1 if self.is_first else 0))
         for copy in copies:
             copy.copy_(first)
+
+    # Generating text
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: Tensor | None) -> Tensor:
+        """The scores of the token after each sequence, (rows, vocabulary), on every rank.
+
+        By forwards only, of any number of sequences of any length: (rows, tokens), the same on every rank of a
+        pipeline. Each replica has its own, but all call it together. Call ``eval()`` before, where it matters.
+        """
+        self._check_predicts()
+        with self._telling_others():
+            if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
+                got = "None" if input_ids is None else f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+                raise ValueError(
+                    f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self.rank} "
+                    f"got {got}"
+                )
+            rows, tokens = input_ids.shape
+            padded = F.pad(input_ids.to(self.device), (0, -tokens % self._tile))  # no place sees those after it
+            lengths = ((padded.shape[1],),)
+            plan = Plan((rows,), lengths, self.plan.boundaries, self.plan.order, self.plan.chunks)
+            # Text grows: hardly any length comes again. So nothing is kept for it, and nothing else is let go.
+            trained, self._executor = self._executor, self._make_executor(plan)
+            hidden = self._executor.hidden(padded if self.is_first else None)
+            self._executor = trained
+            logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
+            for sharded in self._sharded.values():
+                sharded.release()
+            return self._to_all(logits, rows)
+
+    def _check_predicts(self) -> None:
+        """Asked once. Refused on all ranks alike, before anything is sent: the pipeline can go on training."""
+        if self._predicts:
+            return
+        last = self.stages.get(self.plan.num_stages - 1)
+        missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
+        found = next(filter(None, self.gather(missing)), None)
+        if found:
+            raise ValueError(
+                f"generating text needs a last stage with a method logits(hidden), as Predictor in modeling/stage.py "
+                f"describes it; {found} has none"
+            )
+        self._predicts = True
+
+    def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
+        """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""
+        owner, index = divmod(place, hidden.shape[1])
+        last = {**self.stages, **self._sharded}[self.plan.num_stages - 1]
+        logits = cast(Predictor, last).logits(hidden[:, index : index + 1])
+        whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return whole[:, owner].to(self._wide).contiguous()
+
+    def _to_all(self, logits: Tensor | None, rows: int) -> Tensor:
+        """From the last rank, which alone knows the vocabulary."""
+        source = self.plan.num_ranks - 1
+        width = torch.tensor(0 if logits is None else logits.shape[1], device=self.device)
+        vocabulary = int(self._transport.broadcast(width, source))
+        if logits is None:
+            logits = torch.empty(rows, vocabulary, dtype=self._wide, device=self.device)
+        return self._transport.broadcast(logits, source)
 
     # Gradients
 
@@ -376,16 +462,50 @@ class Pipeline:
         """This rank's part of the whole model's state."""
         return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
 
-    def save(self, folder: str | Path, optimizer: Optimizer | None = None) -> None:
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Mapping[str, Tensor] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
         """A checkpoint of the whole model, and of the optimizer's state, that loads in any layout. All ranks call it
-        together, with a folder that all of them see. What the folder held before is replaced when all is written."""
-        with self._telling_others():
-            self._checkpoint(optimizer).save(Path(folder))
+        together, with a folder that all of them see. What the folder held before is replaced when all is written.
 
-    def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> None:
-        """What ``save`` wrote, in this or any other layout."""
+        ``extra`` are further tensors of this rank, under names that no other rank uses; ``notes`` is what JSON can
+        hold, the same on all ranks. If it cannot be written, all ranks raise the same OSError, and may go on training.
+        """
+        self._checkpoint(optimizer).save(Path(folder), extra or {}, notes)
+
+    def save_in_background(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Mapping[str, Tensor] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Saving:
+        """As ``save``, of the state at this moment: it is copied to the host's memory, and written while training goes
+        on. Another save waits until this one is done. ``result()`` of what is returned waits for it and raises what
+        went wrong; it must be called before the process ends."""
+        return self._checkpoint(optimizer).begin(Path(folder), extra or {}, notes, copy=True)
+
+    def load(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> Loaded:
+        """What ``save`` wrote, in this or any other layout; nothing in it is run, whoever wrote it. Learning rate and
+        the like stay as they are. An optimizer of which nothing was saved begins anew.
+
+        Fills the ``extra`` tensors that the checkpoint has in the same shape, and leaves the others. Returns the notes,
+        a dictionary, whose ``found`` names the extra tensors that were there.
+        """
         with self._telling_others():
-            self._checkpoint(optimizer).load(Path(folder))
+            return self._checkpoint(optimizer).load(Path(folder), extra or {})
 
     def _checkpoint(self, optimizer: Optimizer | None) -> Checkpoint:
         named = [(self.tied[0] if name in self.tied else name, p) for name, p in self.named_parameters()]

@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple, cast
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.linear import settle
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import Splittable, Stage
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
+from terapipe.presets import GPTConfig
 from terapipe.runtime.transport import Transport, host_name, local_device
 
 LEAST, MOST = 3, 15  # measurements of each point
@@ -52,22 +54,55 @@ def grid(tokens: int, sizes: Sequence[int]) -> list[Point]:
 
 
 class Profiler:
-    """All ranks make the same one and call ``run`` together."""
+    """All ranks make the same one and call ``run`` together.
 
-    def __init__(self, model: GPT, *, layers: int, tokens: int, sizes: Sequence[int] = (1,)) -> None:
+    ``shape`` is what the planner will reckon memory and messages with: a GPT has one, for a Hugging Face decoder
+    ``shape_of`` finds it, for a model of one's own a rough one will do. Of a model on the meta device only what is
+    measured is made real. ``dtype`` is that of parameters and hidden states, by default the model's.
+    """
+
+    def __init__(
+        self,
+        model: Splittable,
+        *,
+        layers: int,
+        tokens: int,
+        sizes: Sequence[int] = (1,),
+        shape: GPTConfig | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.device = local_device()
         self.transport = Transport(self.device)
         self.hosts = tuple(self.transport.gather(host_name()))
-        self.model, self.tokens, self.layers, self.sizes = model, tokens, layers, sizes
         count = model.num_layers
-        # The last layers: their stage takes hidden states, and its head is only called for the loss.
-        self.stage = model.stage(count - layers, count, self.device)
+        self.shape = _shape(model, shape)
+        if not 1 <= layers <= count:
+            raise ValueError(f"at least one and at most all {count} layers can be measured, got {layers}")
+        self.layers, self.tokens = min(layers, max(1, count - 1)), tokens
+        # The last layers: their stage takes hidden states, unless it is all, and its head is only called for the loss.
+        self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
+        self.dtype = self._convert(dtype)
         # What grows evenly with the tokens is measured at a few lengths only.
         self._sparse = {min(64, tokens), tokens // 8 or 1, tokens // 2 or 1}
-        self._caches: dict[tuple[int, int], SliceCache] = {}
+        self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
+        self._carrying: set[int] = set()  # stages with other states than keys and values
         self._taken: dict[tuple[str, Point], list[float]] = {}
-        self.points = grid(tokens, sizes)
+        self.points = [point for point in grid(tokens, sizes) if _takes(model, point.length)]
+
+    def _convert(self, dtype: torch.dtype | None) -> torch.dtype:
+        """All stages to this dtype; by default they are left as they are."""
+        own = next(self.stage.parameters()).dtype
+        if dtype in (None, own):
+            return own
+        if set(self.stage.parameters()) & set(self.plain.parameters()):  # then they are also the model's
+            raise ValueError(
+                f"the model has parameters of {own}, {dtype} is to be measured; convert it with .to({dtype}), or build "
+                "it on the meta device"
+            )
+        for stage in (self.stage, self.plain, self.first):
+            stage.to(dtype)
+        return dtype
 
     def run(self, seconds: float = 45.0, progress: Progress = lambda share: None) -> Profile:
         """Round after round over all points, until everything is known well enough or the time is up."""
@@ -108,11 +143,12 @@ class Profiler:
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         return Profile(
-            self.model.config, self.layers, self.tokens, self.transport.size, samples, tuple(transfers), rates,
+            self.shape, self.layers, self.tokens, self.transport.size, samples, tuple(transfers), rates,
             machine, versions, self.hosts,
         )  # fmt: skip
 
@@ -140,28 +176,37 @@ class Profiler:
 
         A short slice after a pause is slower than one of many; with ``warm`` the first is not counted.
         """
-        cache = self._cache(stage, point.size)
-        cache.begin(point.context, point.length)
-        cache.defer = deferred
-        gradient = torch.randn(point.size, point.length, self.model.config.hidden, device=self.device)
+        shape = cast(Stage, stage).hidden_shape(point.size, point.length)
+        gradient = torch.randn(shape, dtype=self.dtype, device=self.device)
         forwards, backwards, weights = [], [], []
-        outs: list[Tensor] = []
+        done: list[tuple[SliceCache, Tensor]] = []
         for _ in range(count + warm):
-            x = self._input(stage, point)
-            forwards.append(self._timed(lambda x=x: outs.append(stage(x, cache))))  # type: ignore[misc]
+            cache, x = self._cache(stage, point.size, point.context).twin(), self._input(stage, point)
+            cache.begin(point.context, point.length)
+            cache.defer = deferred
+            forwards.append(self._timed(partial(_forward, stage, x, cache, done)))
         for _ in range(count + warm):
-            backwards.append(self._timed(lambda: outs.pop().backward(gradient)))  # type: ignore[no-untyped-call]
-            owed = cache.take_owed()
-            weights.append(self._timed(lambda owed=owed: settle(owed)))  # type: ignore[misc]
+            cache, out = done.pop()
+            self._owe(cache)
+            backwards.append(self._timed(partial(_backward, cache, out, gradient)))
+            weights.append(self._timed(partial(settle, cache.take_owed())))
+            del out  # before the next backward, as in a step
         return forwards[warm:], backwards[warm:], weights[warm:]
 
+    def _owe(self, cache: SliceCache) -> None:
+        """Other states than keys and values: as if a later slice had found gradients for them."""
+        if cache.end < self.tokens:
+            for state in cache.left():
+                state.grad = torch.zeros_like(state) if state.requires_grad else None
+
     def _input(self, stage: nn.Module, point: Point) -> Tensor:
-        if stage is self.first:
+        if stage is self.first or self.layers == self.shape.layers:
             return torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
         return self._hidden(point)
 
     def _hidden(self, point: Point) -> Tensor:
-        return torch.randn(point.size, point.length, self.model.config.hidden, device=self.device).requires_grad_()
+        shape = cast(Stage, self.stage).hidden_shape(point.size, point.length)
+        return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
     def _loss(self, stage: Stage, point: Point) -> None:
         hidden = self._hidden(point)
@@ -183,22 +228,37 @@ class Profiler:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _cache(self, stage: nn.Module, size: int) -> SliceCache:
+    def _cache(self, stage: nn.Module, size: int, context: int) -> SliceCache:
+        """As it is behind so many tokens; to be left so."""
+        start, here = (id(stage), size, 0), (id(stage), size, context)
+        if start not in self._caches:
+            self._caches[start] = self._written(stage, size)
+        if id(stage) not in self._carrying:
+            return self._caches[start]  # keys and values are those of all tokens
+        if here not in self._caches:
+            cache = self._caches[here] = self._caches[start].twin()
+            cache.begin(0, context)
+            with torch.no_grad():
+                stage(self._input(stage, Point(size, context, 0)), cache)
+        return self._caches[here]
+
+    def _written(self, stage: nn.Module, size: int) -> SliceCache:
         """A cache in which all keys, values and their gradients have been written once, by two slices."""
-        key = (id(stage), size)
-        if key not in self._caches:
-            cache = self._caches[key] = cast(Stage, stage).make_cache(size, self.tokens)
-            half = self.tokens // 2 or 1
-            halves = [Point(size, half, 0), Point(size, self.tokens - half, half)] if self.tokens > 1 else []
-            outs = []
-            for p in halves:
-                cache.begin(p.context, p.length)
-                outs.append((p, stage(self._input(stage, p), cache)))
-            for p, out in reversed(outs):
-                cache.begin(p.context, p.length)
-                out.sum().backward()
-            cache.take_owed()
-        return self._caches[key]
+        cache = cast(Stage, stage).make_cache(size, self.tokens)
+        half = self.tokens // 2 or 1
+        halves = [Point(size, half, 0), Point(size, self.tokens - half, half)] if self.tokens > 1 else []
+        outs = []
+        for p in halves:
+            cache.begin(p.context, p.length)
+            outs.append((p, stage(self._input(stage, p), cache)))
+            if cache.left():
+                self._carrying.add(id(stage))
+        for p, out in reversed(outs):
+            cache.begin(p.context, p.length)
+            _backward(cache, out, torch.ones_like(out))
+        cache.take_owed()
+        cache.clear()
+        return cache
 
     def _tight(self, point: Point) -> bool:
         """Whether this point is known well, on every rank."""
@@ -253,14 +313,49 @@ class Profiler:
 
     def _optimizer(self) -> list[float]:
         """Seconds per parameter of an AdamW step over the measured stage."""
-        parameters = list(self.stage.parameters())
+        parameters = [p for p in self.stage.parameters() if p.requires_grad]
+        if not parameters:
+            return [0.0]
         count = sum(p.numel() for p in parameters)
         optimizer = torch.optim.AdamW(parameters, lr=0.0)
         for p in parameters:
             p.grad = torch.zeros_like(p)
         self._together()
         rates = [self._timed(optimizer.step) / count for _ in range(LEAST + 1)]
+        for p in (p for stage in (self.stage, self.plain, self.first) for p in stage.parameters()):
+            p.grad = None  # they may be the model's own
         return rates[1:]
+
+
+def _shape(model: Splittable, shape: GPTConfig | None) -> GPTConfig:
+    if shape is None and isinstance(model, GPT):
+        shape = model.config
+    if shape is None:
+        raise ValueError(
+            f"the shape of a {type(model).__name__} must be told, for the planner: shape_of(decoder) of a Hugging Face "
+            "decoder, for others a GPTConfig that is about as large"
+        )
+    if shape.layers != model.num_layers:
+        raise ValueError(f"shape and model must have as many layers, got {shape.layers} and {model.num_layers}")
+    return shape
+
+
+def _takes(model: Splittable, length: int) -> bool:
+    """Whether slices may be so short."""
+    try:
+        getattr(model, "check_slices", lambda shortest, recompute: None)(length, False)
+    except ValueError:
+        return False
+    return True
+
+
+def _forward(stage: nn.Module, x: Tensor, cache: SliceCache, done: list[tuple[SliceCache, Tensor]]) -> None:
+    done.append((cache, stage(x, cache)))
+
+
+def _backward(cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
+    if out.requires_grad:  # a first stage may have nothing to train
+        cache.backward(out, gradient)
 
 
 def _spread(taken: Sequence[float]) -> float:

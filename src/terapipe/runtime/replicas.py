@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.split import local
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import Predictor, Stage
 from terapipe.runtime.transport import Transport
 
 BUCKET = 25 << 20  # bytes that are summed in one message
@@ -122,6 +122,10 @@ class Sharded(nn.Module):
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self._inner.loss(hidden, labels)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert isinstance(self.stage, Predictor)
+        return self.stage.logits(hidden)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return self._inner.hidden_shape(size, length)

@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from terapipe.runtime.failures import Board, PipelineError, Record
 
@@ -21,6 +23,7 @@ T = TypeVar("T")
 
 DATA, PIPE, TENSOR, ALL = "data", "pipe", "tensor", "all"  # lines of ranks through the mesh
 
+BEAT = 0.5  # seconds between signs of life
 _NEVER_SENT = 1 << 16  # a tag that no message has
 
 
@@ -60,7 +63,11 @@ def ensure_process_group(device: torch.device) -> bool:
     if not dist.is_initialized() and under_torchrun():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        store, rank, size = next(iter(rendezvous("env://")))
+        # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
+        store = PrefixStore(f"terapipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.is_initialized()
 
 
@@ -176,6 +183,13 @@ class Transport:
         with self._waiting(self.others(over), "an exchange between all ranks"):
             dist.all_gather_object(values, value, group=self._groups[over])
         return values  # type: ignore[return-value]
+
+    def await_one(self, work: Future[T] | None, over: str = ALL) -> T | None:
+        """Waits for what one rank does in a thread, however long it takes: ranks hear of each other all the while.
+        The one that works gives its future, the others None."""
+        while not all(self.gather(work is None or work.done(), over)):
+            wait([work] if work else [], timeout=BEAT)
+        return None if work is None else work.result()
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Over replicas, in place, while this rank goes on."""

@@ -58,6 +58,20 @@ class Decoder:
         if recompute and not self.fast:
             raise RefusedError(f"slices of {name} cannot be computed again; leave recomputation off")
 
+    def recompute_layers(self) -> None:
+        """Keeps only the inputs of layers: backwards compute them again, by the model's own gradient checkpointing.
+        That works in training mode only; in evaluation mode all is kept."""
+        name = type(self.model).__name__
+        if not self.fast:
+            raise RefusedError(
+                f"layers of {name} cannot be computed again: it is cut through its own cache (general seam), which "
+                "they would change a second time; leave recomputation off"
+            )
+        try:
+            self.model.gradient_checkpointing_enable()
+        except ValueError as error:
+            raise RefusedError(f"layers of {name} cannot be computed again: {error}") from None
+
     @property
     def seam(self) -> str:
         return "fast" if self.fast else "general"
@@ -82,19 +96,22 @@ class Decoder:
         return len(self.model.get_submodule(self.parts.layers))  # type: ignore[arg-type]
 
     def products(self) -> tuple[list[float], float]:
-        """How many numbers of each layer, and of what comes after them, a token is multiplied with; of the experts of a
-        layer only those that it is sent to."""
-        config = text_config(self.model.config)
-        experts = next(
-            (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, 0))), 0
-        )
-        share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+        """How many numbers of each layer, and of what comes after them, a token is multiplied with."""
         layers = [
-            sum(p.numel() * (share if ".experts." in f".{name}." else 1.0) for name, p in layer.named_parameters())
+            sum(p.numel() * self.visited(name) for name, p in layer.named_parameters())
             for layer in self.model.get_submodule(self.parts.layers).children()
         ]
         after = (self.model.get_submodule(name) for name in self.parts.after)
         return layers, float(sum(p.numel() for module in after for p in module.parameters(recurse=False)))
+
+    def visited(self, name: str) -> float:
+        """The share of a layer's parameter that a token is multiplied with: of experts, those that it is sent to."""
+        config = text_config(self.model.config)
+        keys = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((n for key in keys if (n := getattr(config, key, 0))), 0)
+        if not experts or ".experts." not in f".{name}.":
+            return 1.0
+        return float(getattr(config, "num_experts_per_tok", experts) / experts)
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -106,6 +123,8 @@ class Decoder:
         model = self.model
         if any(p.is_meta for p in model.parameters()):
             model = self.weights.fill(model, Share(model, self.parts, first, last))
+            if self.model.is_gradient_checkpointing and not model.is_gradient_checkpointing:
+                model.gradient_checkpointing_enable()  # a model that is read from files knows nothing of it
         if self.fast:
             model.set_attn_implementation(NAME)
         with device:  # weights of zero take no memory where they are made, but would if moved there

@@ -166,14 +166,18 @@ class DecoderStage(nn.Module):
         assert taken is not None
         return taken
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By all that the model itself does after its layers: scaling, softcaps and the like too."""
         self._given = hidden
         zeros = self._zeros(hidden.shape[0], hidden.shape[1], hidden)
         places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         positions = {"position_ids": places} if self.parts.takes_positions else {}
         logits: Tensor = self.__dict__["_end"](inputs_embeds=zeros, use_cache=False, **positions).logits
         self._given = None
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits(hidden)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def _zeros(self, size: int, length: int, like: Tensor) -> Tensor:

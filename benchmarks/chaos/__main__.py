@@ -1,0 +1,3 @@
+from benchmarks.chaos.measure import main
+
+main()

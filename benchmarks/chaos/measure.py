@@ -1,0 +1,203 @@
+"""Kills ranks of training runs with SIGKILL at random moments, saves included, and sees whether anything is lost.
+
+A try: the same run as the undisturbed one, a random rank killed at a random moment, started again. It survives if all
+checkpoints that had been put in place open, if it goes on from one of them, and if the losses of all steps and the
+parameters at the end are those of the undisturbed run: to the last bit, or in another layout to rounding.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from benchmarks.harness import arguments, report
+
+STEPS, EVERY = 20, 2
+TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
+CONFIG = f"""
+[model]
+preset = "layers=6,hidden=64,heads=4"
+[data]
+train = "{TEXT}"
+tokens = 256
+batch = 2
+eval_share = 0.05
+[plan]
+pipe = 2
+seconds = 0
+[optimizer]
+accumulate = 2
+[schedule]
+steps = {STEPS}
+warmup = 5
+[checkpoints]
+every = {EVERY}
+keep = 3
+[evaluation]
+every = 5
+batches = 2
+[logging]
+tensorboard = false
+[failures]
+timeout = 20
+"""
+COMMAND = (sys.executable, "-u", "-m", "terapipe", "train")
+
+
+class Chaos:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "run.toml"
+        self.file.write_text(CONFIG)
+        self.data = folder / "data"
+        began = time.monotonic()
+        self.finish(self.start("straight"))
+        self.seconds = time.monotonic() - began
+        self.truth = self.state("straight")
+
+    def start(self, name: str, *more: str, command: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
+        where = (f"logging.folder={self.folder / name}", f"data.cache={self.data}")
+        log = (self.folder / f"{name}.log").open("a")
+        return subprocess.Popen([*command, str(self.file), *where, *more], stdout=log, stderr=log, text=True)
+
+    def finish(self, process: subprocess.Popen[str]) -> None:
+        if process.wait(300) != 0:
+            logs = "\n".join(log.read_text() for log in self.folder.glob("*.log"))
+            raise RuntimeError(f"ended with {process.returncode}:\n{logs}")
+
+    def state(self, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """The losses of all steps, and the parameters at the end."""
+        rows = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+        return [losses[step] for step in range(1, STEPS + 1)], opened(self.checkpoint(name, STEPS))
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        return self.folder / name / "checkpoints" / f"step-{step:08d}"
+
+    def whole(self, name: str) -> list[int]:
+        found = (self.folder / name / "checkpoints").glob("step-????????")
+        return sorted(int(f.name[5:]) for f in found)
+
+    # One try
+
+    def attempt(self, number: int, dice: random.Random) -> str:
+        """What was lost, or nothing."""
+        name = f"try{number}"
+        process = self.start(name)
+        saving = number % 4 == 1
+        self._wait_for_moment(name, process, dice, saving)
+        victims = children(process.pid)
+        if victims:
+            os.kill(dice.choice(victims), signal.SIGKILL)
+        process.wait(60)
+        before = self.whole(name)
+        for step in before:
+            opened(self.checkpoint(name, step))
+        elsewhere = {2: ("plan.pipe=1",), 3: ("plan.pipe=3", "plan.order=terapipe", "plan.slices=5")}.get(number % 4, ())
+        self.finish(self.start(name, *elsewhere))
+        return self._lost(name, before, exact=not elsewhere)
+
+    def _wait_for_moment(
+        self, name: str, process: subprocess.Popen[str], dice: random.Random, saving: bool
+    ) -> None:
+        """A random one, or one in the middle of a save."""
+        deadline = time.monotonic() + dice.uniform(0.1, 0.95) * self.seconds
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.002)
+        folder = self.folder / name / "checkpoints"
+        while saving and process.poll() is None and not any(folder.glob("*.partial")):
+            time.sleep(0.0005)
+
+    def _lost(self, name: str, before: list[int], exact: bool) -> str:
+        losses, parameters = self.state(name)
+        wanted, truth = self.truth
+        if exact:
+            same = losses == wanted and all(torch.equal(parameters[k], truth[k]) for k in truth)
+        else:
+            near = all(abs(a - b) < 1e-5 * abs(b) for a, b in zip(losses, wanted, strict=True))
+            same = near and all(torch.allclose(parameters[k], truth[k], rtol=1e-3, atol=1e-4) for k in truth)
+        if not same:
+            return f"{name}: another result"
+        log = (self.folder / f"{name}.log").read_text()
+        if before and f"step-{before[-1]:08d}" not in log.split("went on from")[-1]:
+            return f"{name}: did not go on from step {before[-1]}"
+        return ""
+
+    # Restarts by torchrun
+
+    def restarts(self, tried: int, dice: random.Random) -> int:
+        """How often a run goes on by itself after one of its ranks was killed."""
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(tried))
+        name = "restarts"
+        process = self.start(name, "schedule.steps=100000", command=(*torchrun, "-m", "terapipe", "train"))
+        survived = 0
+        for _ in range(tried):
+            reached = self._progress(name, process, survived)
+            if reached is None:
+                break
+            time.sleep(dice.uniform(0.0, 1.0))
+            os.kill(dice.choice(children(process.pid)), signal.SIGKILL)
+            survived += self._progress(name, process, survived + 1) is not None
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        return survived
+
+    def _progress(self, name: str, process: subprocess.Popen[str], restarts: int) -> int | None:
+        """Waits until the run has made steps after so many restarts."""
+        path, log = self.folder / name / "metrics.jsonl", self.folder / f"{name}.log"
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+            rows = path.read_text().splitlines() if path.exists() else []
+            events = [json.loads(row) for row in rows if '"resumed"' in row]
+            last = json.loads(rows[-1]) if rows else {}
+            if log.exists() and log.read_text().count("went on from") >= restarts and len(rows) > len(events):
+                return int(last.get("step", 0))
+        return None
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def opened(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(checkpoint, file.name)
+        state: dict[str, Any] = torch.load(file.name, weights_only=True)
+    return dict(_flat(state))
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor) and not name.startswith("random"):
+            yield f"{prefix}{name}", value
+
+
+def main() -> None:
+    quick = arguments(__doc__ or "").quick
+    tries, restarts = (4, 2) if quick else (20, 12)
+    dice = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        chaos = Chaos(Path(folder))
+        lost = [chaos.attempt(number, dice) for number in range(tries)]
+        went_on = chaos.restarts(restarts, dice)
+    rows = [(str(number), what or "nothing lost") for number, what in enumerate(lost)]
+    figures = {"survived": lost.count(""), "tried": tries, "restarts_survived": went_on, "restarts_tried": restarts}
+    report("Killed ranks", ("try", "outcome"), rows, figures)
+
+
+if __name__ == "__main__":
+    main()

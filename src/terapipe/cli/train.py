@@ -1,0 +1,52 @@
+"""``terapipe train``: what a run.toml says."""
+
+import argparse
+import json
+from pathlib import Path
+
+from terapipe.cli.options import Verbs
+from terapipe.config import RunConfig, load
+
+
+def add(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "train",
+        help="train a model as run.toml says",
+        description="Trains as a file says. Starts the ranks itself, or runs as one of those that torchrun started. "
+        "Started again, it goes on from its last checkpoint. Ctrl-C finishes the step, saves and ends.",
+    )
+    parser.add_argument("file", type=Path, metavar="RUN.TOML", help="see --print-config for all keys")
+    parser.add_argument("replaced", nargs="*", metavar="SECTION.KEY=VALUE", help="such as optimizer.lr=1e-4")
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value, and end")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    config = load(parsed.file, parsed.replaced)
+    if parsed.print_config:
+        print(config.to_toml())
+        return 0
+    from terapipe.runtime.transport import under_torchrun
+    from terapipe.training.planned import ranks_wanted
+    from terapipe.training.run import run_rank
+
+    ranks = ranks_wanted(config.plan)
+    if under_torchrun() or (ranks == 1 and not config.failures.restarts):
+        return run_rank(config)
+    return _start(parsed, config, ranks)
+
+
+def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
+    from terapipe.runtime.launch import launch_module
+    from terapipe.training.run import ENDED
+
+    failure = launch_module("terapipe", ["train", str(parsed.file), *parsed.replaced], ranks, config.failures.restarts)
+    if failure:
+        print(f"terapipe train: {failure}")
+        return 1
+    try:
+        ended = json.loads((config.folder / ENDED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        print("terapipe train: stopped before anything could be saved")
+        return 1
+    return 0 if ended["how"] in ("finished", "stopped") else 1

@@ -1,0 +1,193 @@
+"""Writes what is to be saved, in a thread of its own and over connections of its own: training may go on."""
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from terapipe.runtime.failures import is_connection_error
+from terapipe.runtime.folders import beside, put_in_place, recover
+from terapipe.runtime.saved import NOTES
+from terapipe.runtime.transport import ALL, Transport
+
+PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
+
+
+class Saving:
+    """A checkpoint on its way to the disk. The process must not end before it is done."""
+
+    def __init__(self, work: Callable[[], None], transport: Transport) -> None:
+        self._transport = transport
+        self._future: Future[None] = Future()
+        # A daemon, of which Python does not wait for the end: it may wait itself, for a rank that is gone.
+        Thread(target=self._run, args=(work,), name="terapipe-saving", daemon=True).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._future.set_exception(error.with_traceback(None))  # which would keep what was to be saved in memory
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, seconds: float | None = None) -> None:
+        wait([self._future], seconds)
+
+    def result(self) -> None:
+        """Waits for its end. An OSError, the same on all ranks, if it could not be written; training can go on then."""
+        try:
+            self._future.result()
+        except RuntimeError as error:
+            if is_connection_error(error):
+                raise self._transport.lost(error, "saving a checkpoint", self._transport.others(ALL)) from None
+            raise
+
+
+@dataclass
+class Channel:
+    """Over which ranks talk about saving. One save at a time: what is written next waits in memory for nobody."""
+
+    group: dist.ProcessGroup | None
+    latest: Saving | None = None
+
+
+# Groups cannot be closed (see Transport), so later pipelines over the same ranks take those of earlier ones.
+_channels: dict[tuple[object, ...], Channel] = {}
+
+
+def _key(transport: Transport) -> tuple[object, ...]:
+    return (dist.group.WORLD if dist.is_initialized() else None, *transport.hosts)
+
+
+def known_channel(transport: Transport) -> Channel | None:
+    return _channels.get(_key(transport))
+
+
+def new_channel(transport: Transport) -> Channel:
+    """All ranks make it together. On CPUs whatever the devices are: the thread must not disturb their queues."""
+    group = None
+    if transport.everyone is not None:
+        ranks = list(transport.hosts)
+        group = dist.new_group(ranks, PATIENCE, "gloo", use_local_synchronization=True)
+    _channels[_key(transport)] = channel = Channel(group)
+    return channel
+
+
+def begin(channel: Channel, state: dict[str, Any], folder: Path, notes: str, transport: Transport) -> Saving:
+    def work() -> None:
+        try:
+            _write(state, folder, notes, channel.group)
+        except RuntimeError:
+            _channels.pop(_key(transport), None)  # ranks may be out of step
+            raise
+
+    channel.latest = Saving(work, transport)
+    return channel.latest
+
+
+def _write(state: dict[str, Any], folder: Path, notes: str, group: dist.ProcessGroup | None) -> None:
+    """Beside, then renamed by the first rank: a crash at any moment leaves the old one or the new one whole."""
+    partial = beside(folder, "partial")
+    leads = group is None or dist.get_rank(group) == 0
+    failures: dict[int, BaseException] = {}
+    try:
+        # Returns on the first rank after its ``finish``, and that runs when it has gathered what all have written.
+        _save(state, _Writer(partial, per_thread_copy_ahead=0), group)
+        if leads:
+            _finish(folder, partial, notes)
+    except CheckpointException as error:
+        failures = {rank: cause for rank, (cause, _) in error.failures.items()}
+    except Exception as error:
+        if not leads or is_connection_error(error):
+            raise
+        failures = {0: error}
+    if failures and leads:
+        with suppress(OSError):
+            recover(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    problem = [_problem(folder, failures, group)]
+    if group is not None:  # the first rank may have met one that the others know nothing of
+        dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+def _finish(folder: Path, partial: Path, notes: str) -> None:
+    if notes:
+        with (partial / NOTES).open("w", encoding="utf-8") as file:
+            file.write(notes)
+            file.flush()
+            os.fsync(file.fileno())
+    _flush(partial)
+    put_in_place(folder, partial)
+    _flush(folder.parent)
+
+
+def _flush(folder: Path) -> None:
+    """The names in it, to the disk; not all systems can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _problem(folder: Path, failures: dict[int, BaseException], group: dist.ProcessGroup | None) -> Exception | None:
+    """What all ranks are to raise."""
+    if not failures:
+        return None
+    rank, cause = min(failures.items(), key=lambda item: (not isinstance(item[1], OSError), item[0]))
+    who = rank if group is None else dist.get_global_rank(group, rank)
+    start = f"the checkpoint {folder} could not be saved, rank {who}: "
+    if isinstance(cause, OSError):
+        return OSError(cause.errno, f"{start}{cause.strerror or cause}; what was saved before is whole")
+    return RuntimeError(f"{start}{type(cause).__name__}: {cause}")
+
+
+def _save(state: dict[str, Any], writer: FileSystemWriter, group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        save(state, storage_writer=writer, process_group=group)
+        return
+    # The same without torch.distributed, of which ``save`` would warn; warnings cannot be silenced in one thread only.
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, index = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(index, [writer.write_data(plan, planner).wait()])
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """torch's file format hides that the disk is full behind an error of its own."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _system_error(error) or error from None
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -1,0 +1,113 @@
+"""The checkpoints of a run: which there are, which to keep, which to go on from."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terapipe.config import CheckpointConfig
+from terapipe.reporting import html
+from terapipe.runtime.checkpoint import Saving
+from terapipe.runtime.pipeline import Pipeline
+
+NAME = re.compile(r"step-(\d{8})")
+BEST = "best.json"
+
+
+def steps(folder: Path) -> list[int]:
+    """Of the checkpoints that are whole."""
+    names = (NAME.fullmatch(f.name) for f in folder.glob("step-*") if (f / ".metadata").is_file())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def latest(folder: Path) -> Path | None:
+    found = steps(folder)
+    return folder / f"step-{found[-1]:08d}" if found else None
+
+
+def clean(folder: Path) -> None:
+    """Removes what a crash left in the middle: by name, none of it is a checkpoint."""
+    for left in folder.glob("step-*.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+class Checkpoints:
+    """All ranks have one; only the first looks after the folder."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, leads: bool, say: Callable[[str, str], None]) -> None:
+        """``say`` is told what kind of thing happened, and what."""
+        self.folder, self._config, self._leads, self._say = folder, config, leads, say
+        self._saving: tuple[Mapping[str, Any], Saving] | None = None
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest evaluation loss so far."""
+        try:
+            found = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
+            return int(found["step"]), float(found["eval_loss"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def save(
+        self, pipe: Pipeline, optimizer: Optimizer, extra: Mapping[str, Tensor], notes: Mapping[str, Any], wait: bool
+    ) -> bool:
+        """All ranks together. Whether it is on its way, or with ``wait`` done: a disk that is full stops nobody."""
+        self.finish()
+        step = int(notes["step"])
+        try:
+            if wait or not self._config.background:
+                pipe.save(self.path(step), optimizer, extra=extra, notes=notes)
+                self._saved(notes)
+            else:
+                self._saving = notes, pipe.save_in_background(self.path(step), optimizer, extra=extra, notes=notes)
+        except OSError as error:
+            self._failed(step, error)
+            return False
+        return True
+
+    def poll(self) -> None:
+        """Looks whether a save in the background has come to its end."""
+        if self._saving is not None and self._saving[1].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for it."""
+        if self._saving is None:
+            return
+        notes, saving = self._saving
+        self._saving = None
+        try:
+            saving.result()
+        except OSError as error:
+            self._failed(int(notes["step"]), error)
+        else:
+            self._saved(notes)
+
+    def _saved(self, notes: Mapping[str, Any]) -> None:
+        step, loss = int(notes["step"]), notes.get("eval_loss")
+        self._say("checkpoint", f"saved {self.path(step)}")
+        if not self._leads:
+            return
+        if loss is not None and loss <= notes["best"]:
+            html.write(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
+        kept = {self.best[0]} if self._config.best and self.best else set()
+        for old in steps(self.folder)[: -self._config.keep] if self._config.keep else ():
+            if old not in kept:
+                self._remove(self.path(old))
+
+    def _remove(self, path: Path) -> None:
+        """Renamed first: half of a checkpoint must not look like one."""
+        going = path.with_name(path.name + ".going")
+        path.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def _failed(self, step: int, error: OSError) -> None:
+        self._say("failed", f"step {step} could not be saved, training goes on: {error}")

@@ -1,0 +1,168 @@
+"""The plan of a run: given, chosen by measurements, or equal slices; kept in the run's folder for when it goes on."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from terapipe.config import PlanConfig, RunConfig, nbytes
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.layout import Layout
+from terapipe.planning.profile import Profile
+from terapipe.planning.slices import Plan
+from terapipe.reporting import html
+from terapipe.runtime.profiler import Profiler
+from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.simulator import simulate
+from terapipe.scheduling.timeline import Timeline
+from terapipe.search.choose import choose
+from terapipe.search.cuts import uniform
+from terapipe.search.request import UNSLICED, ProfileSource, Request
+from terapipe.training.model import Made
+
+LEAST = 64  # tokens of a slice, where nothing is known of its cost
+FILE = "planned.json"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, each replica's plan in it, and how long a step should take."""
+
+    layout: Layout
+    plan: Plan
+    seconds: float | None = None  # None: nothing was measured
+    once: float = 0.0  # of these, what comes once per step however many batches are accumulated
+
+    def step_time(self, accumulate: int) -> float | None:
+        return None if self.seconds is None else (self.seconds - self.once) * accumulate + self.once
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"layout": asdict(self.layout), "plan": self.plan.to_dict(), "seconds": self.seconds, "once": self.once}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> "Planned":
+        return cls(Layout(**found["layout"]), Plan.from_dict(found["plan"]), found["seconds"], found["once"])
+
+
+def ranks_wanted(config: PlanConfig) -> int:
+    """How many processes a run starts by itself."""
+    if config.ranks:
+        return config.ranks
+    pipe = config.pipe or (Plan.from_json(Path(config.file).read_text()).num_ranks if config.file else 1)
+    return (config.data or 1) * pipe * config.tensor
+
+
+def layout_of(config: PlanConfig, ranks: int, pipe: int) -> Layout:
+    """What is fixed, and the rest so that all ranks have work."""
+    known = (config.data or 1) * (pipe or 1) * config.tensor
+    if ranks % known:
+        raise ValueError(
+            f"data x pipe x tensor must be the number of processes, got {config.data or 'any'} x {pipe or 'any'} x "
+            f"{config.tensor} and {ranks}; change the keys of [plan] or start another number"
+        )
+    free = ranks // known
+    if free > 1 and pipe and config.data:
+        raise ValueError(f"plan.data x plan.pipe x plan.tensor is {known}, but there are {ranks} processes")
+    data, pipe = (config.data or (free if pipe else 1)), pipe or free
+    return Layout(data, pipe, config.tensor, shard=config.shard and data > 1)
+
+
+def given(config: RunConfig, ranks: int) -> Planned | None:
+    """The plan of plan.file."""
+    if not config.plan.file:
+        return None
+    plan = Plan.from_json(Path(config.plan.file).read_text(encoding="utf-8"))
+    layout = layout_of(config.plan, ranks, plan.num_ranks)
+    if (plan.batch * layout.data, plan.tokens) != (config.data.batch, config.data.tokens):
+        raise ValueError(
+            f"{config.plan.file} is for {plan.batch} sequences of {plan.tokens} tokens to each of {layout.data} "
+            f"replicas, data.batch and data.tokens ask for {config.data.batch} of {config.data.tokens}; change them "
+            "or plan again"
+        )
+    return Planned(layout, plan)
+
+
+def kept(config: RunConfig, ranks: int) -> Planned | None:
+    """The plan that this run had before: what goes on after a stop goes on alike, unless something else is asked."""
+    try:
+        found = json.loads((config.folder / FILE).read_text(encoding="utf-8"))
+        same = found["asked"] == asked(config, ranks)
+        return Planned.from_dict(found) if same else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(config: RunConfig, ranks: int, planned: Planned) -> None:
+    found = {"asked": asked(config, ranks), **planned.to_dict()}
+    html.write(config.folder / "plan.json", planned.plan.to_json() + "\n")
+    html.write(config.folder / FILE, json.dumps(found, indent=1) + "\n")
+
+
+def asked(config: RunConfig, ranks: int) -> dict[str, Any]:
+    """All that a choice depends on, as JSON gives it back."""
+    sections = {"plan": asdict(config.plan), "model": asdict(config.model)}
+    told = {**sections, "tokens": config.data.tokens, "batch": config.data.batch, "ranks": ranks}
+    found: dict[str, Any] = json.loads(json.dumps(told))
+    return found
+
+
+def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
+    """Equal slices: where nothing is known of their costs."""
+    wanted, tokens = config.plan, config.data.tokens
+    layout = layout_of(wanted, ranks, wanted.pipe)
+    chunks = wanted.chunks or 1
+    order = wanted.order or "terapipe-1f1b"
+    batch = config.data.batch // layout.data
+    size = wanted.microbatch or 1
+    sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
+    lengths = (tokens,) if order in UNSLICED else _lengths(wanted, tokens, layout)
+    recompute = config.model.recompute == "full"
+    plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pipe * chunks), order, chunks, recompute)
+    return Planned(layout, plan)
+
+
+def _lengths(wanted: PlanConfig, tokens: int, layout: Layout) -> tuple[int, ...]:
+    if len(wanted.slices) > 1:
+        return wanted.slices
+    count = wanted.slices[0] if wanted.slices else max(1, min(4 * layout.pipe, tokens // LEAST))
+    tile = wanted.tile if tokens >= wanted.tile * count else 1
+    return uniform(tokens, count, tile)
+
+
+def measure(config: RunConfig, made: Made, ranks: int) -> Profile:
+    """All ranks together; each gets the first one's account."""
+    layers = max(1, made.model.num_layers // ranks)
+    sizes = (config.plan.microbatch or 1,)
+    profiler = Profiler(made.model, layers=layers, tokens=config.data.tokens, sizes=sizes, shape=made.shape)
+    return profiler.transport.gather(profiler.run(config.plan.seconds))[0]
+
+
+def by_costs(config: RunConfig, profile: Profile, ranks: int) -> Planned:
+    """The fastest by simulation. Devices that share an operator are planned for as one, which has all of its costs:
+    slices compare alike, steps are predicted too long."""
+    wanted, tensor = config.plan, config.plan.tensor
+    if ranks % tensor:
+        raise ValueError(f"plan.tensor must divide the number of processes, got {tensor} and {ranks}")
+    request = Request(
+        batch=config.data.batch,
+        tokens=config.data.tokens,
+        data=wanted.data or None,
+        pipe=wanted.pipe or None,
+        tensor=1,
+        order=wanted.order or None,
+        slices=(wanted.slices if len(wanted.slices) > 1 else wanted.slices[0]) if wanted.slices else None,
+        microbatch=wanted.microbatch or None,
+        chunks=wanted.chunks or None,
+        recompute={"auto": None, "full": True}.get(config.model.recompute, False),
+        shard=wanted.shard,
+        tile=max(wanted.tile, tensor),
+        budget=nbytes(wanted.memory) if wanted.memory else None,
+    )
+    chosen = choose(ProfileSource(profile, ranks // tensor), request).chosen
+    layout = replace(chosen.layout, tensor=tensor)
+    makespan = predicted(profile, layout, chosen.plan).makespan
+    return Planned(layout, chosen.plan, chosen.step_time, max(0.0, chosen.step_time - makespan))
+
+
+def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
+    return simulate(schedule(plan), FittedCost(profile, plan.recompute, replace(layout, tensor=1)))

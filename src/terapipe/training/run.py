@@ -1,0 +1,230 @@
+"""A training run on one rank: data, model, plan, pipeline, loop; and again with another plan if asked."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from rich.console import Console
+
+from terapipe.config import RunConfig
+from terapipe.planning.profile import Profile
+from terapipe.reporting import html
+from terapipe.runtime.failures import PipelineError, Record
+from terapipe.runtime.launch import end_with_parent, take_cores
+from terapipe.runtime.mesh import device_mesh
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.transport import Transport, local_device
+from terapipe.training import planned as plans
+from terapipe.training.checkpoints import clean, latest
+from terapipe.training.display import Display
+from terapipe.training.journal import Journal
+from terapipe.training.metrics import Metrics
+from terapipe.training.model import Made, make_model
+from terapipe.training.optimizer import make_optimizer
+from terapipe.training.randomness import seeded
+from terapipe.training.report import write_report
+from terapipe.training.stopping import Stop
+from terapipe.training.tokens import Data, open_data, prepare
+from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
+
+T = TypeVar("T")
+
+ENDED = "ended.json"  # how the run ended: finished or stopped; not there while it runs, or if it failed
+
+
+def run_rank(config: RunConfig) -> int:
+    """What every process runs; the exit code."""
+    end_with_parent()
+    stop = Stop()
+    if local_device().type == "cpu":
+        take_cores()
+    crew: Transport | None = None
+    try:
+        crew = Transport(local_device(), timeout=config.failures.timeout)
+        Run(config, crew, stop).run()
+    except Exception as error:
+        return _failed(error, crew)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _failed(error: Exception, crew: Transport | None) -> int:
+    """Says it once, in words where they are enough, and leaves at once: threads may wait for those that are gone."""
+    expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
+    if crew is not None and not isinstance(error, PipelineError):
+        crew.fail(Record(crew.global_rank, f"{type(error).__name__}: {error}"))
+    told = str(error) if expected else "".join(traceback.format_exception(error))
+    several = crew is not None and crew.size > 1
+    if not (several and isinstance(error, ValueError) and crew and crew.global_rank):  # the first rank hears of it
+        print(f"terapipe train: {f'rank {crew.global_rank}: ' if several and crew else ''}{told}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if several:
+        os._exit(1)
+    return 1
+
+
+class Run:
+    """``crew`` is all ranks, before they are a pipeline."""
+
+    def __init__(self, config: RunConfig, crew: Transport, stop: Stop) -> None:
+        self._config, self._crew, self._stop = config, crew, stop
+        self._leads = crew.global_rank == 0
+        self._console = Console(quiet=not self._leads, highlight=False)
+        self._profile: Profile | None = None
+
+    def run(self) -> None:
+        self._begin()
+        data = self._data()
+        made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
+        self._check_export(made)
+        planned = self._first_plan(made)
+        while self._train(data, made, planned) is Outcome.REPLAN:
+            made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
+            planned = self._by_measuring(made)
+
+    def _begin(self) -> None:
+        if self._leads:
+            (self._config.folder / ENDED).unlink(missing_ok=True)
+            html.write(self._config.folder / "config.toml", self._config.to_toml())
+
+    def _data(self) -> Data:
+        config = self._config.data
+        folder = Path(config.cache) if config.cache else self._config.folder / "data"
+        self._on_first(lambda: prepare(config, folder))
+        return open_data(config, folder)
+
+    def _on_first(self, function: Callable[[], T]) -> T:
+        """What it returns on the first rank, on all of them; they hear of each other while it takes its time."""
+        with ThreadPoolExecutor(1) as thread:
+            found = self._crew.await_one(thread.submit(function) if self._leads else None)
+        return cast(T, self._crew.gather(found)[0])
+
+    def _check_export(self, made: Made) -> None:
+        if self._config.checkpoints.export and not made.exports:
+            raise ValueError(
+                "checkpoints.export writes Hugging Face models, and model.preset and model.own are none; leave it out: "
+                "checkpoints are written in any case"
+            )
+
+    # The plan
+
+    def _first_plan(self, made: Made) -> plans.Planned:
+        """What was given, or was chosen before, or what measurements say."""
+        config, ranks = self._config, self._crew.size
+        found = self._on_first(lambda: plans.given(config, ranks) or plans.kept(config, ranks))
+        if found is None and config.plan.profile:
+            return self._by_costs(Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
+        if found is None and made.shape is not None and config.plan.seconds:
+            return self._by_measuring(made)
+        return self._decided(found or plans.evenly(config, made, ranks))
+
+    def _by_measuring(self, made: Made) -> plans.Planned:
+        said = f"measuring the model for about {self._config.plan.seconds:g} s"
+        with self._console.status(said) if self._console.is_terminal else nullcontext():
+            profile = plans.measure(self._config, made, self._crew.size)
+        if self._leads:
+            html.write(self._config.folder / "profile.json", profile.to_json() + "\n")
+        return self._by_costs(profile)
+
+    def _by_costs(self, profile: Profile) -> plans.Planned:
+        self._profile = profile
+        return self._decided(self._on_first(lambda: plans.by_costs(self._config, profile, self._crew.size)))
+
+    def _decided(self, planned: plans.Planned) -> plans.Planned:
+        if self._leads:
+            plans.keep(self._config, self._crew.size, planned)
+            self._keep_prediction(planned)
+            plan = planned.plan
+            lengths = ", ".join(map(str, plan.lengths[0]))
+            self._console.print(f"{planned.layout}; order {plan.order}; {len(plan.lengths[0])} slices: {lengths}")
+        return planned
+
+    def _keep_prediction(self, planned: plans.Planned) -> None:
+        path = self._config.folder / "predicted.json"
+        if self._profile is not None:
+            html.write(path, plans.predicted(self._profile, planned.layout, planned.plan).to_json())
+        elif planned.seconds is None:
+            path.unlink(missing_ok=True)
+
+    # Training
+
+    def _train(self, data: Data, made: Made, planned: plans.Planned) -> Outcome:
+        config = self._config
+        layout = planned.layout
+        mesh = device_mesh(layout) if layout.data * layout.tensor > 1 else None
+        pipe = Pipeline(made.model, planned.plan, mesh=mesh, shard=layout.shard, timeout=config.failures.timeout)
+        if config.model.compile:
+            self._compile(pipe)
+        optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
+        random = seeded(config.data.seed, self._crew.global_rank)
+        found = self._on_first(self._checkpoint)
+        notes = pipe.load(found, optimizer, extra=random) if found else {}
+        with self._journal(notes.get("step", 0)) as journal:
+            trainer = Trainer(config, pipe, optimizer, data, planned, journal, random)
+            if found:
+                trainer.resume(notes)
+                trainer.say("resumed", f"went on from {found}")
+            outcome = trainer.run(self._stop)
+            if outcome is Outcome.FINISHED and config.checkpoints.export:
+                self._export(pipe, data)
+        if self._leads:
+            self._end(outcome, trainer.step)
+        self._crew.gather(None)  # nobody leaves before all is written
+        return outcome
+
+    def _compile(self, pipe: Pipeline) -> None:
+        from terapipe.modeling.compiling import compile_layers
+
+        for stage in pipe.stages.values():
+            compile_layers(stage)
+
+    def _checkpoint(self) -> Path | None:
+        """To go on from."""
+        wanted, folder = self._config.checkpoints.resume, self._config.folder / "checkpoints"
+        clean(folder)
+        if wanted == "auto":
+            return latest(folder)
+        return None if wanted == "off" else Path(wanted)
+
+    @contextmanager
+    def _journal(self, step: int) -> Iterator[Journal]:
+        config = self._config
+        if not self._leads:
+            yield Journal()
+            return
+        named = config.model.preset or config.model.config or config.model.folder or config.model.own
+        title = f"{config.folder.name}: {named}"
+        with Display(self._console, config.schedule.steps, step, config.logging.every, title) as display:
+            metrics = Metrics(config.folder, config.logging, step=step, settings=_flat(config), complain=display.say)
+            try:
+                yield Journal(display, metrics)
+            finally:
+                metrics.close()
+
+    def _export(self, pipe: Pipeline, data: Data) -> None:
+        from terapipe import hf
+
+        folder = Path(self._config.checkpoints.export)
+        hf.save_pretrained(pipe, folder)
+        if self._leads:
+            data.tokenizer.save(folder)
+
+    def _end(self, outcome: Outcome, step: int) -> None:
+        if outcome is not Outcome.REPLAN:
+            html.write(self._config.folder / ENDED, json.dumps({"how": outcome.value, "step": step}) + "\n")
+        page = write_report(self._config.folder)
+        self._console.print(f"{outcome.value} at step {step}; report: {page}")
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}

@@ -1,0 +1,19 @@
+"""The wish to stop: noticed at once, fulfilled at the end of a step, on all ranks alike."""
+
+import os
+import signal
+from types import FrameType
+
+
+class Stop:
+    """The first SIGINT or SIGTERM is a wish, the second ends this process at once."""
+
+    def __init__(self) -> None:
+        self.asked = ""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = signal.Signals(number).name

@@ -1,0 +1,268 @@
+"""The loop: batches, steps, evaluations, checkpoints, until all steps are done or somebody asks to stop."""
+
+import math
+import resource
+import time
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terapipe.config import RunConfig
+from terapipe.reporting import html
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.transport import ALL
+from terapipe.training.checkpoints import Checkpoints
+from terapipe.training.feed import Feed
+from terapipe.training.generate import continued
+from terapipe.training.journal import Journal
+from terapipe.training.optimizer import set_lr
+from terapipe.training.planned import Planned
+from terapipe.training.randomness import restore, seeded, states
+from terapipe.training.schedule import learning_rate
+from terapipe.training.stopping import Stop
+from terapipe.training.tokens import Data
+
+RECENT = 20  # steps whose time is compared with the prediction
+SETTLING = 3  # first steps, which are slower
+PROMPT = 32  # tokens, where no prompt is given
+
+
+class Outcome(Enum):
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    REPLAN = "replan"
+
+
+class NotFiniteError(ArithmeticError):
+    """Loss or gradients that nothing can be learned from."""
+
+
+class Step(NamedTuple):
+    loss: float
+    norm: float
+    lr: float
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class Trainer:
+    """One rank's part in it. All ranks do the same things in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pipe: Pipeline,
+        optimizer: Optimizer,
+        data: Data,
+        planned: Planned,
+        journal: Journal,
+        random: dict[str, Tensor],
+    ) -> None:
+        """``random`` are the states of the generators, to be saved and gone on from."""
+        self._config, self._pipe, self._optimizer, self._data = config, pipe, optimizer, data
+        self._planned, self._journal, self._random = planned, journal, random
+        self._predicted = planned.step_time(config.optimizer.accumulate)
+        self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
+        self._eval = Feed(data.eval, config.data, pipe, shuffle=False) if data.eval else None
+        folder = config.folder / "checkpoints"
+        self._checkpoints = Checkpoints(folder, config.checkpoints, journal.leads, self.say)
+        self.step = self._position = self._skipped = 0
+        self._best = math.inf
+        self._eval_loss: float | None = None
+        self._drifted = False
+        self._times: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def _rank(self) -> int:
+        return self._pipe.transport.global_rank
+
+    # From start to end
+
+    def run(self, stop: Stop) -> Outcome:
+        try:
+            return self._run(stop)
+        except Exception as error:
+            self.say("failed", str(error))
+            raise
+
+    def _run(self, stop: Stop) -> Outcome:
+        steps, every = self._config.schedule.steps, self._config.checkpoints.every
+        self._pipe.train()
+        while self.step < steps:
+            began = time.perf_counter()
+            self._one_step(began)
+            due = bool(every) and self.step % every == 0
+            evaluated = self._evaluate_if_due()
+            self._checkpoints.poll()
+            if self._any(bool(stop.asked)):
+                self.say("stopped", f"asked to stop{f' by {stop.asked}' if stop.asked else ''}; saving")
+                return self._end(Outcome.STOPPED)
+            if self.step < steps and (due or (evaluated and self._config.checkpoints.best)):
+                replan = due and self._drifted and self._config.plan.replan
+                self._save(wait=replan)
+                if replan:
+                    return Outcome.REPLAN
+        return self._end(Outcome.FINISHED)
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        self._checkpoints.finish()
+        if not self._save(wait=True):
+            raise OSError(f"the run is at step {self.step}, which could not be saved; make room and start it again")
+        return outcome
+
+    def _any(self, mine: bool) -> bool:
+        flag = torch.tensor(int(mine), device=self._pipe.device)
+        return bool(self._pipe.transport.all_reduce(flag, ALL))
+
+    # One step
+
+    def _one_step(self, began: float) -> None:
+        made = self._learn()
+        self._skipped = 0 if made.finite else self._skipped + 1
+        self.step += 1
+        seconds = time.perf_counter() - began
+        tokens = self._config.data.batch * self._config.data.tokens * self._config.optimizer.accumulate
+        row: dict[str, Any] = {
+            "step": self.step,
+            "loss": made.loss,
+            "lr": made.lr,
+            "grad_norm": made.norm,
+            "seconds": seconds,
+            "tokens": self.step * tokens,
+            "tokens_per_second": tokens / seconds,
+        }
+        if not made.finite:
+            row["skipped"] = True
+        if self._predicted is not None:
+            row["predicted"] = self._predicted
+        if self.step % self._config.logging.every == 0:
+            row |= self._looks()
+        self._journal.row(row)
+        if not made.finite:
+            self._refuse(made)
+        self._watch(seconds)
+
+    def _learn(self) -> Step:
+        """Gradients of all batches of the step, every label weighing the same; clipped, applied if they are finite."""
+        wanted, feed = self._config.optimizer, self._feed
+        batches = [feed.at(self._position + i * self._config.data.batch) for i in range(wanted.accumulate)]
+        total = sum(map(feed.count, batches))
+        losses = [self._pipe.step(*given, total=total).double() for given in batches]
+        self._position += wanted.accumulate * self._config.data.batch
+        norm = self._pipe.clip_grad_norm_(wanted.clip) if wanted.clip else self._pipe.grad_norm()
+        lr = learning_rate(self.step, self._config.schedule, wanted.lr)
+        made = Step(float(sum(losses)), float(norm), lr)
+        if made.finite:
+            set_lr(self._optimizer, lr)
+            self._optimizer.step()
+        self._pipe.zero_grad(set_to_none=False)
+        return made
+
+    def _refuse(self, made: Step) -> None:
+        """Never trains on what is not a number; the same on all ranks, which all have these numbers."""
+        what = f"loss {made.loss} and gradient norm {made.norm} at step {self.step}"
+        limit = self._config.failures.skips
+        if self._config.failures.nan == "stop" or self._skipped >= limit:
+            many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
+            raise NotFiniteError(
+                f"{what} are not finite{many}; nothing was learned from it. Go on from the last checkpoint with a "
+                "smaller optimizer.lr, or leave such steps out with failures.nan = 'skip'"
+            )
+        self.say("nan", f"{what} are not finite; the step is left out")
+
+    # Looking
+
+    def _looks(self) -> dict[str, Any]:
+        timeline = self._pipe.timeline()
+        if self._journal.leads:
+            html.write(self._config.folder / "timeline.json", timeline.to_json())
+        memory = self._pipe.transport.gather(_peak_memory(self._pipe.device), ALL)
+        return {"idle": timeline.idle, "memory": memory}
+
+    def _watch(self, seconds: float) -> None:
+        """Says so, once, when steps take another time than predicted. Only the first rank's clock counts."""
+        self._times.append(seconds)
+        drift = self._config.plan.drift
+        if self._predicted is None or not drift or self._drifted or self.step % RECENT or len(self._times) < RECENT:
+            return
+        ratio = self._pipe.transport.gather(median(list(self._times)[SETTLING:]) / self._predicted, ALL)[0]
+        if abs(ratio - 1.0) > drift:
+            self._drifted = True
+            then = "measuring again at the next checkpoint" if self._config.plan.replan else "plan.replan = true would plan again"
+            self.say("drift", f"steps take {ratio:.2f} x the predicted {self._predicted:.3g} s; {then}")
+
+    def say(self, event: str, message: str) -> None:
+        self._journal.row({"step": self.step, "event": event, "message": message})
+
+    # Evaluation
+
+    def _evaluate_if_due(self) -> bool:
+        """Whether the loss is the lowest so far."""
+        every = self._config.evaluation.every
+        self._eval_loss = None
+        if not every or self.step % every:
+            return False
+        self._pipe.eval()
+        improved = self._eval is not None and self._evaluate(self._eval)
+        if self._config.evaluation.sample:
+            self._show_sample()
+        self._pipe.train()
+        return improved
+
+    def _evaluate(self, feed: Feed) -> bool:
+        total = sum(map(feed.count, feed.once(self._config.evaluation.batches)))
+        batches = feed.once(self._config.evaluation.batches)
+        losses = [self._pipe.evaluate(*given, total=total).double() for given in batches]
+        loss = self._eval_loss = float(sum(losses))
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        self._journal.row({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
+        improved = loss < self._best
+        self._best = min(self._best, loss)
+        return improved
+
+    def _show_sample(self) -> None:
+        wanted, tokenizer = self._config.evaluation, self._data.tokenizer
+        if wanted.prompt:
+            prompt = tokenizer.encode([wanted.prompt])[0]
+        else:
+            prompt = (self._data.eval or self._data.train).tokens[:PROMPT].tolist()
+        found = continued(self._pipe, prompt, wanted.sample, wanted.temperature, self.step, tokenizer.end)
+        self._journal.row({"step": self.step, "sample": tokenizer.decode(prompt + found)})
+
+    # Saving and going on
+
+    def _save(self, *, wait: bool) -> bool:
+        notes = {
+            "step": self.step,
+            "position": self._position,
+            "skipped": self._skipped,
+            "best": self._best if math.isfinite(self._best) else None,
+            "eval_loss": self._eval_loss,
+            "layout": str(self._planned.layout),
+        }
+        for name, state in states(self._rank).items():
+            self._random[name].copy_(state)
+        return self._checkpoints.save(self._pipe, self._optimizer, self._random, notes, wait)
+
+    def resume(self, notes: Mapping[str, Any]) -> None:
+        """After a checkpoint has been loaded into parameters, optimizer and ``random``."""
+        self.step, self._position, self._skipped = notes["step"], notes["position"], notes["skipped"]
+        self._best = math.inf if notes["best"] is None else notes["best"]
+        if notes["layout"] == str(self._planned.layout):
+            restore(self._random, self._rank)
+        else:  # other ranks, other parts: what they would have drawn is nobody's
+            seeded(self._config.data.seed + self.step, self._rank)
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

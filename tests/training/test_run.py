@@ -1,0 +1,247 @@
+"""`terapipe train`: the same curve in every layout, exact going on, stopping, failing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from terapipe import GPT
+from terapipe.config import RunConfig, parse
+from terapipe.modeling.stage import IGNORE
+from terapipe.presets import model
+from terapipe.training.batches import Batches
+from terapipe.training.metrics import read
+from terapipe.training.schedule import learning_rate
+from terapipe.training.tokens import open_data
+from tests.ranks import Ranks
+
+TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
+SHAPE = "layers=3,hidden=16,heads=2"
+
+
+def config(folder: Path, text: str, *replaced: str) -> RunConfig:
+    return parse(
+        f"""
+[model]
+preset = "{SHAPE}"
+dtype = "float64"
+[data]
+train = "{folder.parent / "text.txt"}"
+cache = "{folder.parent / "data"}"
+tokens = 24
+batch = 2
+eval_share = 0.1
+[plan]
+seconds = 0
+[optimizer]
+accumulate = 2
+clip = 0.5
+lr = 0.01
+eps = 1e-4
+[schedule]
+steps = 50
+warmup = 5
+[checkpoints]
+every = 0
+[evaluation]
+every = 20
+batches = 3
+[logging]
+folder = "{folder}"
+tensorboard = false
+[failures]
+timeout = 30
+{text}""",
+        replaced,
+    )
+
+
+class After:
+    """The wish to stop after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    @property
+    def asked(self) -> str:
+        self.left -= 1
+        return "" if self.left else "a test"
+
+
+def train(told: RunConfig, until: int = 0) -> None:
+    from terapipe.runtime.transport import Transport
+    from terapipe.training.run import Run
+
+    Run(told, Transport(torch.device("cpu"), timeout=30.0), After(until)).run()  # type: ignore[arg-type]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read(folder) if "loss" in row]
+
+
+def evaluations(folder: Path) -> list[float]:
+    return [row["eval_loss"] for row in read(folder) if "eval_loss" in row]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text(TEXT.read_text()[:6000])
+    return folder
+
+
+# The same curve
+
+
+def plainly(told: RunConfig, steps: int) -> list[float]:
+    """The losses of a loop as anyone would write it, which knows nothing of pipelines."""
+    data = open_data(told.data, Path(told.data.cache))
+    gpt = GPT(replace(model(SHAPE), vocab=data.tokenizer.vocab)).double()
+    named = dict(gpt.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": told.optimizer.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(told.optimizer.beta1, told.optimizer.beta2), eps=1e-4)
+    batches = Batches(data.train, told.data.tokens, told.data.packing, True, 0)
+    found = []
+    for step in range(steps):
+        rows = batches.rows(4 * step, 4)  # two batches of two
+        loss = gpt.loss(gpt(rows.ids), rows.labels) / (rows.labels != IGNORE).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, told.schedule, told.optimizer.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+LAYOUTS = {
+    "one process": (1, ()),
+    "2 stages": (2, ("plan.order=1f1b",)),
+    "3 stages sliced": (3, ("plan.order=terapipe", "plan.slices=[9,1,14]")),
+    "2 replicas x 2 stages": (4, ("plan.data=2", "plan.slices=3")),
+    "2 replicas x 2 stages, sharded": (4, ("plan.data=2", "plan.shard=true", "plan.order=terapipe-1f1b")),
+}
+
+
+@pytest.mark.parametrize("packing", ["joined", "alone"])
+def test_the_curve_is_that_of_a_plain_loop(ranks: Callable[[int], Ranks], place: Path, packing: str) -> None:
+    text = "\n".join(TEXT.read_text()[i : i + 37 + i % 29] for i in range(0, 6000, 60))
+    (place / "lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in text.split("\n") if line))
+    found = {}
+    for number, (name, (size, more)) in enumerate(LAYOUTS.items()):
+        source = (f"data.train={place / 'lines.jsonl'}", f"data.cache={place / 'lines'}", f"data.packing={packing}")
+        told = config(place / f"{packing}{number}", "", *more, *source)
+        ranks(size)(train, told)
+        found[name] = losses(told.folder)
+        assert evaluations(told.folder) == pytest.approx(evaluations(place / f"{packing}0"), rel=1e-9)
+    wanted = plainly(told, 50)
+    assert len(evaluations(told.folder)) == 2
+    for name, curve in found.items():
+        assert curve == pytest.approx(wanted, rel=1e-9), name
+    assert wanted[-1] < 0.8 * wanted[0]
+
+
+# Going on
+
+
+def command(folder: Path, told: RunConfig, *more: str) -> subprocess.Popen[str]:
+    path = folder.with_suffix(".toml")
+    path.write_text(told.to_toml())
+    line = [sys.executable, "-u", "-m", "terapipe", "train", str(path), *more]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not any(row["step"] >= step for row in read(folder)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    return [int(w) for w in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: Callable[[int], Ranks], place: Path) -> list[float]:
+    told = config(place / "straight", "", "schedule.steps=40")
+    ranks(2)(train, told)
+    return losses(told.folder)
+
+
+def test_a_killed_rank_is_survived(place: Path, straight: list[float]) -> None:
+    """By itself, from the last checkpoint, to the last bit."""
+    folder = place / "killed"
+    told = config(folder, "", "schedule.steps=40", "checkpoints.every=5", "plan.pipe=2", "failures.restarts=1")
+    process = command(folder, told)
+    wait_for_step(folder, 12, process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    said = process.communicate(timeout=90)[0]
+    assert process.returncode == 0, said
+    assert "went on from" in said
+    assert "rank 1 is gone" in said
+    assert losses(folder) == straight
+
+
+def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path, straight: list[float]) -> None:
+    folder, steps = place / "moved", "schedule.steps=40"
+    ranks(2)(train, config(folder, "", steps), 11)
+    ranks(3)(train, config(folder, "", steps, "plan.order=terapipe", "plan.slices=[5,12,7]"), 9)
+    ranks(4)(train, config(folder, "", steps, "plan.data=2", "plan.shard=true"), 8)
+    assert len(losses(folder)) == 28
+    ranks(1)(train, config(folder, "", steps))
+    assert losses(folder) == pytest.approx(straight, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_asked_to_stop_it_saves_and_ends_well(place: Path, straight: list[float], size: int) -> None:
+    folder = place / f"stopped{size}"
+    told = config(folder, "", "schedule.steps=40", f"plan.pipe={size}")
+    process = command(folder, told)
+    wait_for_step(folder, 3, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert "SIGINT" in said
+    reached = len(losses(folder))
+    assert 3 <= reached < 40
+    again = command(folder, told)
+    said = again.communicate(timeout=60)[0]
+    assert again.returncode == 0, said
+    assert losses(folder) == (straight if size == 2 else pytest.approx(straight, rel=1e-9))
+
+
+# Failing
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_what_is_not_finite_is_not_learned(ranks: Callable[[int], Ranks], place: Path, policy: str) -> None:
+    folder = place / f"nan-{policy}"
+    told = config(folder, "", "schedule.steps=6", f"failures.nan={policy}", "failures.skips=3", "optimizer.lr=1e300")
+    with pytest.raises(ArithmeticError, match="not finite"):
+        ranks(2)(train, told)
+    rows = [row for row in read(folder) if "loss" in row]
+    assert [row.get("skipped", False) for row in rows] == [False] + [True] * (3 if policy == "skip" else 1)
+    assert rows[-1]["loss"] is None
+
+
+def test_bad_input_is_one_message(place: Path) -> None:
+    folder = place / "bad"
+    process = command(folder, config(folder, "", "plan.pipe=2", f"data.train={place / 'nothing.txt'}"))
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "nothing.txt" in said
+    assert "Traceback" not in said
