@@ -60,9 +60,7 @@ class Chaos:
         self.file = folder / "run.toml"
         self.file.write_text(CONFIG)
         self.data = folder / "data"
-        began = time.monotonic()
         self.finish(self.start("straight"))
-        self.seconds = time.monotonic() - began
         self.truth = self.state("straight")
 
     def start(self, name: str, *more: str, command: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
@@ -94,29 +92,33 @@ class Chaos:
         """What was lost, or nothing."""
         name = f"try{number}"
         process = self.start(name)
-        saving = number % 4 == 1
-        self._wait_for_moment(name, process, dice, saving)
-        victims = children(process.pid)
-        if victims:
-            os.kill(dice.choice(victims), signal.SIGKILL)
+        self._wait_for_moment(name, process, dice, saving=number % 4 == 1)
+        os.kill(dice.choice(children(process.pid)), signal.SIGKILL)
         process.wait(60)
         before = self.whole(name)
         for step in before:
             opened(self.checkpoint(name, step))
-        elsewhere = {2: ("plan.pipe=1",), 3: ("plan.pipe=3", "plan.order=terapipe", "plan.slices=5")}.get(number % 4, ())
+        elsewhere = {2: ("plan.pipe=1",), 3: ("plan.pipe=3", "plan.order=terapipe", "plan.slices=5")}.get(
+            number % 4, ()
+        )
         self.finish(self.start(name, *elsewhere))
         return self._lost(name, before, exact=not elsewhere)
 
-    def _wait_for_moment(
-        self, name: str, process: subprocess.Popen[str], dice: random.Random, saving: bool
-    ) -> None:
-        """A random one, or one in the middle of a save."""
-        deadline = time.monotonic() + dice.uniform(0.1, 0.95) * self.seconds
-        while time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.002)
+    def _wait_for_moment(self, name: str, process: subprocess.Popen[str], dice: random.Random, *, saving: bool) -> None:
+        """A random one, from before the first step to the last but two; or one in the middle of a save."""
+        reached = dice.randint(-2, STEPS - 2)
+        while process.poll() is None and (self.reached(name) < reached or not children(process.pid)):
+            time.sleep(0.005)
+        time.sleep(dice.uniform(0.0, 0.1 if reached >= 0 else 8.0))
         folder = self.folder / name / "checkpoints"
         while saving and process.poll() is None and not any(folder.glob("*.partial")):
             time.sleep(0.0005)
+
+    def reached(self, name: str) -> int:
+        """The last step of which there is a row."""
+        path = self.folder / name / "metrics.jsonl"
+        rows = path.read_text().splitlines() if path.exists() else []
+        return max((json.loads(row)["step"] for row in rows if row.endswith("}")), default=-1)
 
     def _lost(self, name: str, before: list[int], exact: bool) -> str:
         losses, parameters = self.state(name)
@@ -137,33 +139,28 @@ class Chaos:
 
     def restarts(self, tried: int, dice: random.Random) -> int:
         """How often a run goes on by itself after one of its ranks was killed."""
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(tried))
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(tried), "-m")
         name = "restarts"
-        process = self.start(name, "schedule.steps=100000", command=(*torchrun, "-m", "terapipe", "train"))
+        process = self.start(name, "schedule.steps=100000", command=(sys.executable, *torchrun, *COMMAND[-2:]))
         survived = 0
-        for _ in range(tried):
-            reached = self._progress(name, process, survived)
-            if reached is None:
-                break
+        while self._goes_on(name, process, survived) and survived < tried:
             time.sleep(dice.uniform(0.0, 1.0))
             os.kill(dice.choice(children(process.pid)), signal.SIGKILL)
-            survived += self._progress(name, process, survived + 1) is not None
+            survived += 1
         process.send_signal(signal.SIGTERM)
         process.wait(60)
         return survived
 
-    def _progress(self, name: str, process: subprocess.Popen[str], restarts: int) -> int | None:
-        """Waits until the run has made steps after so many restarts."""
-        path, log = self.folder / name / "metrics.jsonl", self.folder / f"{name}.log"
+    def _goes_on(self, name: str, process: subprocess.Popen[str], restarts: int) -> bool:
+        """Whether the run saves new checkpoints after so many restarts."""
+        log = self.folder / f"{name}.log"
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
-            rows = path.read_text().splitlines() if path.exists() else []
-            events = [json.loads(row) for row in rows if '"resumed"' in row]
-            last = json.loads(rows[-1]) if rows else {}
-            if log.exists() and log.read_text().count("went on from") >= restarts and len(rows) > len(events):
-                return int(last.get("step", 0))
-        return None
+            parts = log.read_text().split("went on from")
+            if len(parts) > restarts and "saved" in parts[-1]:
+                return True
+        return False
 
 
 def children(pid: int) -> list[int]:

@@ -74,6 +74,8 @@ def test_a_resumed_run_has_no_row_twice(tmp_path: Path) -> None:
     write(tmp_path, range(7, 9), loss=1.0)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["loss"] for row in read(tmp_path)][5:7] == [3.5, 1.0]
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 0, "eval_loss": 9.0}\n')
     write(tmp_path, range(1, 3))  # from the beginning: what was there is another run's
     assert steps(tmp_path) == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == [FILE]

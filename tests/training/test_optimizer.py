@@ -154,7 +154,7 @@ def test_a_closure_gives_the_loss() -> None:
 @pytest.mark.parametrize("how", ["plain", "by name", "flat"])
 @pytest.mark.parametrize("fused", ["on", "off"])
 def test_masters_stay_float32_when_loaded(how: str, fused: str) -> None:
-    config = replace(CONFIG, fused=fused)  # type: ignore[arg-type]
+    config = replace(CONFIG, lr=0.01, fused=fused)  # type: ignore[arg-type]
     net, other = model(torch.bfloat16), model(torch.bfloat16)
     made, loaded = (make_optimizer(m.named_parameters(), config) for m in (net, other))
     train(net, made, range(3))

@@ -141,6 +141,14 @@ def test_means_of_steps_keep_their_extremes() -> None:
     assert thinned([], 10) == []
 
 
+def test_what_is_not_a_finite_number_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, [row(1), row(2, loss=float("nan"), memory=[None, GIB]), row(3, loss=None, grad_norm=float("inf"))])
+    made = page(tmp_path)
+    assert [len(line) for line in curve(made, "loss")] == [1]
+    assert [len(line) for line in curve(made, "norm of the gradients")] == [2]
+    assert "Memory of each rank" not in headings(made)
+
+
 def test_memory_of_many_ranks_is_told_by_three(tmp_path: Path) -> None:
     write(tmp_path, [row(step, memory=[GIB + rank * GIB // 8 for rank in range(9)]) for step in (1, 2)])
     words = text(page(tmp_path))

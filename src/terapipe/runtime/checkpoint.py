@@ -77,16 +77,16 @@ class Checkpoint:
         if self._transport.global_rank == min(self._transport.hosts):
             shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
         state: State = {}
-        text, problem = "", None
+        text, names, problem = "", [], None
         try:
-            text, state = _as_json(notes), self._state(_checked(extra))
+            text, names, state = _as_json(notes), list(extra), self._state(_checked(extra))
             if copy:
                 state = {part: {name: _copied(x) for name, x in tensors.items()} for part, tensors in state.items()}
             elif self._transport.device.type == "cuda":
                 torch.cuda.synchronize(self._transport.device)  # the thread knows nothing of this one's streams
         except Exception as error:
             problem = error
-        ready = self._agree(problem, list(extra), channel is not None)
+        ready = self._agree(problem, names, channel is not None)
         channel = channel if channel is not None and ready else new_channel(self._transport)
         return begin(channel, state, folder, text, self._transport)
 

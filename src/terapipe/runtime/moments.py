@@ -35,7 +35,7 @@ class Moments:
         for name, p in self._parameters.items():
             p.grad = None
             if name not in there:
-                pass
+                self._state.pop(p, None)
         self._make([p for name, p in self._parameters.items() if name in there and p not in self._state])
 
     def _make(self, parameters: list[Tensor]) -> None:

@@ -37,7 +37,8 @@ def write_report(folder: Path) -> Path | None:
     if shown:
         page = report(title, lead, shown, facts=facts, sections=sections)
     else:
-        page = html.page(title, lead, [("", html.table(list(facts), [list(facts.values())]))][: len(facts)] + sections)
+        numbers = [("", html.table(list(facts), [list(facts.values())]))] if facts else []
+        page = html.page(title, lead, numbers + sections)
     html.write(folder / "report.html", page)
     return folder / "report.html"
 
@@ -63,6 +64,11 @@ def _values(rows: Rows, key: str) -> list[tuple[int, float]]:
         for row in rows
         if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
+
+
+def _held(rows: Rows) -> list[tuple[int, list[float]]]:
+    """Each step with the bytes of all ranks, where those are known."""
+    return [(row["step"], row["memory"]) for row in rows if row.get("memory") and None not in row["memory"]]
 
 
 def _lead(rows: Rows) -> str:
@@ -99,8 +105,8 @@ def _facts(rows: Rows) -> dict[str, str]:
         facts["predicted"] = seconds(predicted[-1][1]) + (f" ({ratio:.2f} x)" if math.isfinite(ratio) else "")
     if idle := _values(rows, "idle"):
         facts["idle"] = share(idle[-1][1])
-    if held := [row["memory"] for row in rows if row.get("memory")]:
-        facts["memory, fullest rank"] = memory(max(map(max, held)))
+    if held := _held(rows):
+        facts["memory, fullest rank"] = memory(max(max(sizes) for _, sizes in held))
     return facts
 
 
@@ -185,7 +191,7 @@ def _mean(bucket: Sequence[tuple[int, float]]) -> Point:
 
 
 def _memory(rows: Rows) -> str:
-    held = [(row["step"], row["memory"]) for row in rows if row.get("memory")]
+    held = _held(rows)
     if not held:
         return ""
     last = held[-1][1]
