@@ -60,7 +60,7 @@ def test_single_keys_are_replaced(tmp_path: Path) -> None:
         ("data.train=[]", "at least one file"),
         ("plan.order=terapip", "did you mean 'terapipe'"),
         ("plan.memory=lots", "reads like 16GiB"),
-        ("model.folder=x", "exactly one of .* got preset and folder"),
+        ("model.folder=x", r"exactly one of .* got preset and folder"),
         ("data.eval_share=2", "at most 1, got 2.0"),
         ("plan.data=2", "plan.data 2 must divide data.batch 1"),
         ("lr", "SECTION.KEY=VALUE"),
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_named(replaced: str, said: str) -> None:
 
 
 def test_what_is_no_toml_is_refused() -> None:
-    with pytest.raises(ValueError, match="run.toml is not valid TOML"):
+    with pytest.raises(ValueError, match=r"run\.toml is not valid TOML"):
         parse("[model")
     with pytest.raises(ValueError, match=r"\[model\] must be a table"):
         parse("model = 3")

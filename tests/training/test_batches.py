@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from terapipe.config import DataConfig
 from terapipe.modeling.stage import IGNORE
 from terapipe.training.batches import Batches, Packing
-from terapipe.training.tokens import Origin, TokenFile, open_data, prepare
+from terapipe.training.prepare import prepare
+from terapipe.training.tokens import Origin, TokenFile, open_data
 
 PACKINGS = get_args(Packing)
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)

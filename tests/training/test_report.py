@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from terapipe import Plan
-from terapipe.training.report import thinned, write_report
+from terapipe.training.charts import thinned
+from terapipe.training.report import write_report
 from tests.reporting.runs import stages, stepped
 
 GIB = 2**30

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from terapipe.config import DataConfig
-from terapipe.training import tokens
-from terapipe.training.text import PIECE
-from terapipe.training.tokenizer import ByteTokenizer, FastTokenizer, make
-from terapipe.training.tokens import TokenFile, open_data, prepare
+from terapipe.training import prepare as preparing
+from terapipe.training import writer
+from terapipe.training.pieces import PIECE
+from terapipe.training.prepare import prepare
+from terapipe.training.pretrained import FastTokenizer
+from terapipe.training.tokenizer import ByteTokenizer, make
+from terapipe.training.tokens import TokenFile, open_data
 
 TEXTS = ["one two", "", "drei", "四" * 10, "a longer one, of many words"]
 
@@ -47,7 +50,7 @@ def plainly(texts: list[str]) -> tuple[list[int], list[int]]:
 def test_tokens_are_those_of_the_texts(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.setattr(tokens, "BATCH", batch)
+    monkeypatch.setattr(writer, "BATCH", batch)
     texts = [*TEXTS, "word " * PIECE, TEXTS[0]]
     write(tmp_path / "source.jsonl", texts)
     assert built(config, tmp_path / "data") == plainly(texts)
@@ -109,7 +112,7 @@ def test_nothing_is_done_twice_and_nothing_stale_is_kept(
     folder = tmp_path / "data"
     first = built(config, folder)
     with monkeypatch.context() as patched:
-        patched.setattr(tokens, "_build", None)
+        patched.setattr(preparing, "_build", None)
         assert built(replace(config, tokens=5, vocab=99, shuffle=False), folder) == first
     write(tmp_path / "source.jsonl", ["something else"])
     assert built(config, folder) == plainly(["something else"])
@@ -156,7 +159,7 @@ def test_a_crash_leaves_the_old_file_whole(config: DataConfig, tmp_path: Path, m
     folder = tmp_path / "data"
     before = built(config, folder)
     write(tmp_path / "source.jsonl", ["new one", "new two"])
-    monkeypatch.setattr(tokens, "BATCH", 1)
+    monkeypatch.setattr(writer, "BATCH", 1)
     with monkeypatch.context() as patched:
         encode = ByteTokenizer.encode
 

@@ -27,9 +27,11 @@ def run(parsed: argparse.Namespace) -> int:
         print(config.to_toml())
         return 0
     from terapipe.runtime.transport import under_torchrun
+    from terapipe.training import metrics
     from terapipe.training.planned import ranks_wanted
     from terapipe.training.run import run_rank
 
+    metrics.check(config.logging)
     ranks = ranks_wanted(config.plan)
     if under_torchrun() or (ranks == 1 and not config.failures.restarts):
         return run_rank(config)

@@ -20,14 +20,16 @@ def report(
     *,
     facts: Mapping[str, str] = {},
     budget: int | None = None,
+    first: Sequence[tuple[str, str]] = (),
     sections: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """HTML that needs nothing but itself. ``budget`` is in bytes per rank; ``sections`` are further headings with ready
-    HTML under them."""
+    """HTML that needs nothing but itself. ``budget`` is in bytes per rank; ``first`` and ``sections`` are headings with
+    ready HTML under them, before and after what is said of the runs."""
     if not shown:
         raise ValueError("a report needs at least one run to show")
     parts = [
         ("", _facts(facts)),
+        *first,
         ("Timeline", _timeline(shown)),
         (comparison.heading(shown), comparison.table(shown)),
         ("Idle time by cause", idle.charts(shown)),

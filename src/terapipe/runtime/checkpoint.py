@@ -26,8 +26,6 @@ from terapipe.runtime.saving import Saving as Saving
 from terapipe.runtime.saving import begin, known_channel, new_channel
 from terapipe.runtime.transport import ALL, Transport
 
-BEAT = 0.5  # seconds between signs of life, while this rank or another writes
-
 State = dict[str, dict[str, Tensor]]
 
 
@@ -92,9 +90,7 @@ class Checkpoint:
 
     def _wait(self, saving: Saving | None) -> None:
         """Until it is done on all ranks; one that is stuck or gone is noticed."""
-        while not all(self._transport.gather(saving is None or saving.done(), ALL)):
-            if saving is not None:
-                saving.wait(BEAT)
+        self._transport.until_all(lambda span: saving is None or saving.wait(span))
 
     def _agree(self, problem: Exception | None, names: list[str], ready: bool) -> bool:
         """Whether all ranks have a channel. What one cannot do, none begins."""

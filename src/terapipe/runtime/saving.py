@@ -50,8 +50,9 @@ class Saving:
     def done(self) -> bool:
         return self._future.done()
 
-    def wait(self, seconds: float | None = None) -> None:
-        wait([self._future], seconds)
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it is done, at the latest after so long."""
+        return bool(wait([self._future], seconds).done)
 
     def result(self) -> None:
         """Waits for its end. An OSError, the same on all ranks, if it could not be written; training can go on then."""

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -184,12 +184,17 @@ class Transport:
             dist.all_gather_object(values, value, group=self._groups[over])
         return values  # type: ignore[return-value]
 
-    def await_one(self, work: Future[T] | None, over: str = ALL) -> T | None:
+    def await_one(self, work: Future[T] | None) -> T | None:
         """Waits for what one rank does in a thread, however long it takes: ranks hear of each other all the while.
         The one that works gives its future, the others None."""
-        while not all(self.gather(work is None or work.done(), over)):
-            wait([work] if work else [], timeout=BEAT)
+        self.until_all(lambda span: work is None or bool(wait([work], span).done))
         return None if work is None else work.result()
+
+    def until_all(self, done: Callable[[float], bool]) -> None:
+        """Waits until it is so on all ranks. Each is asked again and again, and given some seconds to find out."""
+        span = 0.0
+        while not all(self.gather(done(span), ALL)):
+            span = BEAT
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Over replicas, in place, while this rank goes on."""

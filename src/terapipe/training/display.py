@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from statistics import fmean, median
@@ -13,64 +13,23 @@ from typing import Any, Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from terapipe.reporting.units import digits, memory, seconds, share
-from terapipe.reporting.words import count
+from terapipe.reporting.units import digits, seconds, share
+from terapipe.training.panel import bar, extremes, number, values
 
 _RECENT = 50  # rows whose mean or median is shown
-_FEW = 8  # ranks that each have a bar of their own
-_WIDE, _MIDDLE, _NARROW = 116, 84, 50  # columns of a terminal for four, three and two columns of values
-_LABEL = 11  # characters
 _STYLES = {"nan": "bold red", "failed": "bold red", "drift": "yellow", "stopped": "yellow"}
-
-
-def _number(value: float) -> str:
-    """Three places, so that digits stand still from step to step; more for small values, an exponent for huge ones."""
-    if abs(value) >= 1e6:
-        return f"{value:.2e}"
-    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else digits(value)
-
-
-def _extremes(sizes: Sequence[float]) -> str:
-    low, high = memory(min(sizes)), memory(max(sizes))
-    return high if low == high else f"{low} to {high}"
-
-
-# How the panel names and writes what is known, by topic.
-_PANEL: tuple[dict[str, tuple[str, Callable[[Any], str]]], ...] = (
-    {
-        "loss": ("loss", _number),
-        "recent": ("recent mean", _number),
-        "lr": ("lr", "{:.2e}".format),
-        "grad_norm": ("grad norm", _number),
-    },
-    {
-        "eval_loss": ("eval loss", _number),
-        "perplexity": ("perplexity", digits),
-        "evaluated": ("evaluated", "step {}".format),
-        "saved": ("checkpoint", "step {}".format),
-        "left_out": ("left out", lambda steps: count(steps, "step")),
-    },
-    {
-        "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-        "median": ("step time", seconds),
-        "forecast": ("predicted", str),
-        "idle": ("idle", share),
-    },
-)
 # The columns of plain lines.
 _COLUMNS: dict[str, Callable[[Any], str]] = {
-    "loss": lambda value: f"loss {_number(value)}",
+    "loss": lambda value: f"loss {number(value)}",
     "lr": lambda value: f"lr {value:.2e}",
-    "grad_norm": lambda value: f"grad norm {_number(value)}",
+    "grad_norm": lambda value: f"grad norm {number(value)}",
     "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
     "seconds": seconds,
     "predicted": lambda value: f"(predicted {seconds(value)})",
     "idle": lambda value: f"idle {share(value)}",
-    "memory": lambda sizes: f"memory {_extremes(sizes)}",
+    "memory": lambda sizes: f"memory {extremes(sizes)}",
     "left": lambda value: f"{value} left",
 }
 
@@ -154,7 +113,7 @@ class Display:
             self.say(f"step {step}  {_event(row)}", _STYLES.get(row["event"], ""))
         if "eval_loss" in row:
             perplexity = f", perplexity {digits(row['perplexity'])}" if "perplexity" in row else ""
-            self.say(f"step {step}  evaluation: loss {_number(row['eval_loss'])}{perplexity}")
+            self.say(f"step {step}  evaluation: loss {number(row['eval_loss'])}{perplexity}")
         if "sample" in row:
             self.say(f"step {step}  sample:")
             self.say("\n".join(f"  | {line}" for line in str(row["sample"]).split("\n")), "dim")
@@ -176,54 +135,13 @@ class Display:
         return "  ".join([f"step {step:>{len(str(self._total))}}/{self._total}", *aligned]).rstrip()
 
     def _view(self) -> RenderableType:
-        width = self._console.width
-        quality, state, speed = (_pairs(self._known, topic) for topic in _PANEL)
-        held = self._memory(20 if width >= _MIDDLE or width < _NARROW else 8)
-        columns = [[quality, state, speed, *held]]
-        if width >= _WIDE:
-            columns = [[quality], [state], [speed], held]
-        elif width >= _MIDDLE:
-            columns = [[quality], [state], [speed]]
-        elif width >= _NARROW:
-            columns = [[quality, state], [speed, *held]]
-        grid = Table.grid(padding=(0, 2), expand=True)
-        for _ in columns:
-            grid.add_column(ratio=1)
-        grid.add_row(*(Group(*column) for column in columns))
-        parts: list[RenderableType] = [
-            self._bar(),
-            "",
-            grid,
-            *(["", *held] if held and _MIDDLE <= width < _WIDE else ()),
-        ]
+        parts = [bar(self._step, self._total, self._left()), "", *values(self._known, self._console.width)]
         if "last" in self._known:
             last = self._printable(self._known["last"]).replace("\n", " ")
             parts += ["", Text(last, style="dim", no_wrap=True, overflow="ellipsis")]
         return Panel(
             Group(*parts), title=Text(self._printable(self._title), "bold default"), border_style="bright_black"
         )
-
-    def _bar(self) -> RenderableType:
-        row = Table.grid(padding=(0, 1), expand=True)
-        row.add_column(ratio=1)
-        bar = ProgressBar(total=max(self._total, 1), completed=self._step)
-        left = self._left()
-        row.add_row(bar, f"step {self._step}/{self._total}", f"{left} left" if left else "")
-        return row
-
-    def _memory(self, width: int) -> list[RenderableType]:
-        sizes = self._known.get("memory")
-        if not sizes:
-            return []
-        rows = Table.grid(padding=(0, 1))
-        if len(sizes) > _FEW:
-            rows.add_row(Text("memory".ljust(_LABEL), "dim"), _extremes(sizes))
-            rows.add_row(Text("fullest", "dim"), f"rank {sizes.index(max(sizes))}")
-            return [rows]
-        for rank, size in enumerate(sizes):
-            bar = ProgressBar(max(*sizes, 1), size, width, complete_style="cyan", finished_style="cyan")
-            rows.add_row(Text(f"rank {rank}", "dim"), bar, memory(size))
-        return [rows]
 
     def _printable(self, text: str) -> str:
         """Generated text may hold anything: nothing in it may move the cursor, or be more than the output can write."""
@@ -238,12 +156,3 @@ def _is_known(value: Any) -> bool:
 
 def _event(row: Mapping[str, Any]) -> str:
     return f"{row['event']}: {row['message']}" if row.get("message") else str(row["event"])
-
-
-def _pairs(known: Mapping[str, Any], topic: Mapping[str, tuple[str, Callable[[Any], str]]]) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(min_width=_LABEL)
-    for key, (name, form) in topic.items():
-        if key in known:
-            table.add_row(Text(name, "dim"), Text(form(known[key]), no_wrap=True, overflow="ellipsis"))
-    return table

@@ -4,30 +4,18 @@ Training never stops because a number could not be written: that is said once, a
 """
 
 import json
-import math
-import textwrap
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 
 from terapipe.config import LoggingConfig
 from terapipe.reporting import html
+from terapipe.training.events import TensorBoard
+from terapipe.training.rows import Row, finite
+from terapipe.training.trackers import Tracker, chosen
 
-Row = Mapping[str, Any]
 FILE = "metrics.jsonl"
-_NAMES = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "tokens_per_second": "speed/tokens_per_second",
-    "seconds": "speed/seconds",
-    "predicted": "speed/predicted",
-    "idle": "speed/idle",
-    "eval_loss": "eval/loss",
-    "perplexity": "eval/perplexity",
-}
 
 
 class _Sink(Protocol):
@@ -59,14 +47,14 @@ class Metrics:
         self._sinks: list[_Sink] = [lines]
         if config.tensorboard:
             try:
-                self._sinks.append(_TensorBoard(folder / "tensorboard", step))
+                self._sinks.append(TensorBoard(folder / "tensorboard", step))
             except ImportError as error:
                 complain(f"no event files: {error}; pip install tensorboard, or set logging.tensorboard = false")
-        for name in _trackers(config):
-            self._sinks.append(_Tracker(name, getattr(config, name), folder, lines.went_back, settings))
+        for name in chosen(config):
+            self._sinks.append(Tracker(name, getattr(config, name), folder, lines.went_back, settings))
 
     def write(self, row: Row) -> None:
-        row = _finite(row)
+        row = finite(row)
         for sink in self._sinks:
             self._attempt(sink.name, sink.write, row)
 
@@ -91,7 +79,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def check(config: LoggingConfig) -> None:
     """Refuses trackers that are not installed; to be called before anything is started."""
-    for name in _trackers(config):
+    for name in chosen(config):
         # A folder that an earlier run left, ./wandb, can be imported too, but is empty.
         try:
             there = hasattr(import_module(name), "init")
@@ -102,26 +90,6 @@ def check(config: LoggingConfig) -> None:
                 f"logging.{name} = {getattr(config, name)!r} needs the package {name}, which is not installed; "
                 f"pip install {name}, or leave logging.{name} empty"
             )
-
-
-def flat(row: Row) -> dict[str, float]:
-    """The numbers of a row by the names they have in TensorBoard and the trackers."""
-    found = {name: row[key] for key, name in _NAMES.items() if row.get(key) is not None}
-    ranks = {f"memory/rank{rank}": size for rank, size in enumerate(row.get("memory") or ()) if size is not None}
-    return found | ranks
-
-
-def _trackers(config: LoggingConfig) -> list[str]:
-    return [name for name in ("wandb", "trackio") if getattr(config, name)]
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: null stands for them."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -167,80 +135,3 @@ class _Lines:
             if file.write(line) < len(line):
                 raise OSError("the disk took only a part of a row")
             self._whole = start + len(line)
-
-
-class _TensorBoard:
-    name = "TensorBoard"
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self._make = import_module("torch.utils.tensorboard").SummaryWriter
-        self._folder = folder
-        self._purge: int | None = step + 1 if step else 0  # what older files have from there on is hidden
-        self._writer: Any = None
-        self._pause, self._skip = 10, 0  # rows to let pass after the next failure, and before the next attempt
-
-    def write(self, row: Row) -> None:
-        """A writer that failed is dead, and its thread prints why: the next one begins a file of its own, so while a
-        disk stays full it is tried ever more seldom."""
-        if self._skip:
-            self._skip -= 1
-            return
-        try:
-            self._add(row)
-        except OSError:
-            self._writer, self._skip, self._pause = None, self._pause, 2 * self._pause
-            raise
-
-    def _add(self, row: Row) -> None:
-        if self._writer is None:
-            self._writer = self._make(self._folder, purge_step=self._purge, flush_secs=15)
-            self._purge = None
-        for name, value in flat(row).items():
-            self._writer.add_scalar(name, value, row.get("step"))
-        for name, text in _texts(row).items():
-            self._writer.add_text(name, text, row.get("step"))
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _texts(row: Row) -> dict[str, str]:
-    """As Markdown, which TensorBoard shows: a sample is indented so that its line breaks and stars are left alone."""
-    texts = {}
-    if "sample" in row:
-        sample = str(row["sample"]).encode("utf-8", "replace").decode("utf-8")
-        texts["samples"] = textwrap.indent(sample, "    ", lambda line: True)
-    if "event" in row:
-        texts["events"] = f"**{row['event']}** {row.get('message', '')}"
-    return texts
-
-
-class _Tracker:
-    """wandb or trackio, which are called alike. Neither can forget: going back to an earlier step begins another run
-    of the same group, and only one that goes on where it ended is continued."""
-
-    def __init__(self, name: str, project: str, folder: Path, anew: bool, settings: Mapping[str, Any]) -> None:
-        self.name = name
-        file = folder / f"{name}-run"
-        if anew or not file.exists():
-            html.write(file, uuid4().hex[:8])
-        run, group = file.read_text(encoding="utf-8"), folder.resolve().name
-        own = {"id": run, "dir": str(folder)} if name == "wandb" else {}
-        self._run: Any = import_module(name).init(
-            project=project, name=f"{group}-{run}", group=group, config=dict(settings), resume="allow", **own
-        )
-
-    def write(self, row: Row) -> None:
-        numbers = flat(row)
-        if numbers:
-            self._guarded(lambda: self._run.log(numbers, step=row.get("step")))
-
-    def close(self) -> None:
-        self._guarded(self._run.finish)
-
-    def _guarded(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:  # whatever their networks and databases throw
-            raise OSError(f"{type(error).__name__}: {error}") from error

@@ -45,11 +45,15 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
 
 def _hugging_face(config: ModelConfig, vocab: int) -> Made:
     try:
+        import transformers
+
         from terapipe import hf
         from terapipe.modeling.hf.build import Saved
         from terapipe.modeling.hf.shape import shape_of
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dtype = dtype_of(config)
     if config.folder:
         decoder = hf.Decoder.from_pretrained(config.folder, dtype)

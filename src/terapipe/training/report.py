@@ -1,24 +1,20 @@
 """The page of a run, made from what lies in its folder. It can be made at any time, also while the run goes on."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from terapipe.reporting import html
-from terapipe.reporting.charts import Point, curves
 from terapipe.reporting.report import Shown, report
-from terapipe.reporting.units import digits, memory, memory_unit, seconds, share
+from terapipe.reporting.units import digits, memory, seconds, share
 from terapipe.scheduling.idle import idle_by_cause
 from terapipe.scheduling.timeline import Timeline
+from terapipe.training.charts import charts
 from terapipe.training.metrics import read
+from terapipe.training.rows import Rows, memory_of, values_of
 
-Rows = Sequence[Mapping[str, Any]]
-Sections = list[tuple[str, str]]
-_WIDE, _SMALL = (960, 320, 900), (460, 230, 400)  # charts: width, height, and the most points of a curve
-_LINES = 6  # ranks whose memory is drawn each
 _RECENT = 50  # steps that stand for how it goes now
 _SAMPLES, _EVENTS = 3, 100  # the last ones, which are shown
 
@@ -31,14 +27,13 @@ def write_report(folder: Path) -> Path | None:
     if not rows and not shown and not config.exists():
         return None
     title, lead, facts = f"Training run {folder.resolve().name}", _lead(rows), _facts(rows)
-    sections = [*_curves(rows), ("Generated text", _samples(rows)), ("Events", _events(rows))]
-    sections.append(("Settings", _settings(config) + notes))
-    sections = [part for part in sections if part[1]]
+    first = [*charts(rows), ("Generated text", _samples(rows))]
+    last = [("Events", _events(rows)), ("Settings", _settings(config) + notes)]
     if shown:
-        page = report(title, lead, shown, facts=facts, sections=sections)
+        page = report(title, lead, shown, facts=facts, first=first, sections=[part for part in last if part[1]])
     else:
         numbers = [("", html.table(list(facts), [list(facts.values())]))] if facts else []
-        page = html.page(title, lead, numbers + sections)
+        page = html.page(title, lead, [part for part in (*numbers, *first, *last) if part[1]])
     html.write(folder / "report.html", page)
     return folder / "report.html"
 
@@ -57,22 +52,8 @@ def _timelines(folder: Path) -> tuple[list[Shown], str]:
     return shown, notes
 
 
-def _values(rows: Rows, key: str) -> list[tuple[int, float]]:
-    """Each step with its value; steps without one, or whose value is no finite number, are left out."""
-    return [
-        (row["step"], float(row[key]))
-        for row in rows
-        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
-    ]
-
-
-def _held(rows: Rows) -> list[tuple[int, list[float]]]:
-    """Each step with the bytes of all ranks, where those are known."""
-    return [(row["step"], row["memory"]) for row in rows if row.get("memory") and None not in row["memory"]]
-
-
 def _lead(rows: Rows) -> str:
-    losses, evaluated = _values(rows, "loss"), _values(rows, "eval_loss")
+    losses, evaluated = values_of(rows, "loss"), values_of(rows, "eval_loss")
     if not losses:
         return "No step has been written down yet."
     words = f"{losses[-1][0]:,} steps: the loss went from {digits(losses[0][1])} to {digits(_recent(losses))}"
@@ -85,128 +66,29 @@ def _recent(values: Sequence[tuple[int, float]], of: Callable[[Iterable[float]],
 
 def _facts(rows: Rows) -> dict[str, str]:
     facts = {}
-    if steps := _values(rows, "seconds"):
+    if steps := values_of(rows, "seconds"):
         facts["steps"] = f"{steps[-1][0]:,}"
-    if tokens := _values(rows, "tokens"):
+    if tokens := values_of(rows, "tokens"):
         facts["tokens"] = f"{tokens[-1][1]:,.0f}"
-    if losses := _values(rows, "loss"):
+    if losses := values_of(rows, "loss"):
         facts[f"loss, mean of last {min(len(losses), _RECENT)}"] = digits(_recent(losses))
-    if evaluated := _values(rows, "eval_loss"):
+    if evaluated := values_of(rows, "eval_loss"):
         step, best = min(evaluated, key=lambda pair: pair[1])
         facts["best evaluation loss"] = f"{digits(best)} at step {step:,}"
-    if perplexity := _values(rows, "perplexity"):
+    if perplexity := values_of(rows, "perplexity"):
         facts["perplexity"] = digits(perplexity[-1][1])
-    if speed := _values(rows, "tokens_per_second"):
+    if speed := values_of(rows, "tokens_per_second"):
         facts["tokens/s"] = f"{_recent(speed, median):,.0f}"
     if steps:
         facts["step time"] = seconds(_recent(steps, median))
-    if predicted := _values(rows, "predicted"):
+    if predicted := values_of(rows, "predicted"):
         ratio = _recent(steps, median) / predicted[-1][1] if steps and predicted[-1][1] else math.nan
         facts["predicted"] = seconds(predicted[-1][1]) + (f" ({ratio:.2f} x)" if math.isfinite(ratio) else "")
-    if idle := _values(rows, "idle"):
+    if idle := values_of(rows, "idle"):
         facts["idle"] = share(idle[-1][1])
-    if held := _held(rows):
+    if held := memory_of(rows):
         facts["memory, fullest rank"] = memory(max(max(sizes) for _, sizes in held))
     return facts
-
-
-def _curves(rows: Rows) -> Sections:
-    loss = _chart(rows, {"training": "loss", "evaluation": "eval_loss"}, "loss", digits) + _thinning(rows)
-    learning = [
-        _chart(rows, {"": "lr"}, "learning rate", _rate, small=True, zero=True),
-        _chart(rows, {"": "grad_norm"}, "norm of the gradients", digits, small=True, zero=True),
-    ]
-    speed = [
-        _chart(rows, {"measured": "seconds", "predicted": "predicted"}, "step time", seconds, small=True, zero=True),
-        _chart(rows, {"": "tokens_per_second"}, "tokens per second", "{:,.0f}".format, small=True, zero=True),
-        _chart(rows, {"": "idle"}, "idle share of the pipeline's time", share, small=True, zero=True),
-    ]
-    return [
-        ("Loss", loss),
-        ("Optimizer", _panels(learning)),
-        ("Speed", _panels(speed)),
-        ("Memory of each rank", _memory(rows)),
-    ]
-
-
-def _panels(drawn: Sequence[str]) -> str:
-    found = "".join(f"<div>{chart}</div>" for chart in drawn if chart)
-    return f"<div class='panels'>{found}</div>" if found else ""
-
-
-def _chart(
-    rows: Rows,
-    keys: Mapping[str, str],
-    label: str,
-    form: Callable[[float], str],
-    *,
-    small: bool = False,
-    zero: bool = False,
-) -> str:
-    """SVG with a note, or nothing where there are no values. ``keys``: the name of each series, and its key."""
-    given = {name: values for name, key in keys.items() if (values := _values(rows, key))}
-    if not given:
-        return ""
-    top, note = _off_scale(next(iter(given.values())), form) if zero else (math.inf, "")
-    width, height, most = _SMALL if small else _WIDE
-    points = {name: thinned(values, most) for name, values in given.items()}
-    drawn = curves(points, label, form, zero=zero, top=top, width=width, height=height)
-    return drawn + (f"<p class='note'>{escape(note)}</p>" if note else "")
-
-
-def _rate(value: float) -> str:
-    return digits(value) if value >= 1e-5 or value == 0 else f"{value:.1e}"
-
-
-def _off_scale(values: Sequence[tuple[int, float]], form: Callable[[float], str]) -> tuple[float, str]:
-    """Where the scale ends, so that a few extreme steps do not flatten all others; and a note that owns up to it."""
-    ordered = sorted(value for _, value in values)
-    usual = ordered[int(0.995 * (len(ordered) - 1))]
-    if len(ordered) < 5 or ordered[-1] <= 3 * usual:
-        return math.inf, ""
-    top = 1.4 * usual
-    step, most = max(values, key=lambda pair: pair[1])
-    above = sum(value > top for value in ordered)
-    return top, f"Off the scale: {above:,} of {len(ordered):,} values, the highest {form(most)} at step {step:,}."
-
-
-def _thinning(rows: Rows) -> str:
-    told = (
-        "Where there are more steps than fit, here and below, a point is the mean of several neighbouring steps, and "
-    )
-    told += "the pale band spans the lowest and the highest of them."
-    return f"<p class='note'>{told}</p>" if len(_values(rows, "loss")) > _SMALL[2] else ""
-
-
-def thinned(values: Sequence[tuple[int, float]], most: int) -> list[Point]:
-    """At most so many points: each the mean of as many steps as that takes, with their lowest and highest."""
-    size = math.ceil(len(values) / most)
-    buckets = (values[at : at + size] for at in range(0, len(values), size or 1))
-    return [_mean(bucket) for bucket in buckets]
-
-
-def _mean(bucket: Sequence[tuple[int, float]]) -> Point:
-    ys = [y for _, y in bucket]
-    return Point(bucket[-1][0], fmean(ys), min(ys), max(ys))
-
-
-def _memory(rows: Rows) -> str:
-    held = _held(rows)
-    if not held:
-        return ""
-    last = held[-1][1]
-    ranks = {f"rank {rank}": rank for rank in range(len(last))}
-    if len(last) > _LINES:
-        ordered = sorted(range(len(last)), key=lambda rank: last[rank])
-        picked = {"fullest": ordered[-1], "middle": ordered[len(ordered) // 2], "emptiest": ordered[0]}
-        ranks = {f"rank {rank}, {name}": rank for name, rank in picked.items()}
-    shown = {
-        name: thinned([(step, float(sizes[rank])) for step, sizes in held if rank < len(sizes)], _WIDE[2])
-        for name, rank in ranks.items()
-    }
-    unit = memory_unit(max(size for _, sizes in held for size in sizes))
-    name = memory(unit).split()[-1]
-    return curves(shown, "in use", lambda v: f"{digits(v / unit)} {name}", zero=True, unit=unit, height=260)
 
 
 def _samples(rows: Rows) -> str:

@@ -29,10 +29,11 @@ from terapipe.training.journal import Journal
 from terapipe.training.metrics import Metrics
 from terapipe.training.model import Made, make_model
 from terapipe.training.optimizer import make_optimizer
+from terapipe.training.prepare import prepare
 from terapipe.training.randomness import seeded
 from terapipe.training.report import write_report
 from terapipe.training.stopping import Stop
-from terapipe.training.tokens import Data, open_data, prepare
+from terapipe.training.tokens import Data, open_data
 from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
 
 T = TypeVar("T")
@@ -146,7 +147,7 @@ class Run:
             self._keep_prediction(planned)
             plan = planned.plan
             lengths = ", ".join(map(str, plan.lengths[0]))
-            self._console.print(f"{planned.layout}; order {plan.order}; {len(plan.lengths[0])} slices: {lengths}")
+            self._console.print(f"{planned.layout}; order {plan.order}; slices of {lengths} tokens")
         return planned
 
     def _keep_prediction(self, planned: plans.Planned) -> None:
@@ -222,8 +223,11 @@ class Run:
     def _end(self, outcome: Outcome, step: int) -> None:
         if outcome is not Outcome.REPLAN:
             html.write(self._config.folder / ENDED, json.dumps({"how": outcome.value, "step": step}) + "\n")
-        page = write_report(self._config.folder)
-        self._console.print(f"{outcome.value} at step {step}; report: {page}")
+        self._console.print(f"{outcome.value} at step {step}")
+        try:
+            self._console.print(f"report: {write_report(self._config.folder)}", soft_wrap=True)
+        except OSError as error:
+            self._console.print(f"no report: {error}", soft_wrap=True)
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 import math
 import resource
 import time
-from collections import deque
 from collections.abc import Mapping
 from enum import Enum
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +16,9 @@ from terapipe.reporting import html
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
 from terapipe.training.checkpoints import Checkpoints
+from terapipe.training.drift import Drift
+from terapipe.training.evaluator import Evaluator
 from terapipe.training.feed import Feed
-from terapipe.training.generate import continued
 from terapipe.training.journal import Journal
 from terapipe.training.optimizer import set_lr
 from terapipe.training.planned import Planned
@@ -27,10 +26,6 @@ from terapipe.training.randomness import restore, seeded, states
 from terapipe.training.schedule import learning_rate
 from terapipe.training.stopping import Stop
 from terapipe.training.tokens import Data
-
-RECENT = 20  # steps whose time is compared with the prediction
-SETTLING = 3  # first steps, which are slower
-PROMPT = 32  # tokens, where no prompt is given
 
 
 class Outcome(Enum):
@@ -67,18 +62,17 @@ class Trainer:
         random: dict[str, Tensor],
     ) -> None:
         """``random`` are the states of the generators, to be saved and gone on from."""
-        self._config, self._pipe, self._optimizer, self._data = config, pipe, optimizer, data
+        self._config, self._pipe, self._optimizer = config, pipe, optimizer
         self._planned, self._journal, self._random = planned, journal, random
         self._predicted = planned.step_time(config.optimizer.accumulate)
         self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
-        self._eval = Feed(data.eval, config.data, pipe, shuffle=False) if data.eval else None
+        self._evaluator = Evaluator(config, pipe, data, journal)
         folder = config.folder / "checkpoints"
         self._checkpoints = Checkpoints(folder, config.checkpoints, journal.leads, self.say)
-        self.step = self._position = self._skipped = 0
+        self.step = self._begun = self._position = self._skipped = 0
         self._best = math.inf
         self._eval_loss: float | None = None
-        self._drifted = False
-        self._times: deque[float] = deque(maxlen=RECENT)
+        self._drift = Drift(self._predicted, config.plan)
 
     @property
     def _rank(self) -> int:
@@ -100,21 +94,20 @@ class Trainer:
             began = time.perf_counter()
             self._one_step(began)
             due = bool(every) and self.step % every == 0
-            evaluated = self._evaluate_if_due()
+            improved = self._evaluate_if_due()
             self._checkpoints.poll()
             if self._any(bool(stop.asked)):
                 self.say("stopped", f"asked to stop{f' by {stop.asked}' if stop.asked else ''}; saving")
                 return self._end(Outcome.STOPPED)
-            if self.step < steps and (due or (evaluated and self._config.checkpoints.best)):
-                replan = due and self._drifted and self._config.plan.replan
-                self._save(wait=replan)
-                if replan:
+            if self.step < steps and (due or (improved and self._config.checkpoints.best)):
+                replan = due and self._drift.seen and self._config.plan.replan
+                if self._save(wait=replan) and replan:
                     return Outcome.REPLAN
         return self._end(Outcome.FINISHED)
 
     def _end(self, outcome: Outcome) -> Outcome:
         self._checkpoints.finish()
-        if not self._save(wait=True):
+        if self.step > self._begun and not self._save(wait=True):
             raise OSError(f"the run is at step {self.step}, which could not be saved; make room and start it again")
         return outcome
 
@@ -136,7 +129,7 @@ class Trainer:
             "lr": made.lr,
             "grad_norm": made.norm,
             "seconds": seconds,
-            "tokens": self.step * tokens,
+            "tokens": self._position * self._config.data.tokens,
             "tokens_per_second": tokens / seconds,
         }
         if not made.finite:
@@ -188,54 +181,23 @@ class Trainer:
         return {"idle": timeline.idle, "memory": memory}
 
     def _watch(self, seconds: float) -> None:
-        """Says so, once, when steps take another time than predicted. Only the first rank's clock counts."""
-        self._times.append(seconds)
-        drift = self._config.plan.drift
-        if self._predicted is None or not drift or self._drifted or self.step % RECENT or len(self._times) < RECENT:
-            return
-        ratio = self._pipe.transport.gather(median(list(self._times)[SETTLING:]) / self._predicted, ALL)[0]
-        if abs(ratio - 1.0) > drift:
-            self._drifted = True
-            then = "measuring again at the next checkpoint" if self._config.plan.replan else "plan.replan = true would plan again"
-            self.say("drift", f"steps take {ratio:.2f} x the predicted {self._predicted:.3g} s; {then}")
+        """Only the first rank's clock counts."""
+        if self._drift.due(seconds):
+            said = self._drift.judge(self._pipe.transport.gather(self._drift.ratio, ALL)[0])
+            if said:
+                self.say("drift", said)
 
     def say(self, event: str, message: str) -> None:
         self._journal.row({"step": self.step, "event": event, "message": message})
 
-    # Evaluation
-
     def _evaluate_if_due(self) -> bool:
         """Whether the loss is the lowest so far."""
         every = self._config.evaluation.every
-        self._eval_loss = None
-        if not every or self.step % every:
+        self._eval_loss = self._evaluator.run(self.step) if every and self.step % every == 0 else None
+        if self._eval_loss is None or self._eval_loss >= self._best:
             return False
-        self._pipe.eval()
-        improved = self._eval is not None and self._evaluate(self._eval)
-        if self._config.evaluation.sample:
-            self._show_sample()
-        self._pipe.train()
-        return improved
-
-    def _evaluate(self, feed: Feed) -> bool:
-        total = sum(map(feed.count, feed.once(self._config.evaluation.batches)))
-        batches = feed.once(self._config.evaluation.batches)
-        losses = [self._pipe.evaluate(*given, total=total).double() for given in batches]
-        loss = self._eval_loss = float(sum(losses))
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        self._journal.row({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
-        improved = loss < self._best
-        self._best = min(self._best, loss)
-        return improved
-
-    def _show_sample(self) -> None:
-        wanted, tokenizer = self._config.evaluation, self._data.tokenizer
-        if wanted.prompt:
-            prompt = tokenizer.encode([wanted.prompt])[0]
-        else:
-            prompt = (self._data.eval or self._data.train).tokens[:PROMPT].tolist()
-        found = continued(self._pipe, prompt, wanted.sample, wanted.temperature, self.step, tokenizer.end)
-        self._journal.row({"step": self.step, "sample": tokenizer.decode(prompt + found)})
+        self._best = self._eval_loss
+        return True
 
     # Saving and going on
 
@@ -254,7 +216,8 @@ class Trainer:
 
     def resume(self, notes: Mapping[str, Any]) -> None:
         """After a checkpoint has been loaded into parameters, optimizer and ``random``."""
-        self.step, self._position, self._skipped = notes["step"], notes["position"], notes["skipped"]
+        self.step = self._begun = notes["step"]
+        self._position, self._skipped = notes["position"], notes["skipped"]
         self._best = math.inf if notes["best"] is None else notes["best"]
         if notes["layout"] == str(self._planned.layout):
             restore(self._random, self._rank)

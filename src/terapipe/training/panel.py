@@ -1,0 +1,101 @@
+"""What a panel on a terminal shows of a run: how far it is, and its values."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from terapipe.reporting.units import digits, memory, seconds, share
+from terapipe.reporting.words import count
+
+_FEW = 8  # ranks that each have a bar of their own
+_WIDE, _MIDDLE, _NARROW = 116, 84, 50  # columns of a terminal for four, three and two columns of values
+_LABEL = 11  # characters
+
+
+def number(value: float) -> str:
+    """Three places, so that digits stand still from step to step; more for small values, an exponent for huge ones."""
+    if abs(value) >= 1e6:
+        return f"{value:.2e}"
+    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else digits(value)
+
+
+def extremes(sizes: Sequence[float]) -> str:
+    low, high = memory(min(sizes)), memory(max(sizes))
+    return high if low == high else f"{low} to {high}"
+
+
+# How the panel names and writes what is known, by topic.
+_PANEL: tuple[dict[str, tuple[str, Callable[[Any], str]]], ...] = (
+    {
+        "loss": ("loss", number),
+        "recent": ("recent mean", number),
+        "lr": ("lr", "{:.2e}".format),
+        "grad_norm": ("grad norm", number),
+    },
+    {
+        "eval_loss": ("eval loss", number),
+        "perplexity": ("perplexity", digits),
+        "evaluated": ("evaluated", "step {}".format),
+        "saved": ("checkpoint", "step {}".format),
+        "left_out": ("left out", lambda steps: count(steps, "step")),
+    },
+    {
+        "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+        "median": ("step time", seconds),
+        "forecast": ("predicted", str),
+        "idle": ("idle", share),
+    },
+)
+
+
+def bar(step: int, total: int, left: str) -> RenderableType:
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(ratio=1)
+    done = ProgressBar(total=max(total, 1), completed=step)
+    row.add_row(done, f"step {step}/{total}", f"{left} left" if left else "")
+    return row
+
+
+def values(known: Mapping[str, Any], width: int) -> list[RenderableType]:
+    """What is known, in as many columns as there is room for."""
+    quality, state, speed = (_pairs(known, topic) for topic in _PANEL)
+    held = _memory(known.get("memory"), 20 if width >= _MIDDLE or width < _NARROW else 8)
+    columns = [[quality, state, speed, *held]]
+    if width >= _WIDE:
+        columns = [[quality], [state], [speed], held]
+    elif width >= _MIDDLE:
+        columns = [[quality], [state], [speed]]
+    elif width >= _NARROW:
+        columns = [[quality, state], [speed, *held]]
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in columns:
+        grid.add_column(ratio=1)
+    grid.add_row(*(Group(*column) for column in columns))
+    return [grid, *(["", *held] if held and _MIDDLE <= width < _WIDE else ())]
+
+
+def _memory(sizes: Sequence[float] | None, width: int) -> list[RenderableType]:
+    if not sizes:
+        return []
+    rows = Table.grid(padding=(0, 1))
+    if len(sizes) > _FEW:
+        rows.add_row(Text("memory".ljust(_LABEL), "dim"), extremes(sizes))
+        rows.add_row(Text("fullest", "dim"), f"rank {sizes.index(max(sizes))}")
+        return [rows]
+    for rank, size in enumerate(sizes):
+        used = ProgressBar(max(*sizes, 1), size, width, complete_style="cyan", finished_style="cyan")
+        rows.add_row(Text(f"rank {rank}", "dim"), used, memory(size))
+    return [rows]
+
+
+def _pairs(known: Mapping[str, Any], topic: Mapping[str, tuple[str, Callable[[Any], str]]]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(min_width=_LABEL)
+    for key, (name, form) in topic.items():
+        if key in known:
+            table.add_row(Text(name, "dim"), Text(form(known[key]), no_wrap=True, overflow="ellipsis"))
+    return table

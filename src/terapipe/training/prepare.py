@@ -1,0 +1,97 @@
+"""Texts become token files: once, and again only if something that they depend on has changed."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from terapipe.config import DataConfig
+from terapipe.runtime.folders import recover
+from terapipe.training.text import find, pieces
+from terapipe.training.tokenizer import make
+from terapipe.training.tokenizer_files import FILES
+from terapipe.training.tokens import FORMAT, TOKENS, Origin, TokenFile, open_data, wanted
+from terapipe.training.writer import Progress, Writer
+
+
+def prepare(config: DataConfig, folder: Path, progress: Progress = lambda tokens: None) -> None:
+    """Writes the token files and the tokenizer that the configuration asks for, unless they are there.
+
+    One process does it, before any calls ``open_data``. ``progress`` is told how many tokens are written so far.
+    """
+    sources = _fingerprint(config)
+    if not _is_ready(config, folder, sources):
+        _build(config, folder, sources, progress)
+    open_data(config, folder)
+
+
+def _fingerprint(config: DataConfig) -> str:
+    """Of all that the tokens depend on."""
+    spec = config.tokenizer
+    known: list[Any] = [FORMAT, config.field, spec, config.vocab if spec == "train" else 0]
+    known += [0.0 if config.eval else config.eval_share]
+    known += [[_stamp(file) for path in find(names) for file in _files(path)] for names in (config.train, config.eval)]
+    if spec not in ("bytes", "train"):
+        names = (*FILES, "config.json")
+        known.append([_stamp(Path(spec).expanduser() / name) for name in names])
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+
+
+def _stamp(file: Path) -> tuple[str, int, int]:
+    if not file.is_file():
+        return str(file.resolve()), 0, 0
+    stat = file.stat()
+    return str(file.resolve()), stat.st_size, stat.st_mtime_ns
+
+
+def _contents(folder: Path) -> str:
+    """A hash of what the files in a folder hold."""
+    found = hashlib.sha256()
+    for file in _files(folder) if folder.is_dir() else ():
+        found.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def _is_ready(config: DataConfig, folder: Path, sources: str) -> bool:
+    for name in ("tokenizer", "train", "eval"):
+        recover(folder / name)
+    origin = Origin(sources, _contents(folder / "tokenizer"))
+    try:
+        return all(TokenFile.open(folder / name).origin == origin for name in wanted(config))
+    except ValueError:
+        return False
+
+
+def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -> None:
+    if config.eval_share >= 1 and not config.eval:
+        raise ValueError(f"data.eval_share must leave documents to train on, got {config.eval_share}; try 0.01")
+    for name in ("train", "eval"):
+        _check_ours(folder / name)
+    train = find(config.train)
+    tokenizer = make(
+        config.tokenizer, config.vocab, lambda: (p.text for p in pieces(train, config.field)), folder / "tokenizer"
+    )
+    origin = Origin(sources, _contents(folder / "tokenizer"))
+    main = Writer(folder / "train", tokenizer, origin)
+    main.add_all(train, config.field, progress)
+    written = [main]
+    if config.eval:
+        written.append(Writer(folder / "eval", tokenizer, origin))
+        written[1].add_all(find(config.eval), config.field, lambda tokens: progress(main.size + tokens))
+    elif config.eval_share:
+        written.append(Writer(folder / "eval", tokenizer, origin))
+        main.move_end(written[1], config.eval_share)
+    else:
+        shutil.rmtree(folder / "eval", ignore_errors=True)  # it would not be that of this training data
+    for writer in written:
+        writer.close()
+
+
+def _check_ours(folder: Path) -> None:
+    if folder.exists() and not (folder / TOKENS).exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is to hold tokens, but holds something else; set another data.cache")

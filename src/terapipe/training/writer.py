@@ -1,0 +1,101 @@
+"""Token files as they are written: texts are encoded some at a time, and memory stays bounded."""
+
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from terapipe.runtime.folders import beside, put_in_place
+from terapipe.training.pieces import Piece
+from terapipe.training.text import pieces
+from terapipe.training.tokenizer import Tokenizer
+from terapipe.training.tokens import FORMAT, META, STARTS, TOKENS, Origin, TokenFile
+
+BATCH = 2**21  # characters encoded at a time
+
+Progress = Callable[[int], None]
+
+
+class Writer:
+    """A token file as it grows, beside the place where it will be."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, origin: Origin) -> None:
+        self._folder, self._tokenizer, self._origin = folder, tokenizer, origin
+        self._dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
+        self._starts = array("q")
+        self._partial = beside(folder, "partial")
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self.size = 0
+
+    def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
+        start = 0
+        for batch in _batches(pieces(paths, field)):
+            tokens: list[int] = []
+            for ids, piece in zip(self._tokenizer.encode([p.text for p in batch]), batch, strict=True):
+                tokens += ids
+                if piece.ends and self.size + len(tokens) > start:  # there are texts without tokens
+                    tokens.append(self._tokenizer.end)
+                    self._starts.append(start)
+                    start = self.size + len(tokens)
+            self._append(np.asarray(tokens, self._dtype))
+            progress(self.size)
+        if not self._starts:
+            names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
+            raise ValueError(f"there must be at least one document that is not empty, got none in {names}")
+
+    def _append(self, tokens: NDArray[Any]) -> None:
+        with (self._partial / TOKENS).open("ab") as file:
+            file.write(tokens.data)
+        self.size += len(tokens)
+
+    def move_end(self, other: "Writer", share: float) -> None:
+        """The last documents, about this share of the tokens, become the other file's."""
+        starts = np.asarray(self._starts, np.int64)
+        place = _place(starts, self.size, share)
+        path = self._partial / TOKENS
+        other._append(np.memmap(path, self._dtype, "r", offset=place * self._dtype.itemsize))
+        other._starts = array("q", [0, *(starts[starts > place] - place).tolist()])
+        os.truncate(path, place * self._dtype.itemsize)
+        self.size, self._starts = place, array("q", starts[starts < place].tolist())
+        if place not in starts:  # in the middle of a document
+            self._append(np.asarray([self._tokenizer.end], self._dtype))
+
+    def close(self) -> None:
+        np.save(self._partial / STARTS, np.asarray(self._starts, np.int64))
+        sizes = {name: (self._partial / name).stat().st_size for name in (TOKENS, STARTS)}
+        made = TokenFile(
+            self._folder, self._dtype.str, self._tokenizer.vocab, self.size, len(self._starts), self._origin
+        )
+        meta = {"format": FORMAT, "sizes": sizes, **asdict(made)}
+        del meta["folder"]
+        (self._partial / META).write_text(json.dumps(meta, indent=1) + "\n")
+        put_in_place(self._folder, self._partial)
+
+
+def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Some at a time: a tokenizer works on several at once, and memory stays bounded."""
+    batch: list[Piece] = []
+    length = 0
+    for piece in found:
+        batch.append(piece)
+        length += len(piece.text)
+        if length >= BATCH:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _place(starts: NDArray[np.int64], size: int, share: float) -> int:
+    """Where the last share begins: with a document, or within one if there are too few to come near."""
+    wanted = max(1, min(round(size * (1 - share)), size - 2))
+    nearest = int(starts[np.abs(starts - wanted).argmin()])
+    return nearest if nearest and abs(nearest - wanted) <= share * size / 2 else wanted
