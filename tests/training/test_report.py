@@ -61,8 +61,8 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     (folder / "config.toml").write_text("[model]\npreset = '<gpt>'\n")
     made = page(folder)
     assert headings(made) == [
-        "Timeline", "Predicted against measured", "Idle time by cause", "Slices", "Loss", "Optimizer", "Speed",
-        "Memory of each rank", "Generated text", "Events", "Settings",
+        "Loss", "Optimizer", "Speed", "Memory of each rank", "Generated text",
+        "Timeline", "Predicted against measured", "Idle time by cause", "Slices", "Events", "Settings",
     ]  # fmt: skip
     words = text(made)
     assert "Training run bard 100 steps: the loss went from 10 to 2.11, in evaluation to 2.75." in words
