@@ -4,6 +4,7 @@ Proves that nothing changes but the speed; runs `terapipe train`, which measures
 that and trains; sets the plan against GPipe and against its own prediction; and writes a report to look at.
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ def main() -> None:
     console.print(f"Exactness: largest relative gradient difference from the plain model: [bold]{error:.1e}[/]")
     if error > 1e-10:
         raise SystemExit("the gradients differ from the plain model's: this is a bug, please report it")
+    shutil.rmtree(RUN, ignore_errors=True)  # of an earlier demo, which would be gone on with
     console.print(f"\n[bold]terapipe train {FILE.relative_to(Path.cwd())}[/]")
     if terapipe(["train", str(FILE)]) != 0:
         raise SystemExit("the training run did not end well")

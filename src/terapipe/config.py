@@ -118,7 +118,11 @@ class CheckpointConfig:
     keep: int = key(2, "of the latest ones; 0: all")
     best: bool = key(True, "also keep the one with the lowest evaluation loss")
     background: bool = key(True, "write while training goes on")
-    resume: str = key("auto", "auto: from the latest in the run's folder, if any; \"off\"; or a checkpoint's folder")
+    resume: str = key(
+        "auto",
+        "auto: from the latest in the run's folder, if any; off: begin anew, in a folder that has none; or a checkpoint's "
+        "folder, to begin with where the run has none of its own",
+    )
     export: str = key("", "at the end, write a Hugging Face model to this folder")
 
 

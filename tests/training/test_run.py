@@ -228,6 +228,19 @@ def test_asked_to_stop_it_saves_and_ends_well(place: Path, straight: list[float]
     assert losses(folder) == (straight if size == 2 else pytest.approx(straight, rel=1e-9))
 
 
+def test_beginning_anew_and_from_another_run(ranks: Callable[[int], Ranks], place: Path) -> None:
+    first, second = place / "first", place / "second"
+    ranks(2)(train, config(first, "", "schedule.steps=3", "checkpoints.resume=off"))
+    with pytest.raises(ValueError, match="holds checkpoints of a run before"):
+        ranks(1)(train, config(first, "", "schedule.steps=4", "checkpoints.resume=off"))
+    start = first / "checkpoints" / "step-00000003"
+    more = ("schedule.steps=5", f"checkpoints.resume={start}")
+    ranks(1)(train, config(second, "", *more), 1)
+    assert [row["step"] for row in read(second) if "loss" in row] == [4]
+    ranks(1)(train, config(second, "", *more))
+    assert [row["step"] for row in read(second) if "loss" in row] == [4, 5], "its own latest comes first"
+
+
 # Failing
 
 

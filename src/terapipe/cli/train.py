@@ -49,6 +49,6 @@ def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
     try:
         ended = json.loads((config.folder / ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        print("terapipe train: stopped before anything could be saved")
+        print("terapipe train: ended before it could save; what was saved before is whole")
         return 1
     return 0 if ended["how"] in ("finished", "stopped") else 1

@@ -47,6 +47,11 @@ def host_name() -> str:
     return platform.node() if number is None else f"{platform.node()} (node {number})"
 
 
+def restarts() -> int:
+    """How often torchrun has started the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
@@ -65,7 +70,7 @@ def ensure_process_group(device: torch.device) -> bool:
             torch.cuda.set_device(device)
         store, rank, size = next(iter(rendezvous("env://")))
         # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
-        store = PrefixStore(f"terapipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = PrefixStore(f"terapipe/{restarts()}", store)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.is_initialized()

@@ -21,7 +21,7 @@ from terapipe.runtime.failures import PipelineError, Record
 from terapipe.runtime.launch import end_with_parent, take_cores
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.transport import Transport, local_device
+from terapipe.runtime.transport import Transport, local_device, restarts
 from terapipe.training import planned as plans
 from terapipe.training.checkpoints import clean, latest
 from terapipe.training.display import Display
@@ -82,6 +82,7 @@ class Run:
         self._leads = crew.global_rank == 0
         self._console = Console(quiet=not self._leads, highlight=False)
         self._profile: Profile | None = None
+        self._begun = False
 
     def run(self) -> None:
         self._begin()
@@ -190,12 +191,17 @@ class Run:
             compile_layers(stage)
 
     def _checkpoint(self) -> Path | None:
-        """To go on from."""
+        """To go on from: the run's own latest, or what it was told to begin with."""
         wanted, folder = self._config.checkpoints.resume, self._config.folder / "checkpoints"
         clean(folder)
-        if wanted == "auto":
-            return latest(folder)
-        return None if wanted == "off" else Path(wanted)
+        found = latest(folder)
+        if found is not None and wanted == "off" and not (self._begun or restarts()):
+            raise ValueError(
+                f"checkpoints.resume = 'off' begins anew, but {folder} holds checkpoints of a run before; take another "
+                "logging.folder, or move them"
+            )
+        self._begun = True
+        return found or (None if wanted in ("auto", "off") else Path(wanted))
 
     @contextmanager
     def _journal(self, step: int) -> Iterator[Journal]:

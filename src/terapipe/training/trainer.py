@@ -4,6 +4,7 @@ import math
 import resource
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -176,7 +177,8 @@ class Trainer:
     def _looks(self) -> dict[str, Any]:
         timeline = self._pipe.timeline()
         if self._journal.leads:
-            html.write(self._config.folder / "timeline.json", timeline.to_json())
+            with suppress(OSError):  # the disk is full: metrics say so
+                html.write(self._config.folder / "timeline.json", timeline.to_json())
         memory = self._pipe.transport.gather(_peak_memory(self._pipe.device), ALL)
         return {"idle": timeline.idle, "memory": memory}
 
