@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terapipe import Pipeline, Plan, SliceCache, attend, next_token_labels
 
-LAYERS, HIDDEN, HEADS, VOCAB = 4, 64, 4, 256
+LAYERS, HIDDEN, HEADS, VOCAB = 4, 64, 4, 257  # bytes, and one for the end of a document
 
 
 class Attention(nn.Module):

@@ -120,8 +120,8 @@ class CheckpointConfig:
     background: bool = key(True, "write while training goes on")
     resume: str = key(
         "auto",
-        "auto: from the latest in the run's folder, if any; off: begin anew, in a folder that has none; or a checkpoint's "
-        "folder, to begin with where the run has none of its own",
+        "auto: from the latest in the run's folder, if any; off: begin anew, in a folder that has none; or a "
+        "checkpoint's folder, to begin with where the run has none of its own",
     )
     export: str = key("", "at the end, write a Hugging Face model to this folder")
 

@@ -62,6 +62,22 @@ def attend(
     attention layer on its stage. ``softcap`` limits scores to that size by a tanh; ``sinks`` are scores, one for each
     head, of a token that all see and that has no value. ``blocks`` say what is seen, by default what the cache says.
     """
+    return _attend(q, k, v, cache, layer, scale, softcap, sinks, blocks, kernel)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: SliceCache,
+    layer: Hashable,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    blocks: Sequence[Block] | None,
+    kernel: Kernel | None,
+) -> Tensor:
+    """By a name of its own, so that compiling.py can keep it out of compiled code."""
     _check(q, k, v, cache)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     width = v.shape[3]

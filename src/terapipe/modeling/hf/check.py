@@ -71,6 +71,16 @@ def check(name: str, config: PretrainedConfig, *, stages: int = 2, slices: int =
     return Verdict(name, worst=worst, reason="; ".join(dict.fromkeys(reasons)), parts=parts)
 
 
+def recomputed_error(config: PretrainedConfig, parts: Anatomy) -> float:
+    """The largest relative error, by the fast seam, where a model's layers are computed again in the backward: some ask
+    the cache how many tokens there were before, which transformers then does not tell them."""
+    with _quietly():
+        model = small_model(config)
+        wanted = _plainly(model)
+        model.gradient_checkpointing_enable()
+        return max(_errors(wanted, _cut(model, parts, True, 2, lengths(4, 1))).values())
+
+
 def lengths(slices: int, shortest: int) -> tuple[int, ...]:
     """Uneven ones that add up to the tokens, among them one of the shortest."""
     if not 1 <= slices <= TOKENS // (2 * shortest):

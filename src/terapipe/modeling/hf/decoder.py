@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
-from terapipe.modeling.hf.check import check
+from terapipe.modeling.hf.check import BOUND, check, recomputed_error
 from terapipe.modeling.hf.seam import NAME, RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.stage import DecoderStage
@@ -45,10 +45,8 @@ class Decoder:
                 fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
             self.parts: Anatomy = parts or anatomy(small_model(small))
         self.fast = fast
-        if not fast and getattr(model, "is_gradient_checkpointing", False):
-            raise RefusedError(
-                f"{type(model).__name__} is cut through its cache, which gradient checkpointing drops; disable it"
-            )
+        if getattr(model, "is_gradient_checkpointing", False):
+            self._check_recompute()
 
     def check_slices(self, shortest: int, recompute: bool) -> None:
         """Refuses what this model cannot do, before the first step."""
@@ -61,16 +59,23 @@ class Decoder:
     def recompute_layers(self) -> None:
         """Keeps only the inputs of layers: backwards compute them again, by the model's own gradient checkpointing.
         That works in training mode only; in evaluation mode all is kept."""
-        name = type(self.model).__name__
-        if not self.fast:
+        self._check_recompute()
+        self.model.gradient_checkpointing_enable()
+
+    def _check_recompute(self) -> None:
+        """Proved on a small copy, too, which takes another second."""
+        reason = "it is cut through its own cache (general seam), which they would change a second time"
+        if self.fast:
+            try:
+                worst = recomputed_error(shrunken(self.model.config), self.parts)
+                reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
+            except Exception as error:  # whatever a model's own code raises
+                reason = str(error)
+        if reason:
             raise RefusedError(
-                f"layers of {name} cannot be computed again: it is cut through its own cache (general seam), which "
-                "they would change a second time; leave recomputation off"
+                f"layers of {type(self.model).__name__} cannot be computed again: {reason}; leave gradient "
+                "checkpointing off"
             )
-        try:
-            self.model.gradient_checkpointing_enable()
-        except ValueError as error:
-            raise RefusedError(f"layers of {name} cannot be computed again: {error}") from None
 
     @property
     def seam(self) -> str:

@@ -115,5 +115,10 @@ def slice_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def keep_outside() -> None:
+    """Keeps attention out of compiled layers from now on."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(slice_attention))
+
+
 ALL_ATTENTION_FUNCTIONS.register(NAME, slice_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe)

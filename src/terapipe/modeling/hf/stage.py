@@ -6,7 +6,7 @@ is taken: whatever the model does around its layers, it does itself.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from typing import Any
 
@@ -20,8 +20,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.hf.anatomy import Anatomy, Passing, hollow, text_config, with_layers
-from terapipe.modeling.hf.seam import RefusedError, computing, current
-from terapipe.modeling.hf.states import StateCache, ViewCache
+from terapipe.modeling.hf.seam import RefusedError, computing, current, keep_outside
+from terapipe.modeling.hf.states import StateCache, ViewCache, told
 from terapipe.modeling.stage import IGNORE, Split
 
 _PREFIX = "model."
@@ -144,6 +144,16 @@ class DecoderStage(nn.Module):
         for name, module in self.model.named_modules():
             if any(fnmatch(name, pattern) for pattern in partial):
                 _sum_gradients(module, split.mesh)
+
+    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in place of a layer's forward that was compiled: see compiling.py."""
+        if not self.fast:
+            raise RefusedError(
+                f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (general "
+                "seam); leave compiling off"
+            )
+        keep_outside()
+        return lambda *given, **named: forward(*map(told, given), **{name: told(x) for name, x in named.items()})
 
     # As a Stage
 
