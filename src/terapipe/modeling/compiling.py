@@ -6,23 +6,24 @@ compiled, once for all layers of its kind and all lengths of slices.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.compiler import disable
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling import attention
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.stage import Stage
 
-KINDS = 64  # of calls for which the same code is compiled: one sequence or more, one token or more, with gradients or not
+KINDS = 64  # of calls that code is compiled for: one sequence or more, one token or more, with gradients or without
 TENSOR = "tensor"  # the dimension of a mesh whose devices share operators
 
 _compiled: WeakSet[nn.Module] = WeakSet()
+_disable: Callable[[Any], Any] = torch.compiler.disable
 
 
 def compile_layers(stage: nn.Module, *, backend: str = "inductor") -> None:
@@ -40,7 +41,7 @@ def compile_layers(stage: nn.Module, *, backend: str = "inductor") -> None:
         _compiled.add(block)
         for module in block.modules():
             if module is not block and _takes_cache(module):
-                module.forward = disable(module.forward)
+                module.forward = _disable(module.forward)
         # The forward alone, not the call: hooks of FSDP, or of a Hugging Face stage, are called as ever.
         block.forward = around(torch.compile(block.forward, dynamic=True, backend=backend))
 
@@ -71,9 +72,9 @@ def _keep_outside() -> None:
 
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, KINDS)
     skip(attention.attend)  # models know it by this name; what it calls, only attention.py knows
-    attention._attend = disable(attention._attend)
+    attention._attend = _disable(attention._attend)
     for name in ("recall", "carry"):
-        setattr(SliceCache, name, disable(getattr(SliceCache, name)))
+        setattr(SliceCache, name, _disable(getattr(SliceCache, name)))
 
 
 def _takes_cache(module: nn.Module) -> bool:

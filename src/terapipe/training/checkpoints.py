@@ -27,7 +27,11 @@ def steps(folder: Path) -> list[int]:
 
 def latest(folder: Path) -> Path | None:
     found = steps(folder)
-    return folder / f"step-{found[-1]:08d}" if found else None
+    return path_of(folder, found[-1]) if found else None
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
 def clean(folder: Path) -> None:
@@ -44,9 +48,6 @@ class Checkpoints:
         self.folder, self._config, self._leads, self._say = folder, config, leads, say
         self._saving: tuple[Mapping[str, Any], Saving] | None = None
 
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
-
     @property
     def best(self) -> tuple[int, float] | None:
         """The step with the lowest evaluation loss so far."""
@@ -62,12 +63,16 @@ class Checkpoints:
         """All ranks together. Whether it is on its way, or with ``wait`` done: a disk that is full stops nobody."""
         self.finish()
         step = int(notes["step"])
+        folder = path_of(self.folder, step)
         try:
             if wait or not self._config.background:
-                pipe.save(self.path(step), optimizer, extra=extra, notes=notes)
+                pipe.save(folder, optimizer, extra=extra, notes=notes)
                 self._saved(notes)
             else:
-                self._saving = notes, pipe.save_in_background(self.path(step), optimizer, extra=extra, notes=notes)
+                self._saving = (
+                    notes,
+                    pipe.save_in_background(folder, optimizer, extra=extra, notes=notes),
+                )
         except OSError as error:
             self._failed(step, error)
             return False
@@ -93,7 +98,7 @@ class Checkpoints:
 
     def _saved(self, notes: Mapping[str, Any]) -> None:
         step, loss = int(notes["step"]), notes.get("eval_loss")
-        self._say("checkpoint", f"saved {self.path(step)}")
+        self._say("checkpoint", f"saved {path_of(self.folder, step)}")
         if not self._leads:
             return
         if loss is not None and loss <= notes["best"]:
@@ -101,7 +106,7 @@ class Checkpoints:
         kept = {self.best[0]} if self._config.best and self.best else set()
         for old in steps(self.folder)[: -self._config.keep] if self._config.keep else ():
             if old not in kept:
-                self._remove(self.path(old))
+                self._remove(path_of(self.folder, old))
 
     def _remove(self, path: Path) -> None:
         """Renamed first: half of a checkpoint must not look like one."""

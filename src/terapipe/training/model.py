@@ -24,7 +24,6 @@ class Made:
     model: Splittable
     shape: GPTConfig | None  # None: nothing is known, and it cannot be measured
     split: Callable[[int], tuple[int, ...]]  # boundaries of so many stages
-    exports: bool = False  # whether Hugging Face can open it
 
 
 def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
@@ -69,7 +68,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         )
     if config.recompute == "selective":
         decoder.recompute_layers()
-    return Made(decoder, shape, lambda stages: hf.split_layers(decoder, stages), exports=True)
+    return Made(decoder, shape, lambda stages: hf.split_layers(decoder, stages))
 
 
 def _own(config: ModelConfig, data: DataConfig, vocab: int) -> Made:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,11 +24,12 @@ from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import Transport, local_device, restarts
 from terapipe.training import planned as plans
-from terapipe.training.checkpoints import clean, latest
+from terapipe.training.checkpoints import clean, latest, path_of
 from terapipe.training.display import Display
+from terapipe.training.export import check_gpt, export_gpt
 from terapipe.training.journal import Journal
 from terapipe.training.metrics import Metrics
-from terapipe.training.model import Made, make_model
+from terapipe.training.model import Made, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
 from terapipe.training.prepare import prepare
 from terapipe.training.randomness import seeded
@@ -83,6 +85,7 @@ class Run:
         self._console = Console(quiet=not self._leads, highlight=False)
         self._profile: Profile | None = None
         self._begun = False
+        self._checkpoints = config.folder / "checkpoints"
 
     def run(self) -> None:
         self._begin()
@@ -112,11 +115,15 @@ class Run:
         return cast(T, self._crew.gather(found)[0])
 
     def _check_export(self, made: Made) -> None:
-        if self._config.checkpoints.export and not made.exports:
+        if not self._config.checkpoints.export:
+            return
+        if self._config.model.own:
             raise ValueError(
-                "checkpoints.export writes Hugging Face models, and model.preset and model.own are none; leave it out: "
+                "checkpoints.export writes what Hugging Face can open, and model.own it cannot; leave it out: "
                 "checkpoints are written in any case"
             )
+        if self._config.model.preset and made.shape is not None:
+            check_gpt(made.shape)
 
     # The plan
 
@@ -178,7 +185,7 @@ class Run:
                 trainer.say("resumed", f"went on from {found}")
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
-                self._export(pipe, data)
+                self._export(pipe, data, made, trainer.step)
         if self._leads:
             self._end(outcome, trainer.step)
         self._crew.gather(None)  # nobody leaves before all is written
@@ -192,7 +199,7 @@ class Run:
 
     def _checkpoint(self) -> Path | None:
         """To go on from: the run's own latest, or what it was told to begin with."""
-        wanted, folder = self._config.checkpoints.resume, self._config.folder / "checkpoints"
+        wanted, folder = self._config.checkpoints.resume, self._checkpoints
         clean(folder)
         found = latest(folder)
         if found is not None and wanted == "off" and not (self._begun or restarts()):
@@ -218,11 +225,15 @@ class Run:
             finally:
                 metrics.close()
 
-    def _export(self, pipe: Pipeline, data: Data) -> None:
-        from terapipe import hf
-
+    def _export(self, pipe: Pipeline, data: Data, made: Made, step: int) -> None:
         folder = Path(self._config.checkpoints.export)
-        hf.save_pretrained(pipe, folder)
+        if self._config.model.preset and made.shape is not None:
+            dtype, end, saved = dtype_of(self._config.model), data.tokenizer.end, path_of(self._checkpoints, step)
+            self._on_first(partial(export_gpt, saved, made.shape, dtype, end, folder))
+        else:
+            from terapipe import hf
+
+            hf.save_pretrained(pipe, folder)
         if self._leads:
             data.tokenizer.save(folder)
 

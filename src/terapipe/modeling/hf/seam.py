@@ -117,7 +117,8 @@ def slice_attention(
 
 def keep_outside() -> None:
     """Keeps attention out of compiled layers from now on."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(slice_attention))
+    outside = torch.compiler.disable(slice_attention)  # type: ignore[no-untyped-call]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, outside)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, slice_attention)
