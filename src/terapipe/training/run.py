@@ -6,13 +6,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
 from rich.console import Console
 
 from terapipe.config import RunConfig
@@ -54,14 +53,23 @@ def run_rank(config: RunConfig) -> int:
         crew = Transport(local_device(), timeout=config.failures.timeout)
         Run(config, crew, stop).run()
     except Exception as error:
-        return _failed(error, crew)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return 0
+        _tell(error, crew)
+        return _leave(1, crew)
+    return _leave(0, crew)
 
 
-def _failed(error: Exception, crew: Transport | None) -> int:
-    """Says it once, in words where they are enough, and leaves at once: threads may wait for those that are gone."""
+def _leave(code: int, crew: Transport | None) -> int:
+    """Where there are other ranks, at once: threads may wait for those that are gone, and gloo's groups, taken down at
+    the end of a process, now and then take it down with an error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if crew is not None and crew.size > 1:
+        os._exit(code)
+    return code
+
+
+def _tell(error: Exception, crew: Transport | None) -> None:
+    """All ranks, and once, in words where they are enough, the user."""
     expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
     if crew is not None and not isinstance(error, PipelineError):
         crew.fail(Record(crew.global_rank, f"{type(error).__name__}: {error}"))
@@ -69,11 +77,6 @@ def _failed(error: Exception, crew: Transport | None) -> int:
     several = crew is not None and crew.size > 1
     if not (several and isinstance(error, ValueError) and crew and crew.global_rank):  # the first rank hears of it
         print(f"terapipe train: {f'rank {crew.global_rank}: ' if several and crew else ''}{told}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if several:
-        os._exit(1)
-    return 1
 
 
 class Run:
@@ -188,7 +191,8 @@ class Run:
                 self._export(pipe, data, made, trainer.step)
         if self._leads:
             self._end(outcome, trainer.step)
-        self._crew.gather(None)  # nobody leaves before all is written
+        with suppress(PipelineError):  # all is done: whoever left a moment too early did no harm
+            self._crew.gather(None)
         return outcome
 
     def _compile(self, pipe: Pipeline) -> None:
