@@ -69,14 +69,15 @@ def _leave(code: int, crew: Transport | None) -> int:
 
 
 def _tell(error: Exception, crew: Transport | None) -> None:
-    """All ranks, and once, in words where they are enough, the user."""
-    expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
+    """All ranks, and in words where they are enough, the user."""
+    rank, several = (0, False) if crew is None else (crew.global_rank, crew.size > 1)
     if crew is not None and not isinstance(error, PipelineError):
-        crew.fail(Record(crew.global_rank, f"{type(error).__name__}: {error}"))
+        crew.fail(Record(rank, f"{type(error).__name__}: {error}"))
+    if isinstance(error, ValueError) and rank:
+        return  # the first rank has it too, or hears of it
+    expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
     told = str(error) if expected else "".join(traceback.format_exception(error))
-    several = crew is not None and crew.size > 1
-    if not (several and isinstance(error, ValueError) and crew and crew.global_rank):  # the first rank hears of it
-        print(f"terapipe train: {f'rank {crew.global_rank}: ' if several and crew else ''}{told}", file=sys.stderr)
+    print(f"terapipe train: {f'rank {rank}: ' if several else ''}{told}", file=sys.stderr)
 
 
 class Run:
