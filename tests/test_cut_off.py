@@ -11,7 +11,7 @@ reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
-@pytest.mark.parametrize(("data", "pipe"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("data", "pipe"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_a_host_that_is_cut_off_is_named(data: int, pipe: int) -> None:
     with hosts(2, rate="1gbit", delay="1ms") as (near, far):
         running = torchrun([near, far], "-m", "tests.steps_on_hosts", str(data), str(pipe))

@@ -57,7 +57,12 @@ def truth(rows: int = 2) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("order", "recompute"), [("terapipe", False), ("interleaved", True), ("terapipe-deferred", False)]
+    ("order", "recompute"),
+    [
+        ("terapipe-deferred", False),
+        pytest.param("terapipe", False, marks=pytest.mark.exhaustive),
+        pytest.param("interleaved", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_gradients_are_the_plain_models(order: str, recompute: bool) -> None:
     plan = Plan((1, 1), ODD, (0, 2, 4), order, 2, recompute)
@@ -75,11 +80,13 @@ def sharded(layout: Layout, plan: Plan) -> tuple[float, dict[str, Tensor]]:
     return stepped(make_model(TINY), plan, TRACED, layout)
 
 
+@pytest.mark.exhaustive
 def test_replicas_that_share_their_state(ranks: Callable[[int], Ranks]) -> None:
     found = ranks(2)(sharded, Layout(2, 1, 1), Plan((1, 1), ODD, (0, 4)))
     assert worst_error(truth(4), found, TINY) < 1e-12
 
 
+@pytest.mark.exhaustive
 def test_as_many_graphs_for_many_lengths_and_layers() -> None:
     """A layer is cut at attention and at its linear layers; one token is a case of its own, and so are no gradients."""
     config = variant(layers=9)
@@ -135,7 +142,7 @@ def decoder(name: str) -> Any:
     ("name", "recompute"),
     [
         ("llama", False),
-        ("llama", True),
+        pytest.param("llama", True, marks=pytest.mark.exhaustive),
         pytest.param("llama4_text", False, marks=pytest.mark.exhaustive),  # asks the cache for the context
         pytest.param("gpt2", False, marks=pytest.mark.exhaustive),
     ],

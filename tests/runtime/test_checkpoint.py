@@ -413,7 +413,8 @@ def test_a_full_disk_stops_nobody(ranks: Callable[[int], Ranks], small_disk: Pat
     for said in ranks(2)(too_much, folder, layout) if size > 1 else [too_much(folder, layout)]:
         for number, message in said:
             assert number == errno.ENOSPC
-            assert f"the checkpoint {folder} could not be saved, rank {size - 1}: No space left on device" in message
+            assert f"the checkpoint {folder} could not be saved, rank " in message
+            assert ": No space left on device" in message
             assert message.endswith("; what was saved before is whole")
 
 

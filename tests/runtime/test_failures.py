@@ -147,9 +147,15 @@ def misbehave_in_a_layout(layout: Layout, rank: int, how: str, shard: bool) -> t
 
 
 @pytest.mark.parametrize(
-    ("layout", "shard"), [(Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False)]
+    ("how", "layout", "shard"),
+    [
+        pytest.param(
+            how, layout, shard, marks=[pytest.mark.exhaustive] if how == "stick" and layout.tensor == 1 else []
+        )
+        for how in ("raise", "die", "stick")
+        for layout, shard in ((Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False))
+    ],
 )
-@pytest.mark.parametrize("how", ["raise", "die", "stick"])
 def test_replicas_and_parts_stop_too(
     fresh_ranks: Callable[[int], Ranks], layout: Layout, shard: bool, how: str
 ) -> None:

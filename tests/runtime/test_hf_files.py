@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.shrink import small_config, small_model
-from terapipe.runtime import hf_files
+from terapipe.runtime import hf_files, transport
 from terapipe.runtime.hf_files import save_pretrained
 from tests.models import TINY, make_model, mesh_of, whole
 from tests.ranks import Ranks
@@ -176,7 +176,7 @@ def test_ranks_hear_of_each_other_while_files_are_written(tmp_path: Path, monkey
     heard: list[Any] = []
     monkeypatch.setattr(pipe._transport, "gather", lambda value, over: [heard.append(value), value][1:])
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda self, folder, **_: (time.sleep(0.3), folder.mkdir()))
-    monkeypatch.setattr(hf_files, "BEAT", 0.02)
+    monkeypatch.setattr(transport, "BEAT", 0.02)
     save_pretrained(pipe, tmp_path / "model")
     assert heard.count(False) > 2
     assert heard[-2:] == [True, None]

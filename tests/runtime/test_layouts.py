@@ -109,7 +109,11 @@ def truth() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     return plainly(2)
 
 
-@pytest.mark.parametrize(("layout", "shard"), LAYOUTS, ids=name)
+@pytest.mark.parametrize(
+    ("layout", "shard"),
+    [pytest.param(*case, marks=[] if i % 2 else [pytest.mark.exhaustive]) for i, case in enumerate(LAYOUTS)],
+    ids=name,
+)
 def test_training_is_the_same_and_goes_on_in_other_layouts(
     ranks: Callable[[int], Ranks],
     tmp_path: Path,
