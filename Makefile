@@ -8,8 +8,12 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
+# Tests that mostly compute share the cores; those with many processes, or with clocks, run one by one.
+SHARED := $(addprefix tests/,cli modeling paper planning reporting scheduling search)
+
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto $(SHARED)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(SHARED))
 
 # Every combination of layout and order, too: half an hour on two cores.
 test-all: lint types

@@ -1,9 +1,13 @@
-"""The examples in the README run as printed."""
+"""The examples in the README run as printed, and files of runs are read as printed."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from terapipe.config import parse
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -28,3 +32,9 @@ def test_the_hugging_face_example_leaves_a_folder(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors"} <= {f.name for f in (tmp_path / "trained").iterdir()}
     lines = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1].splitlines()
     assert sum(bool(line) for line in lines) <= 15
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_files_of_runs_are_read(page: str) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (README.parent / page).read_text(), re.DOTALL)
+    assert parse(text).model.preset == "gpt-small"
