@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 # Tests that mostly compute share the cores; those with many processes, or with clocks, run one by one.
-SHARED := $(addprefix tests/,cli modeling paper planning reporting scheduling search)
+SHARED := $(addprefix tests/,cli modeling paper planning reporting scheduling search test_architecture.py test_config.py)
 
 test: lint types
 	$(BIN)/python -m pytest -n auto $(SHARED)
