@@ -60,7 +60,7 @@ def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...
     pipe = Pipeline(make_model(CONFIG), PLAN, timeout=20.0)
     loss = pipe.step(ids, labels, documents, plan=plan).item()
     with pytest.raises(ValueError, match="must have the pipeline's boundaries"):
-        pipe._same(Plan((2,), ((512,),), (0, 2, 3)))
+        pipe._intake.own_plan(Plan((2,), ((512,),), (0, 2, 3)))
     return loss, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 
 

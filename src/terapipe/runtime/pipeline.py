@@ -1,14 +1,11 @@
 """The library's face: a model, a plan, and ``step``."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +19,8 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.failures import PipelineError, Record, is_connection_error
+from terapipe.runtime.intake import Documents, Intake, Vary
+from terapipe.runtime.norms import total_norm
 from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
 from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_device
 from terapipe.scheduling.actions import Schedule
@@ -30,7 +29,6 @@ from terapipe.scheduling.timeline import Timeline
 from terapipe.scheduling.validation import validate
 
 T = TypeVar("T")
-Documents = Sequence[Sequence[int]]
 
 SHAPES = 8  # of batches, for which buffers are kept
 
@@ -62,11 +60,11 @@ class Pipeline:
         *,
         mesh: DeviceMesh | None = None,
         shard: bool = False,
-        vary: Literal["refuse", "replan", "pad"] = "refuse",
+        vary: Vary = "refuse",
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.plan, self._vary = plan, vary
+        self.plan = plan
         self.device = local_device() if device is None else torch.device(device)
         self._transport = Transport(self.device, mesh, timeout)
         self._executor: Executor | None = None
@@ -81,6 +79,7 @@ class Pipeline:
             self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
             self.tied = model.tied
             self._tied = self._tied_parameters()
+            self._intake = Intake(plan, vary, self._tile, self.rank, self.device)
             self._executor = self._executor_for(plan)
 
     def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
@@ -242,10 +241,11 @@ class Pipeline:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
         return self._run(input_ids, labels, documents, None, total, train=False)
 
-    def count_labels(self, labels: Tensor) -> int:
+    def count_labels(self, *batches: Tensor) -> int:
         """How many count, over all replicas. The last rank of every pipeline calls it, with its own."""
         with self._telling_others():
-            return int(self._transport.all_reduce((labels.to(self.device) != IGNORE).sum(), DATA))
+            mine = torch.tensor(sum(int((labels != IGNORE).sum()) for labels in batches), device=self.device)
+            return int(self._transport.all_reduce(mine, DATA))
 
     def _run(
         self,
@@ -258,10 +258,11 @@ class Pipeline:
         train: bool,
     ) -> Tensor:
         with self._telling_others():
-            plan = self._plan_for(input_ids if input_ids is not None else labels) if plan is None else self._same(plan)
-            ids = self._batch("input_ids", input_ids, plan, 0) if self.is_first else None
-            targets = self._batch("labels", labels, plan, IGNORE) if self.is_last else None
-            starts = self._starts(documents, plan)
+            intake, given = self._intake, input_ids if input_ids is not None else labels
+            plan = intake.plan_for(given) if plan is None else intake.own_plan(plan)
+            ids = intake.batch("input_ids", input_ids, plan, 0) if self.is_first else None
+            targets = intake.batch("labels", labels, plan, IGNORE) if self.is_last else None
+            starts = intake.starts(documents, plan)
             self._executor = self._executor_for(plan)
             scale = None if targets is None else self._weight(targets, total)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
@@ -274,55 +275,6 @@ class Pipeline:
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DATA)
             return self._transport.broadcast(loss, self.plan.num_ranks - 1)
-
-    def _same(self, plan: Plan) -> Plan:
-        """A plan of one's own for a batch must leave the stages where they are."""
-        if (plan.boundaries, plan.chunks) != (self.plan.boundaries, self.plan.chunks):
-            raise ValueError(
-                f"a batch's own plan must have the pipeline's boundaries {self.plan.boundaries} and chunks "
-                f"{self.plan.chunks}, got {plan.boundaries} and {plan.chunks}"
-            )
-        if any(length % self._tile for row in plan.lengths for length in row):
-            raise ValueError(
-                f"tokens are shared out: slice lengths must be multiples of {self._tile}, got {plan.lengths}"
-            )
-        return plan
-
-    def _plan_for(self, given: Tensor | None) -> Plan:
-        """The plan of a batch, by its shape alone: nobody is asked."""
-        if self._vary != "replan" or (given is not None and given.shape == (self.plan.batch, self.plan.tokens)):
-            return self.plan
-        if given is None or given.ndim != 2:
-            raise ValueError(
-                f"with vary='replan' every rank must be given input_ids or labels, (batch, tokens), rank {self.rank} "
-                f"got {None if given is None else tuple(given.shape)}"
-            )
-        return self.plan.resized(given.shape[0], given.shape[1], self._tile)
-
-    def _batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int) -> Tensor:
-        shape = (plan.batch, plan.tokens)
-        if self._vary == "pad" and tensor is not None and tensor.ndim == 2:
-            missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
-            tensor = F.pad(tensor, (0, max(0, missing[1]), 0, max(0, missing[0])), value=filler)
-        if tensor is None or tensor.shape != shape or tensor.dtype != torch.int64:
-            got = "None" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(
-                f"{name} on rank {self.rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got {got}"
-            )
-        return tensor.to(self.device)
-
-    def _starts(self, documents: Documents | None, plan: Plan) -> Documents:
-        """Every rank cuts attention at them, so every rank must be told."""
-        rows = () if documents is None else tuple(tuple(row) for row in documents)
-        ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
-        if self._vary == "pad":
-            rows += ((0,),) * (plan.batch - len(rows) if rows else 0)
-        if rows and (len(rows) != plan.batch or not ordered or any(row[-1] >= plan.tokens for row in rows)):
-            raise ValueError(
-                f"documents must be, for each of the {plan.batch} sequences, the rising places below "
-                f"{plan.tokens} where documents begin, 0 first, got {documents}"
-            )
-        return rows
 
     def _weight(self, labels: Tensor, total: int | None) -> Tensor:
         count = self.count_labels(labels) if total is None else total
@@ -413,22 +365,8 @@ class Pipeline:
         """The norm of the gradients of the whole model, on every rank; shared parameters count once."""
         copies = self._tied if self.is_last and self.plan.num_ranks > 1 else self._tied[1:]
         skip = {id(p) for p in copies}
-        counted = [p for p in self.parameters() if id(p) not in skip and self._counts_here(p)]
-        grads = [local(p.grad) for p in counted if p.grad is not None]
-        # Without any gradients torch answers in its default precision.
-        norm = nn.utils.get_total_norm(grads, norm_type).to(self.device, self._wide)
-        if math.isinf(norm_type):
-            return self._transport.all_reduce(norm, op=dist.ReduceOp.MAX)
-        return self._transport.all_reduce(norm**norm_type) ** (1.0 / norm_type)
-
-    def _counts_here(self, parameter: nn.Parameter) -> bool:
-        """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
-        places = {DATA: self._transport.replica, TENSOR: self._transport.part}
-        if isinstance(parameter, DTensor):
-            for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-                if not placement.is_replicate():
-                    places.pop(name)
-        return not any(places.values())
+        counted = [p for p in self.parameters() if id(p) not in skip]
+        return total_norm(counted, norm_type, self._transport, self._wide)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -10,13 +10,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from terapipe.config import CheckpointConfig
+from terapipe.config import CheckpointConfig, RunConfig
 from terapipe.reporting import html
 from terapipe.runtime.checkpoint import Saving
 from terapipe.runtime.pipeline import Pipeline
 
 NAME = re.compile(r"step-(\d{8})")
 BEST = "best.json"
+
+
+def folder_of(config: RunConfig) -> Path:
+    return config.folder / "checkpoints"
 
 
 def steps(folder: Path) -> list[int]:

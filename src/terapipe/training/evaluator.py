@@ -16,6 +16,7 @@ class Evaluator:
     def __init__(self, config: RunConfig, pipe: Pipeline, data: Data, journal: Journal) -> None:
         self._config, self._pipe, self._data, self._journal = config.evaluation, pipe, data, journal
         self._feed = Feed(data.eval, config.data, pipe, shuffle=False) if data.eval else None
+        self._total: int | None = None
 
     def run(self, step: int) -> float | None:
         """The loss, if there are data for it. All ranks together."""
@@ -30,8 +31,10 @@ class Evaluator:
         return loss
 
     def _loss(self, feed: Feed) -> float:
-        total = sum(map(feed.count, feed.once(self._config.batches)))
-        losses = [self._pipe.evaluate(*given, total=total).double() for given in feed.once(self._config.batches)]
+        if self._total is None:  # always of the same batches
+            self._total = feed.count(feed.once(self._config.batches))
+        batches = feed.once(self._config.batches)
+        losses = [self._pipe.evaluate(*given, total=self._total).double() for given in batches]
         return float(sum(losses))
 
     def _sample(self, step: int) -> str:

@@ -1,6 +1,6 @@
 """The part of the data that this rank needs, batch by batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -52,11 +52,11 @@ class Feed:
         ids, labels = fill_batch(rows.ids, rows.labels, self._mine)
         return Given(ids, labels, _filled(rows.documents, missing))
 
-    def count(self, given: Given) -> int:
-        """Labels that count in all replicas' parts; known where the loss is computed."""
-        if not self._pipe.is_last or given.labels is None:
+    def count(self, batches: Iterable[Given]) -> int:
+        """Labels that count in all replicas' parts of these; known where the loss is computed."""
+        if not self._pipe.is_last:
             return 0
-        return self._pipe.count_labels(given.labels)
+        return self._pipe.count_labels(*(given.labels for given in batches if given.labels is not None))
 
 
 def _filled(starts: Starts, missing: int) -> Starts:

@@ -23,7 +23,7 @@ from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import Transport, local_device, restarts
 from terapipe.training import planned as plans
-from terapipe.training.checkpoints import clean, latest, path_of
+from terapipe.training.checkpoints import clean, folder_of, latest, path_of
 from terapipe.training.display import Display
 from terapipe.training.export import check_gpt, export_gpt
 from terapipe.training.journal import Journal
@@ -89,7 +89,7 @@ class Run:
         self._console = Console(quiet=not self._leads, highlight=False)
         self._profile: Profile | None = None
         self._begun = False
-        self._checkpoints = config.folder / "checkpoints"
+        self._checkpoints = folder_of(config)
 
     def run(self) -> None:
         self._begin()

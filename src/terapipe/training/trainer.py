@@ -16,7 +16,7 @@ from terapipe.config import RunConfig
 from terapipe.reporting import html
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
-from terapipe.training.checkpoints import Checkpoints
+from terapipe.training.checkpoints import Checkpoints, folder_of
 from terapipe.training.drift import Drift
 from terapipe.training.evaluator import Evaluator
 from terapipe.training.feed import Feed
@@ -68,8 +68,7 @@ class Trainer:
         self._predicted = planned.step_time(config.optimizer.accumulate)
         self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
         self._evaluator = Evaluator(config, pipe, data, journal)
-        folder = config.folder / "checkpoints"
-        self._checkpoints = Checkpoints(folder, config.checkpoints, journal.leads, self.say)
+        self._checkpoints = Checkpoints(folder_of(config), config.checkpoints, journal.leads, self.say)
         self.step = self._begun = self._position = self._skipped = 0
         self._best = math.inf
         self._eval_loss: float | None = None
@@ -148,7 +147,7 @@ class Trainer:
         """Gradients of all batches of the step, every label weighing the same; clipped, applied if they are finite."""
         wanted, feed = self._config.optimizer, self._feed
         batches = [feed.at(self._position + i * self._config.data.batch) for i in range(wanted.accumulate)]
-        total = sum(map(feed.count, batches))
+        total = feed.count(batches)
         losses = [self._pipe.step(*given, total=total).double() for given in batches]
         self._position += wanted.accumulate * self._config.data.batch
         norm = self._pipe.clip_grad_norm_(wanted.clip) if wanted.clip else self._pipe.grad_norm()
