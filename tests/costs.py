@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part, Sending
+from terapipe.planning.cost import Array, Cost, Memory, Numbers, Part, Sending
+from terapipe.planning.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,24 @@ class SimpleMemory:
     def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.asarray(self.extra * np.multiply(size, length), dtype=np.float64)
         return tokens * part.last, 0.0 * tokens
+
+
+@dataclass(frozen=True)
+class SimpleSource:
+    """The same for every layout."""
+
+    costs: Cost
+    memories: Memory
+    layers: int
+    devices: int
+    name: str = "a simple machine"
+    budget: int | None = None
+
+    def cost(self, layout: Layout, recompute: bool) -> Cost:
+        return self.costs
+
+    def memory(self, layout: Layout, recompute: bool) -> Memory:
+        return self.memories
+
+    def tensor_degrees(self) -> list[int]:
+        return [1]

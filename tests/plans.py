@@ -5,12 +5,13 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from terapipe import ORDERS, Plan
+from terapipe.planning.slices import FOLDED
 
 
 @st.composite
 def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_slices: int = 7) -> Plan:
     order = draw(st.sampled_from(sorted(ORDERS)))
-    chunks = 1 if "1f1b" in order else draw(st.integers(1, 3))
+    chunks = 2 if order in FOLDED else 1 if "1f1b" in order else draw(st.integers(1, 3))
     stages = draw(st.integers(1, max_ranks)) * chunks
     widths = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
     boundaries = tuple(sum(widths[:k]) for k in range(stages + 1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from terapipe import ORDERS, GPTConfig, Layout, Plan
+from terapipe.planning.slices import FOLDED
 from tests.models import laid_out, make_batch, plain, variant, worst_error
 from tests.ranks import Ranks
 
@@ -21,7 +22,7 @@ LAYOUTS = [
 ]
 
 
-BOUNDARIES = {1: (0, 4), 2: (0, 1, 4), 3: (0, 1, 3, 4), 4: (0, 1, 2, 3, 4)}
+BOUNDARIES = {1: (0, 4), 2: (0, 1, 4), 3: (0, 1, 3, 4), 4: (0, 1, 2, 3, 4), 6: (0, 1, 2, 3, 4, 5, 6)}
 ODD, EVEN = ((9, 1, 12, 7), (20, 9)), ((10, 2, 12, 4), (20, 8))  # even slices let devices share out their tokens
 
 
@@ -35,7 +36,7 @@ def combinations(*choices: Iterable[object]) -> list[Any]:
 
 
 def plan_for(layout: Layout, order: str, lengths: tuple[tuple[int, ...], ...] = ODD) -> Plan:
-    chunks = 2 if order in ("interleaved", "terapipe-deferred") and layout.pipe < 3 else 1
+    chunks = 2 if order in FOLDED or (order in ("interleaved", "terapipe-deferred") and layout.pipe < 3) else 1
     if order in ("gpipe", "1f1b"):
         lengths = tuple((sum(row),) for row in lengths)
     return Plan((1, 2), lengths, BOUNDARIES[layout.pipe * chunks], order, chunks)
@@ -49,16 +50,18 @@ def error(ranks: Ranks, layout: Layout, plan: Plan, config: GPTConfig, shard: bo
 
 @pytest.mark.parametrize(("layout", "order"), combinations(LAYOUTS, sorted(ORDERS)), ids=str)
 def test_every_layout_in_every_order(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
-    config = variant(tied=True, kv_heads=2)
-    assert error(ranks(layout.devices), layout, plan_for(layout, order), config) < BOUND
+    plan = plan_for(layout, order)
+    config = variant(layers=plan.num_layers, tied=True, kv_heads=2)
+    assert error(ranks(layout.devices), layout, plan, config) < BOUND
 
 
 @pytest.mark.parametrize(
     ("layout", "order"), combinations((layout for layout in LAYOUTS if layout.tensor > 1), sorted(ORDERS)), ids=str
 )
 def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
-    config = variant(tied=False, kv_heads=2)
-    assert error(ranks(layout.devices), layout, plan_for(layout, order, EVEN), config) < BOUND
+    plan = plan_for(layout, order, EVEN)
+    config = variant(layers=plan.num_layers, tied=False, kv_heads=2)
+    assert error(ranks(layout.devices), layout, plan, config) < BOUND
 
 
 @pytest.mark.parametrize(
@@ -66,12 +69,13 @@ def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layo
     combinations(
         (layout for layout in LAYOUTS if layout.data > 1),
         (ODD, EVEN),
-        ("1f1b", "interleaved", "terapipe-deferred"),  # both halves, chunks, deferral
+        ("1f1b", "interleaved", "terapipe-deferred", "terapipe-v"),  # both halves, chunks, deferral, the fold
     ),
     ids=str,
 )
 def test_shared_state(
     ranks: Callable[[int], Ranks], layout: Layout, lengths: tuple[tuple[int, ...], ...], order: str
 ) -> None:
-    config = variant(tied=lengths is ODD, kv_heads=4)
-    assert error(ranks(layout.devices), layout, plan_for(layout, order, lengths), config, shard=True) < BOUND
+    plan = plan_for(layout, order, lengths)
+    config = variant(layers=plan.num_layers, tied=lengths is ODD, kv_heads=4)
+    assert error(ranks(layout.devices), layout, plan, config, shard=True) < BOUND

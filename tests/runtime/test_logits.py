@@ -48,6 +48,7 @@ def piped(layout: Layout, plan: Plan, shard: bool = False) -> list[Tensor]:
     [
         (Layout(1, 3, 1), Plan((1,), ODD, (0, 1, 2, 4), "terapipe-1f1b"), False),
         (Layout(1, 2, 1), Plan((1,), ODD, (0, 1, 2, 3, 4), "interleaved", 2), False),
+        (Layout(1, 2, 1), Plan((1,), ODD, (0, 1, 2, 3, 4), "terapipe-v", 2), False),
         (Layout(1, 1, 2), Plan((1,), ODD, (0, 4)), False),
         (Layout(1, 2, 2), Plan((1,), EVEN, (0, 1, 4)), False),  # tokens are shared out, prompts filled up
         (Layout(2, 2, 1), Plan((1,), ODD, (0, 1, 4), "terapipe-deferred"), True),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from tests.models import TINY, make_batch, make_model, piped, plain, variant, wo
 from tests.ranks import Ranks
 
 PLAN = Plan((1, 1), ((9, 1, 12, 7), (15, 14)), (0, 1, 4), "terapipe")
+FOLDED = replace(PLAN, boundaries=(0, 1, 2, 3, 4), order="terapipe-v", chunks=2)  # both ends on the first rank
 
 
 def batch(ignored: bool = True, seed: int = 0) -> tuple[Tensor, Tensor]:
     return make_batch(TINY, PLAN.batch, PLAN.tokens, ignored, seed)
 
 
-def everything() -> dict[str, object]:
+def everything(plan: Plan) -> dict[str, object]:
     """One rank's account of a few steps."""
-    pipe = Pipeline(make_model(TINY), PLAN, timeout=20.0)
+    pipe = Pipeline(make_model(TINY), plan, timeout=20.0)
     ids, labels = batch()
     evaluated = pipe.evaluate(ids, labels).item()
     untouched = all(p.grad is None for p in pipe.parameters())
@@ -41,9 +43,9 @@ def everything() -> dict[str, object]:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def accounts(ranks: Callable[[int], Ranks]) -> list[Mapping[str, object]]:
-    return ranks(2)(everything)
+@pytest.fixture(scope="module", params=[PLAN, FOLDED], ids=["looped", "folded"])
+def accounts(ranks: Callable[[int], Ranks], request: pytest.FixtureRequest) -> list[Mapping[str, object]]:
+    return ranks(2)(everything, request.param)
 
 
 def truth(seed: int = 0) -> tuple[float, dict[str, Tensor]]:
@@ -88,13 +90,15 @@ def test_parameters_keep_the_names_of_the_whole_model(accounts: list[dict[str, l
 def test_the_timeline_holds_every_computation_in_order(accounts: list[dict[str, Timeline]]) -> None:
     timeline = accounts[0]["timeline"]
     assert timeline == accounts[1]["timeline"]
+    plan = timeline.plan
     found = sorted((e.rank, e.action.to_text()) for e in timeline.computations)
-    wanted = sorted((k, f"{op} {k} {s}") for k in range(2) for s in PLAN.slices for op in "FB")
-    assert found == wanted
-    ends = {(e.rank, e.action): e.end for e in timeline.computations}
+    ops = "FIW" if plan.chunks == 2 else "FB"
+    stages = range(plan.num_stages)
+    assert found == sorted((plan.rank_of(k), f"{op} {k} {s}") for k in stages for s in plan.slices for op in ops)
+    ends = {e.action: e.end for e in timeline.computations}
     for e in timeline.computations:
-        if e.action.op is Op.F and e.rank == 1:
-            assert ends[0, e.action._replace(stage=0)] <= e.start
+        if e.action.op is Op.F and e.action.stage:
+            assert ends[e.action._replace(stage=e.action.stage - 1)] <= e.start
     assert 0.0 < timeline.idle < 1.0
 
 
@@ -104,24 +108,29 @@ def test_one_process_needs_no_process_group() -> None:
     assert worst_error(truth(), [found], TINY) < 1e-12
 
 
-def test_a_described_model_is_made_real_stage_by_stage() -> None:
-    """Two stages on one rank, each with its own copy of the tied weight."""
-    plan = Plan((1, 1), PLAN.lengths, (0, 1, 4), "terapipe", chunks=2)
+def described(plan: Plan) -> tuple[float, float, dict[str, Tensor]]:
     with torch.device("meta"):
-        described = GPT(TINY, seed=3)
-    pipe = Pipeline(described, plan)
-    loss = pipe.step(*batch())
+        model = GPT(TINY, seed=3)
+    pipe = Pipeline(model, plan, timeout=20.0)
+    loss, norm = pipe.step(*batch()).item(), pipe.grad_norm().item()
+    return loss, norm, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("plan", [replace(PLAN, chunks=2), FOLDED], ids=["one rank", "folded over two"])
+def test_a_described_model_is_made_real_stage_by_stage(ranks: Callable[[int], Ranks], plan: Plan) -> None:
+    """The first and the last stage on one rank, each with its own copy of the tied weight."""
+    found = [described(plan)] if plan.num_ranks == 1 else ranks(2)(described, plan)
     model = GPT(TINY, seed=3)
     ids, labels = batch()
     expected = model.loss(model(ids), labels) / (labels != IGNORE).sum()
     expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    grads = dict(pipe.named_parameters())
-    assert torch.equal(grads["embedding.weight"].grad, grads["head.weight"].grad)
-    torch.testing.assert_close(grads["head.weight"].grad, model.embedding.weight.grad)
-    assert pipe.grad_norm().item() == pytest.approx(
-        torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), rel=1e-5
-    )
+    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    for loss, norm, _ in found:
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert norm == pytest.approx(total, rel=1e-5)
+    grads = found[0][2]
+    assert torch.equal(grads["embedding.weight"], grads["head.weight"])
+    torch.testing.assert_close(grads["head.weight"], model.embedding.weight.grad)
 
 
 @pytest.mark.parametrize(

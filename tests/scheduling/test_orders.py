@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 
 from terapipe import ORDERS, Op, Plan, Schedule, schedule, validate
 from terapipe.scheduling.actions import COMPUTE
+from terapipe.scheduling.orders import computations
+from terapipe.scheduling.simulator import measure
 from terapipe.scheduling.transfers import with_early_receives
+from tests.costs import SimpleCost
 from tests.plans import plans
 
 
@@ -120,7 +123,7 @@ def test_the_paper_runs_all_forwards_first() -> None:
 @settings(max_examples=20, deadline=None)
 @given(stages=st.integers(1, 5), batch=st.integers(1, 3))
 def test_fewer_microbatches_than_stages(order: str, stages: int, batch: int) -> None:
-    chunks = 2 if order == "interleaved" else 1
+    chunks = 2 if order in ("interleaved", "terapipe-v") else 1
     made = schedule(uniform(order, stages, batch, 1, chunks))
     validate(made)
     assert len(made.ranks) == stages
@@ -132,6 +135,30 @@ def test_deferred_weights_come_last() -> None:
         assert "".join(a.op for a in actions if a.op in COMPUTE) == "FFFIIIWWW"
 
 
+def test_a_folded_order_goes_there_and_back() -> None:
+    plan = uniform("terapipe-v", 3, 1, 4, chunks=2)
+    assert [plan.rank_of(k) for k in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [plan.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert plan.last_rank == 0
+    assert all(a.op is Op.W for row in computations(plan) for a in row[-4:])
+    told = [" ".join(f"{a.op}{a.stage}.{a.slice.number}" for a in row[:-4]) for row in computations(plan)]
+    assert told == [
+        "F0.0 F0.1 F0.2 F0.3 F5.0 F5.1 F5.2 F5.3 I5.3 I5.2 I5.1 I5.0 W5.3 W5.2 W5.1 W5.0 I0.3 I0.2 I0.1 I0.0",
+        "F1.0 F1.1 F1.2 F4.0 F1.3 F4.1 F4.2 F4.3 I4.3 I4.2 I4.1 I1.3 I4.0 I1.2 W4.3 I1.1 W4.2 I1.0 W4.1 W4.0",
+        "F2.0 F3.0 F2.1 F3.1 F2.2 F3.2 F2.3 F3.3 I3.3 I2.3 I3.2 I2.2 I3.1 I2.1 I3.0 I2.0 W3.3 W3.2 W3.1 W3.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lengths"),
+    [(2, (4,) * 8), (4, (4,) * 12), (8, (4,) * 20), (2, (1, 2, 4, 4, 4, 4, 2, 1)), (2, (3, 6, 12, 9, 10, 12, 6, 3))],
+    ids=str,
+)
+def test_a_folded_order_waits_only_for_the_first_and_the_last_slice(ranks: int, lengths: tuple[int, ...]) -> None:
+    plan = Plan((1,), (lengths,), tuple(range(2 * ranks + 1)), "terapipe-v", 2)
+    assert measure(plan, SimpleCost())[0] == 6 * sum(lengths) + (ranks - 1) * (lengths[0] + 2 * lengths[-1])
+
+
 def test_what_an_order_cannot_do_is_said() -> None:
     sliced = uniform("terapipe", 2, 2, 3)
     with pytest.raises(ValueError, match=r"'gpipe' takes one slice per microbatch, got \[3, 3\]; use order 'terapipe'"):
@@ -140,6 +167,8 @@ def test_what_an_order_cannot_do_is_said() -> None:
         schedule(replace(sliced, order="1f1b"))
     with pytest.raises(ValueError, match="use order 'interleaved'"):
         schedule(uniform("terapipe-1f1b", 2, 2, 3, chunks=2))
+    with pytest.raises(ValueError, match="two chunks of layers per rank, got 1; set chunks to 2"):
+        schedule(uniform("terapipe-v", 2, 2, 3))
     with pytest.raises(ValueError, match="unknown order 'gpip'; the orders are gpipe, 1f1b"):
         schedule(replace(sliced, order="gpip"))
 

@@ -12,18 +12,21 @@ from terapipe.search import choose as choose_module
 from terapipe.search.choice import Bench
 from terapipe.search.choose import choose
 from terapipe.search.compare import compare, frontier
-from terapipe.search.cuts import Grid, improve, uniform
+from terapipe.search.cuts import Grid, improve, swelling, uniform
 from terapipe.search.request import ClusterSource, Request, layouts
+from tests.costs import SimpleCost, SimpleMemory, SimpleSource
 
 SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_tokens=4096)
 SOURCE = ClusterSource(SMALL, cluster("p3.16xlarge:1"))
 ONE = Request(batch=1, tokens=2048, data=1, pipe=4, tensor=2)
 
 
-@pytest.mark.parametrize("order", ["terapipe", "terapipe-1f1b", "terapipe-deferred", "interleaved"])
+@pytest.mark.parametrize("order", ["terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-v", "interleaved"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
-    request = ONE.fixed(order=order, batch=batch, microbatch=1, chunks=2 if order == "interleaved" else 1)
+    request = ONE.fixed(
+        order=order, batch=batch, microbatch=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
+    )
     chosen = choose(SOURCE, request).chosen
     bench = Bench(SOURCE, request, chosen.layout, False)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
@@ -163,6 +166,28 @@ def test_equal_time_slices_are_equal_in_time() -> None:
     contexts = [sum(lengths[:i]) for i in range(6)]
     times = [float(bench.seconds(1, n, c)) for n, c in zip(lengths, contexts, strict=True)]
     assert max(times) / sorted(times)[1] < 1.05  # the last one takes what is left over
+
+
+def test_shaped_slices_take_times_in_these_proportions() -> None:
+    grid = Grid.of(lambda length, context: length, 2048, 1)
+    assert swelling(7, 2, 4) == (1, 2, 4, 4, 4, 2, 1)
+    assert swelling(4, 1.5, 8) == (1, 1.5, 1.5, 1)
+    assert grid.shaped((1, 2, 4, 1)) == (256, 512, 1024, 256)
+    dearer = Grid.of(lambda length, context: length * (1 + context / 512), 2048, 1).shaped((1, 2, 2, 1))
+    times = [n * (1 + sum(dearer[:i]) / 512) for i, n in enumerate(dearer)]
+    assert times[1] / times[0] == pytest.approx(2, rel=0.05)
+    assert times[2] / times[1] == pytest.approx(1, rel=0.05)
+
+
+def test_folded_plans_have_short_slices_at_both_ends() -> None:
+    request = Request(1, 2048, data=1, pipe=2, tensor=1, chunks=2, recompute=False)
+    source = SimpleSource(SimpleCost(fixed=20.0), SimpleMemory(), 8, 2)
+    folded, looped = (choose(source, request.fixed(order=f"terapipe-{kind}")).chosen for kind in ("v", "deferred"))
+    first, *between, last = folded.plan.lengths[0]
+    assert max(first, last) < min(between)
+    assert max(first, last) < max(between) / 3
+    assert folded.step_time < 0.985 * looped.step_time
+    assert choose(source, request).chosen.plan.order == "terapipe-v"
 
 
 def test_equal_time_reaches_the_end_when_slices_cannot_be_equal() -> None:

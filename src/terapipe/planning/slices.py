@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Self
 
 FORMAT = 1
 
+FOLDED = frozenset({"terapipe-v"})  # orders whose stages lie over the ranks there and back
+
 
 class Slice(NamedTuple):
     """Some consecutive tokens of all sequences of one microbatch. A tuple, because it is a key in every hot loop."""
@@ -33,8 +35,9 @@ class Plan:
     """All that the ranks must agree on; everything else is derived from it.
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and lives on rank ``k % num_ranks``, so that
-    with ``chunks`` > 1 every rank holds that many stages, spread over the model. With ``recompute`` a slice keeps only
-    its input from forward to backward, and the backward begins with the forward again.
+    with ``chunks`` > 1 every rank holds that many stages, spread over the model; under a folded order every second
+    round of stages goes through the ranks backwards. With ``recompute`` a slice keeps only its input from forward to
+    backward, and the backward begins with the forward again.
     """
 
     sizes: tuple[int, ...]
@@ -148,10 +151,22 @@ class Plan:
         return self.num_stages // self.chunks
 
     def rank_of(self, stage: int) -> int:
-        return stage % self.num_ranks
+        chunk, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if chunk % 2 and self.order in FOLDED else place
 
-    def stages_of(self, rank: int) -> range:
-        return range(rank, self.num_stages, self.num_ranks)
+    @property
+    def last_rank(self) -> int:
+        """The one with the last stage, where the loss is."""
+        return self.rank_of(self.num_stages - 1)
+
+    @property
+    def placement(self) -> tuple[tuple[int, int], ...]:
+        """For each stage its rank and the layer after its last."""
+        return tuple((self.rank_of(k), end) for k, end in enumerate(self.boundaries[1:]))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Rising."""
+        return tuple(k for k in range(self.num_stages) if self.rank_of(k) == rank)
 
     @cached_property
     def grid(self) -> tuple[tuple[Slice, ...], ...]:

@@ -22,10 +22,11 @@ class Intake:
 
     def own_plan(self, plan: Plan) -> Plan:
         """A plan of one's own for a batch must leave the stages where they are."""
-        if (plan.boundaries, plan.chunks) != (self._plan.boundaries, self._plan.chunks):
+        if plan.placement != self._plan.placement:
             raise ValueError(
-                f"a batch's own plan must have the pipeline's boundaries {self._plan.boundaries} and chunks "
-                f"{self._plan.chunks}, got {plan.boundaries} and {plan.chunks}"
+                f"a batch's own plan must leave the stages on their ranks: the pipeline has boundaries "
+                f"{self._plan.boundaries}, chunks {self._plan.chunks} and order {self._plan.order!r}, got "
+                f"{plan.boundaries}, {plan.chunks} and {plan.order!r}"
             )
         if any(length % self._tile for row in plan.lengths for length in row):
             raise ValueError(

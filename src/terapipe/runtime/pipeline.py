@@ -185,7 +185,7 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
-        return self.rank == self.plan.num_ranks - 1
+        return self.rank == self.plan.last_rank
 
     # Training
 
@@ -274,7 +274,7 @@ class Pipeline:
                 sharded.release()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DATA)
-            return self._transport.broadcast(loss, self.plan.num_ranks - 1)
+            return self._transport.broadcast(loss, self.plan.last_rank)
 
     def _weight(self, labels: Tensor, total: int | None) -> Tensor:
         count = self.count_labels(labels) if total is None else total
@@ -289,11 +289,11 @@ class Pipeline:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         first, *copies = [local(p.grad) for p in self._tied if p.grad is not None]
-        if self.plan.num_ranks == 1:
+        if self.is_first and self.is_last:
             for copy in copies:
                 first += copy
         else:
-            first.copy_(self._transport.exchange(first, self.plan.num_ranks - 1 if self.is_first else 0))
+            first.copy_(self._transport.exchange(first, self.plan.last_rank if self.is_first else 0))
         for copy in copies:
             copy.copy_(first)
 
@@ -350,8 +350,8 @@ class Pipeline:
         return whole[:, owner].to(self._wide).contiguous()
 
     def _to_all(self, logits: Tensor | None, rows: int) -> Tensor:
-        """From the last rank, which alone knows the vocabulary."""
-        source = self.plan.num_ranks - 1
+        """From where the last stage is, which alone knows the vocabulary."""
+        source = self.plan.last_rank
         width = torch.tensor(0 if logits is None else logits.shape[1], device=self.device)
         vocabulary = int(self._transport.broadcast(width, source))
         if logits is None:
@@ -363,7 +363,7 @@ class Pipeline:
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, on every rank; shared parameters count once."""
-        copies = self._tied if self.is_last and self.plan.num_ranks > 1 else self._tied[1:]
+        copies = self._tied if self.is_last and not self.is_first else self._tied[1:]
         skip = {id(p) for p in copies}
         counted = [p for p in self.parameters() if id(p) not in skip]
         return total_norm(counted, norm_type, self._transport, self._wide)

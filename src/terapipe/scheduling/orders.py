@@ -28,6 +28,21 @@ def terapipe_deferred(plan: Plan) -> Computations:
     return _flush(plan, deferred=True)
 
 
+def terapipe_v(plan: Plan) -> Computations:
+    """As ``terapipe-deferred``, with the layers laid over the ranks there and back: the fold of zero-bubble schedules
+    (Qi et al., 2024), over slices.
+
+    The last rank turns every slice round at once. It is the one to keep busy: the others run ahead of it, and do
+    weight halves while they wait for slices that return. So the only waits are for the first slice to come and for the
+    last to turn. Those may be short and the ones between long: with two ranks a slice may take twice as long as its
+    neighbours before the last rank waits for it, with more ranks they must grow more slowly.
+    """
+    if plan.chunks != 2:
+        raise ValueError(f"order 'terapipe-v' holds two chunks of layers per rank, got {plan.chunks}; set chunks to 2")
+    *others, last = range(plan.num_ranks)
+    return [_running_ahead(plan, rank) for rank in others] + [_turning(plan, last)]
+
+
 def one_f_one_b(plan: Plan) -> Computations:
     """One forward, one backward in turn, over whole microbatches (DAPPLE, DeepSpeed, Megatron-LM)."""
     _refuse_slices(plan, "1f1b", instead="terapipe-1f1b")
@@ -79,6 +94,7 @@ ORDERS: dict[str, Order] = {
     "1f1b": one_f_one_b,
     "terapipe": terapipe,
     "terapipe-deferred": terapipe_deferred,
+    "terapipe-v": terapipe_v,
     "terapipe-1f1b": terapipe_one_f_one_b,
     "interleaved": interleaved,
 }
@@ -112,6 +128,30 @@ def _flush(plan: Plan, deferred: bool = False) -> Computations:
         forwards = [Action(Op.F, k, s) for k in plan.stages_of(rank) for s in plan.slices]
         ranks.append(forwards + [Action(op, k, s) for op in halves for _, k, s in reversed(forwards)])
     return ranks
+
+
+def _turning(plan: Plan, rank: int) -> list[Action]:
+    near, far = plan.stages_of(rank)
+    there = [Action(Op.F, k, s) for s in plan.slices for k in (near, far)]
+    return there + [Action(Op.I, k, s) for _, k, s in reversed(there)] + _halves(plan, (Op.W, far), (Op.W, near))
+
+
+def _running_ahead(plan: Plan, rank: int) -> list[Action]:
+    """Of ``terapipe-v``. A slice is back after as many computations as there are stages after this one and before its
+    counterpart, so by so many the far stage lags behind the near one; and the other way round when gradients pass."""
+    near, far = plan.stages_of(rank)
+    count = len(plan.slices)
+    lags = [far - near + j for j in range(count)]
+    there = _alternate([Action(Op.F, near, s) for s in plan.slices], [Action(Op.F, far, s) for s in plan.slices], lags)
+    early = _halves(plan, (Op.I, far), (Op.W, far))
+    if rank == 0:  # nobody waits for the first rank's last input halves
+        lags = [len(early)] * count
+    back = _alternate(early, _halves(plan, (Op.I, near)), lags)
+    return there + back + early[lags[-1] :] + _halves(plan, (Op.W, near))
+
+
+def _halves(plan: Plan, *kinds: tuple[Op, int]) -> list[Action]:
+    return [Action(op, k, s) for op, k in kinds for s in reversed(plan.slices)]
 
 
 def _backward_order(plan: Plan) -> list[Slice]:

@@ -41,27 +41,40 @@ class Grid:
         return cls([int(end) for end in ends], rows)
 
     def equal_time(self, count: int) -> Lengths:
-        """At most ``count`` slices of about the same time: the shortest in which greedy slices reach the end."""
+        """At most ``count`` slices of about the same time."""
+        return self.shaped((1,) * count)
+
+    def shaped(self, shares: Sequence[float]) -> Lengths:
+        """At most so many slices, their times about in these proportions: the shortest that reach the end."""
         low, high = 0.0, float(self.rows[0][-1])
         best: Lengths = (self.ends[-1],)
         for _ in range(24):
             middle = (low + high) / 2
-            if found := self._greedy(middle, count):
+            if found := self._greedy([middle * share for share in shares]):
                 best, high = found, middle
             else:
                 low = middle
         return best
 
-    def _greedy(self, limit: float, count: int) -> Lengths | None:
-        """Slices as long as the limit permits, or None if ``count`` of them do not reach the end."""
+    def _greedy(self, limits: Sequence[float]) -> Lengths | None:
+        """Slices as long as their limits permit, or None if they do not reach the end."""
         cuts = [0]
-        while cuts[-1] < len(self.ends):
+        for limit in limits:
+            if cuts[-1] == len(self.ends):
+                break
             reach = int(self.rows[cuts[-1]].searchsorted(limit, side="right"))
-            if not reach or len(cuts) > count:
+            if not reach:
                 return None
             cuts.append(cuts[-1] + reach)
+        if cuts[-1] < len(self.ends):
+            return None
         edges = [0, *self.ends]
         return tuple(edges[b] - edges[a] for a, b in pairwise(cuts))
+
+
+def swelling(count: int, growth: float, most: float) -> tuple[float, ...]:
+    """Shares that grow from either end until they are ``most``."""
+    return tuple(min(growth ** min(i, count - 1 - i), most) for i in range(count))
 
 
 def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, tries: int) -> Lengths:

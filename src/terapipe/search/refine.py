@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import numpy as np
 
-from terapipe.planning.slices import Plan
+from terapipe.planning.slices import FOLDED, Plan
 from terapipe.planning.solver import Cuts, solve
 from terapipe.search.choice import Bench, Choice
-from terapipe.search.cuts import Lengths, improve, uniform
+from terapipe.search.cuts import Lengths, improve, swelling, uniform
 from terapipe.search.request import Request
 
 WORK = 250_000  # computations to simulate while cuts are moved
@@ -34,6 +35,13 @@ def refined(bench: Bench, choice: Choice) -> Choice:
     most = request.tokens // request.tile
     found = [choice, climbed(lambda n: judged(grid.equal_time(n)), count, most)]
     found.append(climbed(lambda n: judged(uniform(request.tokens, n, request.tile)), count, most))
+    if plan.order in FOLDED:
+        # A slice that passes all ranks while the last one turns those before it may be by so much longer than they.
+        growth = plan.num_ranks / max(1, plan.num_ranks - 1)
+        found += [
+            climbed(partial(lambda widest, n: judged(grid.shaped(swelling(n, growth, widest))), w), count, most)
+            for w in (2, 4, 8)
+        ]
     for cuts in _solutions(bench, size):
         found.append(bench.judge(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))
     return moved(bench, min(found, key=preference))

@@ -11,8 +11,9 @@ from terapipe.search.choice import Bench
 from terapipe.search.request import UNSLICED, Request, Source, layouts
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-CHUNKS = {"interleaved": (2, 4), "terapipe": (1, 2), "terapipe-deferred": (1, 2)}
-_BUBBLE = {"terapipe-deferred": 2 / 3}  # weight halves fill a third of the drain
+CHUNKS = {"interleaved": (2, 4), "terapipe": (1, 2), "terapipe-deferred": (1, 2), "terapipe-v": (2,)}
+# Weight halves fill a third of the drain; folded, waiting is for the first and the last slice, which may be short.
+_BUBBLE = {"terapipe-deferred": 2 / 3, "terapipe-v": 1 / 2}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _orders(bench: Bench, count: int) -> Iterator[tuple[str, int]]:
     for order in [request.order] if request.order else ORDERS:
         if (order in UNSLICED) and count > 1:
             continue
-        if request.order is None and order not in UNSLICED and order != "interleaved" and count == 1:
+        if request.order is None and order in ("terapipe", "terapipe-1f1b") and count == 1:
             continue  # the same as gpipe or 1f1b
         for chunks in [request.chunks] if request.chunks else CHUNKS.get(order, (1,)):
             if pipe * chunks <= bench.source.layers and (chunks == 1 or pipe > 1):
