@@ -37,8 +37,6 @@ def terapipe_v(plan: Plan) -> Computations:
     last to turn. Those may be short and the ones between long: with two ranks a slice may take twice as long as its
     neighbours before the last rank waits for it, with more ranks they must grow more slowly.
     """
-    if plan.chunks != 2:
-        raise ValueError(f"order 'terapipe-v' holds two chunks of layers per rank, got {plan.chunks}; set chunks to 2")
     *others, last = range(plan.num_ranks)
     return [_running_ahead(plan, rank) for rank in others] + [_turning(plan, last)]
 
@@ -51,8 +49,6 @@ def one_f_one_b(plan: Plan) -> Computations:
 
 def terapipe_one_f_one_b(plan: Plan) -> Computations:
     """1F1B over slices: microbatches first in, first out; the slices inside one last in, first out."""
-    if plan.chunks > 1:
-        raise ValueError(f"1F1B orders hold one chunk of layers per rank, got {plan.chunks}; use order 'interleaved'")
     backwards = _backward_order(plan)
     needed = _forwards_before_backward(plan)
     ranks = []
@@ -99,6 +95,8 @@ ORDERS: dict[str, Order] = {
     "interleaved": interleaved,
 }
 
+CHUNKS = {"1f1b": 1, "terapipe-1f1b": 1, "terapipe-v": 2}  # per rank, of the orders that take only so many
+
 
 def computations(plan: Plan) -> Computations:
     """What each rank computes, in the plan's own order."""
@@ -106,6 +104,12 @@ def computations(plan: Plan) -> Computations:
         order = ORDERS[plan.order]
     except KeyError:
         raise ValueError(f"unknown order {plan.order!r}; the orders are {', '.join(ORDERS)}") from None
+    only = CHUNKS.get(plan.order, plan.chunks)
+    if plan.chunks != only:
+        raise ValueError(
+            f"order {plan.order!r} takes {only} chunks of layers per rank, got {plan.chunks}; set chunks to {only} or "
+            "use order 'interleaved', which takes any number"
+        )
     return order(plan)
 
 

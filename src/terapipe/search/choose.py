@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.orders import ORDERS
+from terapipe.scheduling.orders import CHUNKS, ORDERS
 from terapipe.search.choice import Bench, Choice
 from terapipe.search.cuts import uniform
 from terapipe.search.refine import preference, refined, with_few_lengths
@@ -119,8 +119,8 @@ def bench_of(found: Iterable[Seed], choice: Choice) -> Bench:
 def _refuse_orders(source: Source, request: Request) -> NoReturn:
     raise ValueError(
         f"order {request.order!r} with {request.chunks or 'any'} chunks per rank has no plan on {source.name}: every "
-        f"chunk needs a layer of the {source.layers}, and several chunks need several ranks; change --order, --chunks "
-        "or --pipe"
+        f"chunk needs a layer of the {source.layers}, several chunks need several ranks, and some orders take only so "
+        f"many ({', '.join(f'{name} {n}' for name, n in CHUNKS.items())}); change --order, --chunks or --pipe"
     )
 
 

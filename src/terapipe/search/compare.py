@@ -32,6 +32,7 @@ def _rows(found: list[Seed]) -> Iterator[tuple[str, Choice | None]]:
     yield "TeraPipe, uniform", even and _evenly(plain, even)
     yield "TeraPipe, planned", _finished(plain, best_of(plain, "terapipe"))
     yield "TeraPipe, deferred", _finished(plain, best_of(plain, "terapipe-deferred"))
+    yield "TeraPipe, folded", _finished(found, best_of(found, "terapipe-v"))
     yield "TeraPipe-1F1B", _finished(plain, best_of(plain, "terapipe-1f1b"))
     yield "TeraPipe, interleaved", _finished(found, best_of([s for s in found if s.count > 1], "interleaved"))
 

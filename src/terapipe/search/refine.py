@@ -36,15 +36,24 @@ def refined(bench: Bench, choice: Choice) -> Choice:
     found = [choice, climbed(lambda n: judged(grid.equal_time(n)), count, most)]
     found.append(climbed(lambda n: judged(uniform(request.tokens, n, request.tile)), count, most))
     if plan.order in FOLDED:
-        # A slice that passes all ranks while the last one turns those before it may be by so much longer than they.
-        growth = plan.num_ranks / max(1, plan.num_ranks - 1)
-        found += [
-            climbed(partial(lambda widest, n: judged(grid.shaped(swelling(n, growth, widest))), w), count, most)
-            for w in (2, 4, 8)
-        ]
+        found += [climbed(partial(_swollen, bench, choice, widest), count, most) for widest in (2, 4, 8)]
     for cuts in _solutions(bench, size):
         found.append(bench.judge(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))
-    return moved(bench, min(found, key=preference))
+    alike = [c for c in found if len(set(c.plan.lengths)) == 1]
+    return min([*found, moved(bench, min(alike, key=preference))], key=preference)
+
+
+def _swollen(bench: Bench, choice: Choice, widest: float, count: int) -> Choice:
+    """For folded orders: slices that grow to so many times the first one, then shrink again, over all microbatches."""
+    plan, grid = choice.plan, bench.grid(choice.plan.sizes[0])
+    # A slice that passes all ranks while the last one turns those before it may be by so much longer than they.
+    growth = plan.num_ranks / max(1, plan.num_ranks - 1)
+    if len(plan.sizes) == 1:
+        return bench.judge(replace(plan, lengths=(grid.shaped(swelling(count, growth, widest)),)))
+    rising = swelling(2 * count, growth, widest)[:count]
+    between = grid.equal_time(max(1, round(sum(rising) / rising[-1] / growth)))
+    rows = (grid.shaped(rising), *(between,) * (len(plan.sizes) - 2), grid.shaped(rising[::-1]))
+    return bench.judge(replace(plan, lengths=rows))
 
 
 def climbed(judged: Callable[[int], Choice], start: int, most: int) -> Choice:
@@ -99,9 +108,9 @@ def _step(request: Request) -> int:
 
 
 def moved(bench: Bench, choice: Choice) -> Choice:
-    """Cuts moved by simulation, the same way in all microbatches, if these are cut alike."""
+    """Cuts moved by simulation, the same way in all microbatches."""
     plan = choice.plan
-    if len(set(plan.lengths)) > 1 or len(plan.lengths[0]) == 1:
+    if len(plan.lengths[0]) == 1:
         return choice
 
     def judged(lengths: Lengths) -> Choice:

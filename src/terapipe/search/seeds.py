@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from terapipe.planning.cost import Part, parts
-from terapipe.scheduling.orders import ORDERS
+from terapipe.scheduling.orders import CHUNKS, ORDERS
 from terapipe.search.choice import Bench
 from terapipe.search.request import UNSLICED, Request, Source, layouts
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-CHUNKS = {"interleaved": (2, 4), "terapipe": (1, 2), "terapipe-deferred": (1, 2), "terapipe-v": (2,)}
+TRIED = {"interleaved": (2, 4), "terapipe": (1, 2), "terapipe-deferred": (1, 2)}  # numbers of chunks per rank
 # Weight halves fill a third of the drain; folded, waiting is for the first and the last slice, which may be short.
 _BUBBLE = {"terapipe-deferred": 2 / 3, "terapipe-v": 1 / 2}
 
@@ -92,9 +92,16 @@ def _orders(bench: Bench, count: int) -> Iterator[tuple[str, int]]:
             continue
         if request.order is None and order in ("terapipe", "terapipe-1f1b") and count == 1:
             continue  # the same as gpipe or 1f1b
-        for chunks in [request.chunks] if request.chunks else CHUNKS.get(order, (1,)):
+        for chunks in _chunks(order, request):
             if pipe * chunks <= bench.source.layers and (chunks == 1 or pipe > 1):
                 yield order, chunks
+
+
+def _chunks(order: str, request: Request) -> tuple[int, ...]:
+    """Per rank: what the order takes, what is asked for, or else what is worth a try."""
+    if order in CHUNKS:
+        return (CHUNKS[order],) if request.chunks in (None, CHUNKS[order]) else ()
+    return TRIED.get(order, (1,)) if request.chunks is None else (request.chunks,)
 
 
 def _held(bench: Bench, size: int) -> float:

@@ -12,7 +12,7 @@ from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
 from terapipe.reporting import html
 from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.orders import CHUNKS, schedule
 from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
@@ -110,8 +110,8 @@ def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
     """Equal slices: where nothing is known of their costs."""
     wanted, tokens = config.plan, config.data.tokens
     layout = layout_of(wanted, ranks, wanted.pipe)
-    chunks = wanted.chunks or 1
     order = wanted.order or "terapipe-1f1b"
+    chunks = wanted.chunks or CHUNKS.get(order, 1)
     batch = config.data.batch // layout.data
     size = wanted.microbatch or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
