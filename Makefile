@@ -8,12 +8,12 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Tests that mostly compute share the cores; those with many processes, or with clocks, run one by one.
-SHARED := $(addprefix tests/,cli modeling paper planning reporting scheduling search test_architecture.py test_config.py)
+# Tests share the cores, but for those that watch clocks.
+CLOCKS := $(addprefix tests/,runtime/test_failures.py test_hosts.py test_cut_off.py training/test_run.py)
 
 test: lint types
-	$(BIN)/python -m pytest -n auto $(SHARED)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(SHARED))
+	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(CLOCKS))
+	$(BIN)/python -m pytest $(CLOCKS)
 
 # Every combination of layout and order, too: half an hour on two cores.
 test-all: lint types

@@ -152,7 +152,11 @@ class Plan:
 
     def rank_of(self, stage: int) -> int:
         chunk, place = divmod(stage, self.num_ranks)
-        return self.num_ranks - 1 - place if chunk % 2 and self.order in FOLDED else place
+        return self._turned(place) if chunk % 2 else place
+
+    def _turned(self, place: int) -> int:
+        """Of a stage in its chunk its rank, or the other way round, where stages may go through the ranks backwards."""
+        return self.num_ranks - 1 - place if self.order in FOLDED else place
 
     @property
     def last_rank(self) -> int:
@@ -166,7 +170,7 @@ class Plan:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Rising."""
-        return tuple(k for k in range(self.num_stages) if self.rank_of(k) == rank)
+        return tuple(c * self.num_ranks + (self._turned(rank) if c % 2 else rank) for c in range(self.chunks))
 
     @cached_property
     def grid(self) -> tuple[tuple[Slice, ...], ...]:

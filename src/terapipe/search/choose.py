@@ -74,7 +74,7 @@ def best_of(found: Iterable[Seed], order: str, *, even: bool = False) -> Choice 
     work = WORK
     for seed in _likely([seed for seed in found if seed.order == order]):
         done = best is not None and best.fits and (work < 0 or seed.estimate > best.step_time)
-        if done or work < -3 * WORK:  # the estimate is nearly a lower bound
+        if done or work < -3 * WORK or (best is not None and seed.hopeless):  # the estimate is nearly a lower bound
             break
         work -= seed.work
         choice = seed.bench.judge(first_plan(seed, even=even))

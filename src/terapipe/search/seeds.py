@@ -29,6 +29,12 @@ class Seed:
     chunks: int
 
     @property
+    def hopeless(self) -> bool:
+        """Whether it is too large even if the rough count is wrong by a factor of two."""
+        budget = self.bench.budget
+        return budget is not None and self.peak > 2 * budget
+
+    @property
     def work(self) -> int:
         """Computations in one step: what simulating it once costs."""
         microbatches = -(-self.bench.batch // self.size)
