@@ -38,13 +38,14 @@ def plainly(name: str, rows: int) -> Found:
     return {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
 
 
-def laid_out(name: str, layout: Layout, shard: bool) -> Found:
+def laid_out(name: str, layout: Layout, shard: bool, folded: bool) -> Found:
     from terapipe.hf import Decoder
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         decoder = Decoder(model(name))
-        plan = Plan((2,), ((10, 2, 12, 4),), (0, 1, decoder.num_layers), "terapipe")
+        cuts, order, chunks = ((0, 1, 2, 3, 4), "terapipe-v", 2) if folded else ((0, 1, 4), "terapipe", 1)
+        plan = Plan((2,), ((10, 2, 12, 4),), cuts, order, chunks)
         pipe = Pipeline(decoder, plan, mesh=mesh_of(layout), shard=shard, timeout=30.0)
         ids, labels = batch(2 * layout.data)
         mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
@@ -54,26 +55,28 @@ def laid_out(name: str, layout: Layout, shard: bool) -> Found:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "shard"),
+    ("name", "layout", "shard", "folded"),
     [
-        ("bert", Layout(1, 2, 1), False),  # shares a bias within its head beside the embedding's weight
-        ("gpt2", Layout(1, 2, 1), False),
-        ("llama", Layout(2, 2, 1), False),
-        ("llama", Layout(2, 2, 1), True),
-        ("gpt2", Layout(2, 2, 1), True),
-        ("llama", Layout(1, 2, 2), False),
-        ("qwen3", Layout(1, 2, 2), False),
-        ("gpt_neox", Layout(1, 2, 2), False),
-        ("mixtral", Layout(1, 2, 2), False),
+        ("bert", Layout(1, 2, 1), False, False),  # shares a bias within its head beside the embedding's weight
+        ("gpt2", Layout(1, 2, 1), False, False),
+        ("llama", Layout(2, 2, 1), False, False),
+        ("llama", Layout(2, 2, 1), True, False),
+        ("gpt2", Layout(2, 2, 1), True, False),
+        ("llama", Layout(1, 2, 2), False, False),
+        ("qwen3", Layout(1, 2, 2), False, False),
+        ("gpt_neox", Layout(1, 2, 2), False, False),
+        ("mixtral", Layout(1, 2, 2), False, False),
+        ("gpt2", Layout(1, 2, 1), False, True),  # both ends of a tied model on one rank
+        ("llama", Layout(2, 2, 1), True, True),
     ],
 )
 def test_gradients_are_those_of_one_piece(
-    ranks: Callable[[int], Ranks], name: str, layout: Layout, shard: bool
+    ranks: Callable[[int], Ranks], name: str, layout: Layout, shard: bool, folded: bool
 ) -> None:
     wanted = plainly(name, 2 * layout.data)
     largest = max(g.abs().max().item() for g in wanted.values())
     seen = set()
-    for found in ranks(layout.devices)(laid_out, name, layout, shard):
+    for found in ranks(layout.devices)(laid_out, name, layout, shard, folded):
         for parameter, gradient in found.items():
             truth = wanted.get(parameter, wanted.get(EMBEDDING.get(name, "")))
             assert truth is not None

@@ -1,6 +1,7 @@
 """What a user calls, in every layout: clipping, evaluation, accumulation, an optimizer, checkpoints, uneven batches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,14 @@ def name(value: object) -> str:
 
 
 def plan_of(layout: Layout) -> Plan:
+    """With two replicas of two stages, folded."""
     boundaries = {1: (0, 4), 2: (0, 3, 4), 3: (0, 1, 2, 4)}[layout.pipe]
     each = ROWS // layout.data
     # Even lengths where there is one replica: its devices then share out the tokens, too.
     odd, even = ((9, 1, 12, 6), (20, 8), (27, 1), (15, 13)), ((10, 2, 12, 4), (20, 8), (26, 2), (14, 14))
-    return Plan((1,) * each, (odd if layout.data > 1 else even)[:each], boundaries, "terapipe-1f1b")
+    plan = Plan((1,) * each, (odd if layout.data > 1 else even)[:each], boundaries, "terapipe-1f1b")
+    folded = (layout.data, layout.pipe) == (2, 2)
+    return replace(plan, boundaries=(0, 1, 2, 3, 4), order="terapipe-v", chunks=2) if folded else plan
 
 
 def pipeline(layout: Layout, shard: bool) -> Pipeline:

@@ -200,15 +200,15 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward of one batch. The mean loss over all labels that count, on every rank.
 
-        ``input_ids`` is needed on the first rank and ``labels`` on the last; the others may pass ``None``. Both are
-        (batch, tokens) as the plan says; ``labels[b, t]`` is the token to predict at place ``t`` (see
+        ``input_ids`` is needed where the first stage is and ``labels`` where the last is; others may pass ``None``.
+        Both are (batch, tokens) as the plan says; ``labels[b, t]`` is the token to predict at place ``t`` (see
         ``next_token_labels``), or -100 to leave that place out. Gradients are added to ``.grad``.
 
         ``documents`` says, on every rank, where documents begin in each sequence: ``((0, 100), (0,))`` for two in the
         first and one in the second. None sees another. By default a sequence is one document. ``plan`` is another way
-        to cut this batch, the same on every rank, with the same stages. ``total``, on the last rank, is the number to
-        divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches are
-        accumulated, that of all of them, so that every label weighs the same.
+        to cut this batch, the same on every rank, with the same stages. ``total``, where the last stage is, is the
+        number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
+        are accumulated, that of all of them, so that every label weighs the same.
         """
         summed = list(self.parameters()) if self._reducer else self._tied
         earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
@@ -242,7 +242,7 @@ class Pipeline:
         return self._run(input_ids, labels, documents, None, total, train=False)
 
     def count_labels(self, *batches: Tensor) -> int:
-        """How many count, over all replicas. The last rank of every pipeline calls it, with its own."""
+        """How many count, over all replicas. Of every pipeline the rank with the last stage calls it, with its own."""
         with self._telling_others():
             mine = torch.tensor(sum(int((labels != IGNORE).sum()) for labels in batches), device=self.device)
             return int(self._transport.all_reduce(mine, DATA))
