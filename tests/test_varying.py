@@ -1,6 +1,8 @@
 """Batches of other shapes than the plan's: run by the same plan resized, or filled up; exact either way."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe import Pipeline, PipelineError, Plan
+from terapipe.runtime.intake import Intake
 from tests.models import TINY, make_batch, make_model, plain, worst_error
 from tests.plans import plans
 from tests.ranks import Ranks
@@ -67,3 +70,16 @@ def test_a_plan_can_be_resized(plan: Plan, batch: int, tokens: int, tile: int) -
     assert (resized.batch, resized.tokens) == (batch, tokens * tile)
     assert all(n % tile == 0 for row in resized.lengths for n in row)
     assert plan.resized(plan.batch, plan.tokens) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"boundaries": (0, 1, 3, 4, 5)}, r"got \(0, 1, 3, 4, 5\), 2"), ({"order": "terapipe-v"}, "2 and 'terapipe-v'")],
+)
+def test_a_batchs_own_plan_leaves_the_stages_where_they_are(change: dict[str, Any], said: str) -> None:
+    plan = Plan((1,), ((16, 8),), (0, 1, 2, 3, 5), "terapipe-deferred", 2)
+    intake = Intake(plan, "refuse", 1, 0, torch.device("cpu"))
+    other = replace(plan, lengths=((4, 20),), order="terapipe")
+    assert intake.own_plan(other) == other
+    with pytest.raises(ValueError, match=said):
+        intake.own_plan(replace(other, **change))
