@@ -16,6 +16,7 @@ from benchmarks.harness import Contender, arguments, best, on_ranks, race, repor
 from terapipe import GPT, GPTConfig, Pipeline, Plan
 
 TOKENS = 2048
+QUICK = 768
 CONFIG = GPTConfig(layers=4, hidden=512, heads=8, vocab=256, max_tokens=TOKENS)
 QUICK_TORCH = {1: ("GPipe", "InterleavedZeroBubble"), 2: ("InterleavedZeroBubble",), 4: ("InterleavedZeroBubble",)}
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -116,7 +117,7 @@ def measure(sequences: int, rounds: int, quick: bool) -> dict[str, float]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     generator = torch.Generator().manual_seed(0)
-    tokens = TOKENS // 2 if quick else TOKENS
+    tokens = QUICK if quick else TOKENS
     ids = torch.randint(CONFIG.vocab, (sequences, tokens), generator=generator)
     labels = torch.randint(CONFIG.vocab, (sequences, tokens), generator=generator)
     contenders: dict[str, Contender] = {}
@@ -158,5 +159,5 @@ def main() -> None:
             figures["speedup_1_over_gpipe"] = times["torch GPipe"] / ours
             figures["over_limit_1"] = ours / times["limit"]
         rows += [[sequences, name, t, theirs / t] for name, t in times.items()]
-    title = (__doc__ or "") + (f" Quick: {TOKENS // 2} tokens only." if quick else "")
+    title = (__doc__ or "") + (f" Quick: {QUICK} tokens only." if quick else "")
     report(title, ("sequences", "schedule", "best s", "speed-up over torch's best"), rows, figures)
