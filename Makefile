@@ -15,9 +15,13 @@ test: lint types
 	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(CLOCKS))
 	$(BIN)/python -m pytest $(CLOCKS)
 
-# Every combination of layout and order, too: half an hour on two cores.
+# Every combination of layout and order, too, and random examples that differ from run to run: `make test-all SEED=...`
+# repeats those of one. Half an hour on two cores.
+SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+
 test-all: lint types
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -m '' --hypothesis-profile=explore --hypothesis-seed=$(SEED) \
+		|| { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
 
 lint: $(READY)
 	$(BIN)/ruff check .

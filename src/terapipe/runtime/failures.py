@@ -94,8 +94,9 @@ class Board:
     def _tell(self, records: list[Record], suspects: set[int]) -> str:
         causes = [r.tell(self.name) for r in records if not r.peers]
         if not causes:
-            late = {peer for r in records if r.timed_out for peer in r.peers}
-            causes = [_suspicion(self.name(rank), rank in late) for rank in sorted(suspects)]
+            # Nobody waits long for a rank that is gone; who waits for whom may hang together over several ranks.
+            late = any(r.timed_out for r in records)
+            causes = [_suspicion(self.name(rank), late) for rank in sorted(suspects)]
         waits = [r.tell(self.name) for r in records if r.peers]
         return "; ".join([*causes, *waits])
 

@@ -198,10 +198,10 @@ class Transport:
         if size == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        found = mine.new_empty(size * len(numbers))
+        found = [torch.empty_like(mine) for _ in range(size)]
         with self._waiting(self.others(over), "an exchange between all ranks"):
-            dist.all_gather_into_tensor(found, mine, group=self._groups[over])
-        rows: list[list[int]] = found.view(size, -1).tolist()
+            dist.all_gather(found, mine, group=self._groups[over])
+        rows: list[list[int]] = torch.stack(found).tolist()
         return rows
 
     def await_one(self, work: Future[T] | None) -> T | None:
