@@ -84,13 +84,14 @@ def test_an_exception_stops_all_ranks_with_that_ranks_error(
     fresh_ranks: Callable[[int], Ranks], tmp_path: Path, rank: int, how: str
 ) -> None:
     kind, words = {"raise": ("ArithmeticError", "the sun was in my eyes"), "memory": ("RuntimeError", "memory")}[how]
+    reason = "out of memory: " if how == "memory" else f"{kind}: {words}"
     for other, (found, message) in enumerate(outcome(fresh_ranks(4), misbehave, rank, how, tmp_path / "free")):
         assert words in message
         if other == rank:
             assert found == kind
         else:
             assert found == "PipelineError"
-            assert message.startswith(f"rank {rank} stopped at F(stage {rank}, microbatch 0, slice 2): {kind}")
+            assert message.startswith(f"rank {rank} stopped at F(stage {rank}, microbatch 0, slice 2): {reason}")
             assert f"rank {other} was waiting at" in message
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from terapipe.runtime.failures import in_words
 from terapipe.runtime.transport import ALL, Transport
 
 
@@ -27,7 +28,7 @@ def agree(transport: Transport, mine: Terms, error: Exception | None, descriptio
     """Every rank's terms, if all accept; ``description`` is what ``work`` is the checksum of, in words."""
     found = [Terms(*numbers) for numbers in transport.gather_numbers(mine, ALL)]
     if any(terms.refused for terms in found):
-        reasons = transport.gather("" if error is None else f"{type(error).__name__}: {error}", ALL)
+        reasons = transport.gather("" if error is None else in_words(error), ALL)
         if error is not None:
             raise error
         rank = next(i for i, terms in enumerate(found) if terms.refused)

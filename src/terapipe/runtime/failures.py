@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -25,6 +26,19 @@ class PipelineError(RuntimeError):
 def is_connection_error(error: Exception) -> bool:
     """Whether an operation between ranks failed, rather than a computation on this one; gloo says it in words only."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch says it in words only where the memory is the host's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def in_words(error: BaseException) -> str:
+    """An error's kind and what it says, never empty."""
+    said = str(error).strip()
+    if is_out_of_memory(error):
+        return f"out of memory{f': {said}' if said else ''}"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 @dataclass(frozen=True)

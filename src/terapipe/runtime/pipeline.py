@@ -18,7 +18,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.agreement import Terms, agree, checksum
 from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving
 from terapipe.runtime.executor import Executor
-from terapipe.runtime.failures import PipelineError, Record, is_connection_error
+from terapipe.runtime.failures import PipelineError, Record, in_words, is_connection_error
 from terapipe.runtime.intake import Batch, Documents, Intake, Vary, Vocabulary, check_total, lone_checksums
 from terapipe.runtime.norms import total_norm
 from terapipe.runtime.random_state import share_random_state
@@ -165,7 +165,7 @@ class Pipeline:
             others = self._transport.others(DATA, TENSOR)
             if others and is_connection_error(error):  # within an operator, or while gathering a stage
                 raise self._transport.lost(error, at or "the end of a step", others) from None
-            self._transport.fail(Record(self._transport.global_rank, f"{type(error).__name__}: {error}", at))
+            self._transport.fail(Record(self._transport.global_rank, in_words(error), at))
             raise
 
     @property

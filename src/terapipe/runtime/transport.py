@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from terapipe.runtime.failures import Board, PipelineError, Record
+from terapipe.runtime.failures import Board, PipelineError, Record, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -235,6 +235,8 @@ class Transport:
         try:
             yield
         except RuntimeError as error:
+            if is_out_of_memory(error):  # this rank's own failure, for which no other is to blame
+                raise
             raise self.lost(error, why, peers, time.monotonic() - start) from None
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
