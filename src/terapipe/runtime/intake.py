@@ -20,6 +20,10 @@ class Intake:
     def __init__(self, plan: Plan, vary: Vary, tile: int, rank: int, device: torch.device) -> None:
         self._plan, self._vary, self._tile, self._rank, self._device = plan, vary, tile, rank, device
 
+    @property
+    def pads(self) -> bool:
+        return self._vary == "pad"
+
     def own_plan(self, plan: Plan) -> Plan:
         """A plan of one's own for a batch must leave the stages where they are."""
         if plan.placement != self._plan.placement:

@@ -74,6 +74,7 @@ class Pipeline:
             self._check(model)
             self._check_slices = getattr(model, "check_slices", lambda shortest, recompute: None)
             self._check_slices(min(map(min, plan.lengths)), plan.recompute)
+            self._check_model_step = getattr(model, "check_step", lambda **_: None)
             self.stages = self._make_stages(model, mesh)
             self._sharded = self._shard(mesh) if shard and self._transport.replicas > 1 else {}
             self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
@@ -210,6 +211,7 @@ class Pipeline:
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
         are accumulated, that of all of them, so that every label weighs the same.
         """
+        self._check_step(documents)
         summed = list(self.parameters()) if self._reducer else self._tied
         earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
         for p in summed:
@@ -220,6 +222,12 @@ class Pipeline:
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
         return loss
+
+    def _check_step(self, documents: Documents | None) -> None:
+        """Alike on all ranks, before anything is sent: the pipeline can go on."""
+        several = any(len(row) > 1 for row in documents or ())
+        training = any(stage.training for stage in self.stages.values())
+        self._check_model_step(documents=several, training=training, padded=self._intake.pads)
 
     def _finished(self, k: int) -> None:
         """A stage's gradients are complete on this rank; other stages are still at work."""
@@ -239,6 +247,7 @@ class Pipeline:
         total: int | None = None,
     ) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
+        self._check_step(documents)
         return self._run(input_ids, labels, documents, None, total, train=False)
 
     def count_labels(self, *batches: Tensor) -> int:
@@ -320,7 +329,7 @@ class Pipeline:
             plan = Plan((rows,), lengths, self.plan.boundaries, self.plan.order, self.plan.chunks)
             # Text grows: hardly any length comes again. So nothing is kept for it, and nothing else is let go.
             trained, self._executor = self._executor, self._make_executor(plan)
-            hidden = self._executor.hidden(padded if self.is_first else None)
+            hidden = self._executor.hidden(padded if self.is_first else None, tokens)
             self._executor = trained
             logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
             for sharded in self._sharded.values():

@@ -3,6 +3,7 @@
 A copy is built and run in a moment, so what holds for a model can be tried out before the model itself is loaded.
 """
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -94,28 +95,38 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def small_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, shrunken; of a model that takes more than text, the part for text."""
+def default_config(model_type: str) -> PretrainedConfig:
+    """Of a type; of BERT and its kin, that of a decoder."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no causal language model of type {model_type!r}; see causal_lm_types()")
     config = CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("is_decoder", "causal"):
+            if hasattr(part, name):
+                setattr(part, name, True)  # without it, BERT and its kin see the tokens to come
+    return config
+
+
+def small_config(model_type: str) -> PretrainedConfig:
+    """The default configuration of a type, shrunken; of a model that takes more than text, the part for text."""
+    config = default_config(model_type)
     text = getattr(config, "text_config", None)
-    if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        config = text
-    for name in ("is_decoder", "causal"):
-        if hasattr(config, name):
-            setattr(config, name, True)  # without it, BERT and its kin see the tokens to come
-    return shrunken(config)
+    return shrunken(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
 
 
-def small_model(config: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """The causal language model of a shrunken configuration, with random weights; in training as in evaluation."""
+def small_model(
+    config: PretrainedConfig,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    kind: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """A model of a shrunken configuration, by default its causal language model, with random weights; in training mode,
+    where it draws nothing at random."""
+    make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The default way of computing experts knows no float64.
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, experts_implementation="eager"
-        )
+        model = make(copy.deepcopy(config), dtype=dtype, experts_implementation="eager").train()
         for parameter in model.parameters():
             _spread(parameter.data)
     assert isinstance(model, PreTrainedModel)
