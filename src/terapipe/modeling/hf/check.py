@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from math import isfinite
 from typing import Any
 
 import torch
@@ -55,13 +56,14 @@ class Verdict:
         return self.exact and self.documents <= BOUND
 
     def to_dict(self) -> dict[str, Any]:
-        known = {
-            **asdict(self),
-            "exact": self.exact,
-            "documents_exact": self.documents_exact,
-            "groups": dict(self.groups),
-        }
-        return {key: value for key, value in known.items() if key != "parts"}
+        known = {**asdict(self), "exact": self.exact, "documents_exact": self.documents_exact}
+        known |= {key: _finite(known[key]) for key in ("worst", "documents")}
+        return {key: value for key, value in known.items() if key != "parts"} | {"groups": dict(self.groups)}
+
+
+def _finite(error: float) -> float | None:
+    """JSON knows no others."""
+    return error if isfinite(error) else None
 
 
 def check(
