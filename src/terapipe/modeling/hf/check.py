@@ -24,7 +24,7 @@ from terapipe.modeling.hf.trial import TOKENS, Batch, Cut, CutModel, Result, Sta
 
 BOUND = 1e-4  # relative; what is left comes from what models compute in float32, some of them all
 ORIGINAL = 16  # tokens beyond which RoPE that depends on the length changes
-OTHER_TOKENS = (11, 23)  # further lengths for it, one on either side
+OTHER_TOKENS = (23, 11)  # further lengths for it, one on either side
 SHORT: Starts = ((0, 12, 20), (0, 7, 14, 21))  # documents for it, all below
 SEAMS = (("fast", 1), ("general", 1), ("general", 2))  # and the shortest slices; the first that is exact is taken
 
@@ -123,7 +123,7 @@ def _cut_best(found: Verdict, model: PreTrainedModel, truths: Sequence[_Truth], 
     reasons, worst = [], float("nan")
     for seam, shortest in SEAMS:
         try:
-            line = CutModel(copy.deepcopy(model), Cut(found.parts, seam == "fast", stages))
+            line = CutModel(model, Cut(found.parts, seam == "fast", stages))
             groups: dict[str, float] = {}
             for truth in truths:
                 line.train(truth.training)
@@ -150,7 +150,7 @@ def _with_documents(found: Verdict, model: PreTrainedModel, stages: int, slices:
         return replace(found, documents_reason="it is cut through its own cache (general seam)")
     cuts = lengths(slices, found.shortest)
     try:
-        line, worst = CutModel(copy.deepcopy(model), Cut(found.parts, True, stages)), 0.0
+        line, worst = CutModel(model, Cut(found.parts, True, stages)), 0.0
         for documents in (packed(cuts), *((SHORT,) if _by_length(model) else ())):
             batch = Batch.of(model, documents=documents)
             worst = max(worst, *errors(in_one_piece(model, batch), line(batch, cuts)).values())
@@ -171,7 +171,7 @@ def confirm(verdict: Verdict, config: PretrainedConfig, *, kind: Kind | None = N
     assert verdict.parts is not None
     with _quietly():
         model = _small(config, getattr(torch, verdict.dtype), kind, seed=1)
-        line = CutModel(copy.deepcopy(model), Cut(verdict.parts, verdict.seam == "fast", 3))
+        line = CutModel(model, Cut(verdict.parts, verdict.seam == "fast", 3))
         cuts = lengths(6, verdict.shortest)[::-1]
         uses: dict[str, Starts] = {"whole": ()}
         if verdict.documents_exact:

@@ -1,6 +1,7 @@
-"""Small copies of Hugging Face models: every feature of the original, but few and narrow layers.
+"""Small copies of Hugging Face models: the features of the original, but few and narrow layers.
 
-A copy is built and run in a moment, so what holds for a model can be tried out before the model itself is loaded.
+A copy is built and run in a moment, so what holds for a model can be tried out before the model itself is loaded. What
+a copy has otherwise than the original is in ``DIFFERENCES``.
 """
 
 import copy
@@ -8,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,52 @@ LAST = "num_kv_shared_layers"
 
 # Not copied: what concerns only the original's weights, and what is worked out from the rest.
 UNSET = "quantization_config dtype torch_dtype transformers_version num_layers_per_stack mamba_headdim"
+
+
+class Difference(NamedTuple):
+    """Something that a small copy has otherwise, and what stands for it."""
+
+    feature: str
+    instead: str
+    names: str = "^$"  # of the configuration's values, as a regular expression
+
+
+DIFFERENCES = (
+    Difference("weights", "random, so spread that attention is far from uniform"),
+    Difference("dtype", "float64; float32 if the model knows no float64: rounding proves nothing", "dtype"),
+    Difference(
+        "sizes",
+        "at least one layer of each kind, proportions kept; windows and chunks of 8 tokens, so that 29 go beyond",
+        # RULES has their names; these are lists of layers, and what is worked out from sizes.
+        "layer|pattern|block|^(head_dim|hidden_size)$",
+    ),
+    Difference(
+        "RoPE that depends on the length",
+        "changes beyond 16 tokens, and is tested with 29, 23 and 11, one after the other",
+        "original_max_position_embeddings",
+    ),
+    Difference(
+        "scales of attention for wide heads", "those for narrow ones", "^(query_pre_attn_scalar|.*_multiplier)$"
+    ),
+    Difference("token ids", "within a vocabulary of 97", "_token_id$|_index$"),
+    Difference(
+        "dropout and jitter",
+        "none, in training mode; dropout in attention and layerdrop are refused in training mode (refusals.py), the "
+        "rest draws anew for each slice",
+        "drop|jitter",
+    ),
+    Difference(
+        "auxiliary losses",
+        "none; a configuration that adds them (output_router_logits) is refused",
+        "aux_loss|z_loss|loss_weight",
+    ),
+    Difference("quantized weights", "none; they are refused", "quantization_config"),
+    Difference("the kernel of attention", "sdpa; the fast seam brings its own", "attn_implementation"),
+    Difference("the kernel of experts", "eager", "experts_implementation"),
+    Difference("images and sound", "none: text only"),
+    Difference("adapters and frozen weights", "none"),
+    Difference("gradient checkpointing", "tested where it is switched on"),
+)
 
 # What the default configurations of these types lack to make a model, or one that has attention.
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048}

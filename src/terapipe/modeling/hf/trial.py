@@ -95,14 +95,18 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class CutModel:
-    """All stages of a model, which is changed, in this process."""
+    """All stages of a model in this process, each with its own copy, as if in processes of their own."""
 
     def __init__(self, model: PreTrainedModel, cut: Cut) -> None:
-        if cut.fast:
-            model.set_attn_implementation(NAME)
+        self._tied = cut.parts.tied
         count = len(list(model.get_submodule(cut.parts.layers).children()))
         edges = [count * k // cut.stages for k in range(cut.stages + 1)]
-        self._line = [DecoderStage(model, cut.parts, a, b, cut.fast) for a, b in pairwise(edges) if a < b]
+        self._line = [self._stage(copy.deepcopy(model), cut, a, b) for a, b in pairwise(edges) if a < b]
+
+    def _stage(self, model: PreTrainedModel, cut: Cut, first: int, last: int) -> DecoderStage:
+        if cut.fast:
+            model.set_attn_implementation(NAME)
+        return DecoderStage(model, cut.parts, first, last, cut.fast)
 
     def train(self, mode: bool) -> None:
         for stage in self._line:
@@ -139,13 +143,14 @@ class CutModel:
         return total, self._gradients()
 
     def _gradients(self) -> dict[str, Tensor]:
-        """By name; a shared parameter has one name in the whole model."""
-        found: dict[int, tuple[str, Tensor]] = {}
+        """By their names in the whole model, where a parameter that the first and the last stage share has one."""
+        found: dict[str, Tensor] = {}
         for stage in self._line:
-            for name, p in stage.named_parameters():
+            for own, p in stage.named_parameters():
+                name = self._tied[0] if own in self._tied else own
                 if p.grad is not None:
-                    found.setdefault(id(p), (name, p.grad))
-        return dict(found.values())
+                    found[name] = found[name] + p.grad if name in found else p.grad
+        return found
 
 
 def errors(wanted: Result, found: Result) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What of a model's training cannot be cut into slices: some of its randomness, and losses of whole batches."""
+"""Features of a model that no small copy proves, or that slices cannot have: why they are refused."""
 
 import re
 from typing import Any
@@ -10,21 +10,27 @@ from terapipe.modeling.hf.anatomy import text_config
 
 ATTENTION_DROPOUT = "att[a-z_]*drop"
 LAYERDROP = "^(decoder_)?layerdrop$"
-AUXILIARY_LOSS = "aux_loss_coef|z_loss"
+
+
+def unprovable(config: PretrainedConfig) -> str:
+    """Why a model of this configuration is refused whatever its small copy does, with the remedy; or nothing."""
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantized; save it dequantized"
+    if getattr(text_config(config), "output_router_logits", False):
+        return "auxiliary losses are functions of whole batches; set output_router_logits to False to leave them out"
+    return ""
 
 
 def untrainable(model: PreTrainedModel) -> str:
-    """Why a step in training mode would not be the model's own, with the remedy; nothing if it would be."""
-    config = text_config(model.config)
-    numbers = {**_numbers(config), **_dropouts(model)}
+    """Why a step in training mode would not be the model's own, with the remedy; or nothing."""
+    numbers = {**_numbers(text_config(model.config)), **_dropouts(model)}
     for name, value in numbers.items():
-        got = f"got {value} ({name})"
         if value and re.search(ATTENTION_DROPOUT, name):
-            return f"dropout in attention is not supported, {got}; set it to 0, or call eval()"
+            return f"dropout in attention is not supported, got {value} ({name}); set it to 0, or call eval()"
         if value and re.search(LAYERDROP, name):
-            return f"slices of a sequence would skip different layers, {got}; set it to 0, or call eval()"
-        if value and re.search(AUXILIARY_LOSS, name) and getattr(config, "output_router_logits", False):
-            return f"auxiliary losses of whole batches are left out, {got}; set output_router_logits=False"
+            return (
+                f"slices of a sequence would skip different layers, got {value} ({name}); set it to 0, or call eval()"
+            )
     return ""
 
 
