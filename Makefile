@@ -15,9 +15,13 @@ test: lint types
 	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(CLOCKS))
 	$(BIN)/python -m pytest $(CLOCKS)
 
-# Every combination of layout and order, too: half an hour on two cores.
+# Every combination of layout and order, too, and random examples that differ from run to run: `make test-all SEED=...`
+# repeats those of one. Half an hour on two cores.
+SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+
 test-all: lint types
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -m '' --hypothesis-profile=explore --hypothesis-seed=$(SEED) \
+		|| { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -33,9 +37,11 @@ format: $(READY)
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build
 
-# torch first and by itself: the exact pin finds a CPU build where one is at hand.
+# torch first and by itself: the exact pin finds a CPU build where one is at hand. uv installs the rest much faster than
+# pip; where it cannot reach what pip is configured for, pip does it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]' \
+		|| $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -1,17 +1,30 @@
 import os
+import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.processes import started_with
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)
-# CI sees the same examples every time; a developer's runs go on looking for others.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# The same examples every time; `make test-all` looks for others, from a seed that it prints.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", print_blob=True, deadline=None)
+settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """Whatever tests start ends with them. Set up first, so checked when all other fixtures are gone."""
+    mark = f"TERAPIPE_TESTS={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    os.environ[name] = value
+    yield
+    left = started_with(mark)
+    assert not left, f"tests left processes behind: {left}"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE = 300.0  # seconds, on a busy machine too
+
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["terapipe.hf", "tests.models"])
 
@@ -36,9 +38,12 @@ class Ranks:
         for connection in self.connections:
             connection.send((function, args))
 
-    def results(self, timeout: float = 60.0) -> list[Any]:
-        """Each rank's result, or the exception it raised, or None if it died or said nothing in time."""
-        return [_receive(c, timeout) for c in self.connections]
+    def results(self) -> list[Any]:
+        return [self.result(rank) for rank in range(self.size)]
+
+    def result(self, rank: int) -> Any:
+        """The rank's result, or the exception it raised, or None if it died or said nothing in time."""
+        return _receive(self.connections[rank], PATIENCE)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         self.submit(function, *args)
@@ -66,7 +71,7 @@ def _receive(connection: Connection, timeout: float) -> Any:
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
     while True:
         function, args = connection.recv()

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from tests.hosts import hosts, torchrun, why_not
-from tests.steps_on_hosts import TIMEOUT
 
 reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -20,10 +19,9 @@ def test_a_host_that_is_cut_off_is_named(data: int, pipe: int) -> None:
             if "made a step" in line:
                 break
         far.cut()
-        output = running[0].communicate(timeout=10 * TIMEOUT)[0]
+        output = running[0].communicate(timeout=300)[0]
         assert running[0].returncode != 0
         # torchrun may have given the first number to either host.
-        message = re.search(r"rank (\d) stopped after (\d+\.\d) s: (.*)", output)
+        message = re.search(r"rank \d stopped: (.*)", output)
         assert message is not None, output
-        assert re.match(r"rank \d on node1 \(node \d\) did not answer in time", message[3])
-        assert TIMEOUT * 0.9 < float(message[2]) < TIMEOUT + 5
+        assert re.match(r"rank \d on node1 \(node \d\) did not answer in time", message[1])

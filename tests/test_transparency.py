@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans(max_ranks=4, max_microbatches=4), data=st.data())
 def test_any_plan(ranks: Callable[[int], Ranks], plan: Plan, data: st.DataObject) -> None:
     config = variant(layers=plan.num_layers, tied=data.draw(st.booleans()), kv_heads=data.draw(st.sampled_from([4, 2])))

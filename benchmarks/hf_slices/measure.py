@@ -38,7 +38,7 @@ def sliced(ids: Tensor, slices: int) -> tuple[Contender, list[Tensor], Pipeline]
     pipe = Pipeline(Decoder(llama()), Plan.uniform(batch=1, tokens=TOKENS, slices=slices, boundaries=(0, LAYERS)))
 
     def step() -> None:
-        pipe.step(ids, ids)
+        pipe.step(ids, ids.roll(-1, 1))
         pipe.zero_grad()
 
     return step, list(pipe.parameters()), pipe

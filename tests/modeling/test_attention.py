@@ -65,10 +65,12 @@ def sliced(
 
 
 def error(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
+    """The largest difference, relative to the largest number of all: a single token's queries have no gradient."""
+    scale = max(b.abs().max().item() for b in wanted)
+    return max((a.double() - b).abs().max().item() for a, b in zip(found, wanted, strict=True)) / scale
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 40), st.sampled_from([1, 2, 4]))
 def test_slices_are_exact(data: st.DataObject, tokens: int, kv_heads: int) -> None:
     lengths = data.draw(slicings(tokens, 8))

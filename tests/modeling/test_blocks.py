@@ -80,7 +80,7 @@ def compare(
     return max((a - b).abs().max().item() for a, b in pairs if a is not None and b is not None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), tokens=st.integers(1, 24))
 def test_documents_restart_attention(data: st.DataObject, tokens: int) -> None:
     lengths = data.draw(slicings(tokens, 6))

@@ -11,7 +11,9 @@ from terapipe.planning.fitted import FittedCost
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import PRESETS
-from terapipe.search.request import ProfileSource
+from terapipe.scheduling.simulator import measure
+from terapipe.search.choose import choose
+from terapipe.search.request import ProfileSource, Request
 
 
 def truth(size: int, length: int, context: int, scale: float = 1.0) -> float:
@@ -192,3 +194,16 @@ def test_a_fit_needs_something_to_start_from() -> None:
     empty = replace(made(), samples=())
     with pytest.raises(ValueError, match="no forward without context"):
         FittedCost(empty)
+
+
+def test_the_plan_heeds_a_slow_link() -> None:
+    """100 megabits per second and 5 ms: another plan than where messages take no time."""
+    profile = made()
+    slow = replace(profile, transfers=tuple(Transfer(n, (5e-3 + 8 * n / 1e8,), True) for n in (1 << 12, 1 << 20)))
+    request = Request(1, 2048, data=1, pipe=2, tensor=1, recompute=False)
+    with_link, as_if_free = (
+        choose(ProfileSource(found, 2), request).chosen.plan for found in (slow, replace(profile, transfers=()))
+    )
+    assert with_link != as_if_free
+    cost = FittedCost(slow)
+    assert measure(with_link, cost)[0] < measure(as_if_free, cost)[0]

@@ -37,7 +37,7 @@ _FLAGS = (
 class Browser:
     """One page of one browser. Every answer is waited for, but never longer than until the deadline."""
 
-    def __init__(self, profile: Path, seconds: float = 20.0) -> None:
+    def __init__(self, profile: Path, seconds: float = 300.0) -> None:
         assert CHROMIUM is not None
         self._deadline = time.monotonic() + seconds
         self._number = 0

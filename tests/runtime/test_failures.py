@@ -1,8 +1,14 @@
-"""A rank that fails, dies or sticks: every other rank stops in time, with one message that names it."""
+"""A rank that fails, dies or sticks: every other rank stops, with one message that names it.
+
+Nothing here measures time. A rank that was woken says "was waiting", one that timed out "waited 3.0 s"; and a stuck
+rank stays stuck until all others have told how they ended.
+"""
 
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,32 +17,39 @@ from torch import Tensor
 
 from terapipe import Layout, Pipeline, PipelineError, Plan, device_mesh
 from terapipe.modeling.gpt import GPT
+from terapipe.runtime.failures import Board
 from tests.models import TINY, make_batch, make_model
 from tests.ranks import Ranks
 
 PLAN = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=(0, 1, 2, 3, 4), order="terapipe-1f1b")
-TIMEOUT = 3.0
+SHORT, LONG = 3.0, 300.0  # timeouts, for those who wait for a stuck rank and for all others
+
+Told = tuple[str, str]  # an error's kind and its words
 
 
-def misbehave(rank: int, how: str) -> tuple[float, str, str]:
+def misbehave(rank: int, how: str, free: Path) -> Told:
     """One good step, then one in which a rank does something bad in its third forward."""
-    pipe = Pipeline(make_model(TINY), PLAN, timeout=TIMEOUT)
+    pipe = Pipeline(make_model(TINY), PLAN, timeout=SHORT if how == "stick" else LONG)
     ids, labels = make_batch(TINY, PLAN.batch, PLAN.tokens, ignored=False)
     pipe.step(ids, labels)
     if pipe.rank == rank:
-        _spoil(pipe.stages[rank], how)
-    start = time.monotonic()
+        _spoil(pipe.stages[rank], how, free)
+    told = _told(pipe, ids, labels)
+    with pytest.raises(PipelineError):  # and it stays stopped
+        pipe.evaluate(ids, labels)
+    return told
+
+
+def _told(pipe: Pipeline, ids: Tensor, labels: Tensor) -> Told:
+    Board.explain.__defaults__ = (LONG,)  # type: ignore[attr-defined]  # all have time to post, on a busy machine too
     try:
-        pipe.step(ids if how != "input" or pipe.rank else ids[:1], labels)
+        pipe.step(ids, labels)
     except Exception as error:
-        seconds = time.monotonic() - start
-        with pytest.raises(PipelineError):  # and it stays stopped
-            pipe.evaluate(ids, labels)
-        return seconds, type(error).__name__, str(error)
-    return 0.0, "", ""
+        return type(error).__name__, str(error)
+    return "", ""
 
 
-def _spoil(stage: torch.nn.Module, how: str) -> None:
+def _spoil(stage: torch.nn.Module, how: str, free: Path) -> None:
     calls = 0
 
     def hook(module: GPT, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -45,10 +58,12 @@ def _spoil(stage: torch.nn.Module, how: str) -> None:
         if calls == 3:
             if how == "raise":
                 raise ArithmeticError("the sun was in my eyes")
+            if how == "memory":
+                torch.empty(1 << 60)
             if how == "die":
                 os._exit(9)
-            if how == "stick":
-                time.sleep(2.5 * TIMEOUT)
+            while how == "stick" and not free.exists():
+                time.sleep(0.05)
             if how == "shape":
                 return output[:, :-1]
         return output
@@ -56,71 +71,58 @@ def _spoil(stage: torch.nn.Module, how: str) -> None:
     stage.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_an_exception_stops_all_ranks_with_that_ranks_error(fresh_ranks: Callable[[int], Ranks], rank: int) -> None:
-    group = fresh_ranks(4)
-    group.submit(misbehave, rank, "raise")
-    for other, (seconds, kind, message) in enumerate(group.results()):
-        assert seconds < TIMEOUT, "woken, not timed out"
-        assert "the sun was in my eyes" in message
+def outcome(group: Ranks, function: Callable[..., Any], rank: int, how: str, free: Path, *more: Any) -> list[Any]:
+    """What every rank tells; a stuck one goes on when it has heard of the others."""
+    group.submit(function, rank, how, free, *more)
+    others = {other: group.result(other) for other in range(group.size) if other != rank}
+    free.touch()
+    return [others[other] if other in others else group.result(other) for other in range(group.size)]
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "memory"), (3, "raise")])
+def test_an_exception_stops_all_ranks_with_that_ranks_error(
+    fresh_ranks: Callable[[int], Ranks], tmp_path: Path, rank: int, how: str
+) -> None:
+    kind, words = {"raise": ("ArithmeticError", "the sun was in my eyes"), "memory": ("RuntimeError", "memory")}[how]
+    reason = "out of memory: " if how == "memory" else f"{kind}: {words}"
+    for other, (found, message) in enumerate(outcome(fresh_ranks(4), misbehave, rank, how, tmp_path / "free")):
+        assert words in message
         if other == rank:
-            assert kind == "ArithmeticError"
+            assert found == kind
         else:
-            assert kind == "PipelineError"
-            assert message.startswith(f"rank {rank} stopped at F(stage {rank}, microbatch 0, slice 2): ArithmeticError")
+            assert found == "PipelineError"
+            assert message.startswith(f"rank {rank} stopped at F(stage {rank}, microbatch 0, slice 2): {reason}")
             assert f"rank {other} was waiting at" in message
 
 
-def test_a_dead_rank_is_named(fresh_ranks: Callable[[int], Ranks]) -> None:
-    group = fresh_ranks(4)
-    group.submit(misbehave, 2, "die")
-    results = group.results()
+def test_a_dead_rank_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    results = outcome(fresh_ranks(4), misbehave, 2, "die", tmp_path / "free")
     assert results[2] is None
-    messages = set()
     for rank in (0, 1, 3):
-        seconds, kind, message = results[rank]
-        assert seconds < TIMEOUT + 1
+        kind, message = results[rank]
         assert kind == "PipelineError"
         assert message.startswith("rank 2 is gone: its process died or lost its connection; rank 0 was waiting at ")
         assert "rank 3 was waiting at RECV_F(stage 3, microbatch 0, slice 2) for rank 2" in message
-        messages.add(message)
-    assert len(messages) == 1
+    assert results[0] == results[1] == results[3]
 
 
-def test_a_stuck_rank_is_named_within_the_timeout(fresh_ranks: Callable[[int], Ranks]) -> None:
-    group = fresh_ranks(4)
-    group.submit(misbehave, 1, "stick")
-    results = group.results()
+def test_a_stuck_rank_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    results = outcome(fresh_ranks(4), misbehave, 1, "stick", tmp_path / "free")
     for rank in (0, 2, 3):
-        seconds, kind, message = results[rank]
-        assert TIMEOUT * 0.9 < seconds < TIMEOUT + 2.5
+        kind, message = results[rank]
         assert kind == "PipelineError"
         assert message.startswith(
             "rank 1 did not answer in time: it is stuck, cut off, or slower than the timeout allows"
         )
         assert "waited 3.0 s at RECV_" in message
-    assert results[1][1] == "PipelineError", "the stuck rank learns of it when it comes back"
+    assert results[1][0] == "PipelineError", "the stuck rank learns of it when it comes back"
 
 
-def test_bad_input_on_one_rank_stops_all(fresh_ranks: Callable[[int], Ranks]) -> None:
-    group = fresh_ranks(4)
-    group.submit(misbehave, 0, "input")
-    (_, kind, message), *others = group.results()
-    assert kind == "ValueError"
-    assert "input_ids on rank 0 must be (2, 12)" in message
-    for seconds, kind, other in others:
-        assert seconds < TIMEOUT
-        assert kind == "PipelineError"
-        assert other.startswith("rank 0 stopped: ValueError: input_ids on rank 0 must be (2, 12)")
-
-
-def test_a_stage_that_breaks_its_promise_is_told_so(fresh_ranks: Callable[[int], Ranks]) -> None:
-    group = fresh_ranks(4)
-    group.submit(misbehave, 1, "shape")
-    results = group.results()
-    assert results[1][1] == "ValueError"
-    assert "SEND_F(stage 1, microbatch 0, slice 2) must send (1, 4, 16)" in results[1][2]
-    assert results[3][2].startswith("rank 1 stopped at SEND_F(stage 1")
+def test_a_stage_that_breaks_its_promise_is_told_so(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    results = outcome(fresh_ranks(4), misbehave, 1, "shape", tmp_path / "free")
+    assert results[1][0] == "ValueError"
+    assert "SEND_F(stage 1, microbatch 0, slice 2) must send (1, 4, 16)" in results[1][1]
+    assert results[3][1].startswith("rank 1 stopped at SEND_F(stage 1")
 
 
 def test_a_timeout_must_be_positive() -> None:
@@ -131,19 +133,15 @@ def test_a_timeout_must_be_positive() -> None:
 WIDE = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=(0, 2, 4), order="terapipe-1f1b")
 
 
-def misbehave_in_a_layout(layout: Layout, rank: int, how: str, shard: bool) -> tuple[float, str, str]:
+def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard: bool) -> Told:
     """As ``misbehave``, with replicas and split operators."""
-    pipe = Pipeline(make_model(TINY), WIDE, mesh=device_mesh(layout), shard=shard, timeout=TIMEOUT)
+    timeout = SHORT if how == "stick" else LONG
+    pipe = Pipeline(make_model(TINY), WIDE, mesh=device_mesh(layout), shard=shard, timeout=timeout)
     ids, labels = make_batch(TINY, WIDE.batch, WIDE.tokens, ignored=False)
     pipe.step(ids, labels)
     if dist.get_rank() == rank:
-        _spoil(next(iter(pipe.stages.values())), how)
-    start = time.monotonic()
-    try:
-        pipe.step(ids, labels)
-    except Exception as error:
-        return time.monotonic() - start, type(error).__name__, str(error)
-    return 0.0, "", ""
+        _spoil(next(iter(pipe.stages.values())), how, free)
+    return _told(pipe, ids, labels)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +155,12 @@ def misbehave_in_a_layout(layout: Layout, rank: int, how: str, shard: bool) -> t
     ],
 )
 def test_replicas_and_parts_stop_too(
-    fresh_ranks: Callable[[int], Ranks], layout: Layout, shard: bool, how: str
+    fresh_ranks: Callable[[int], Ranks], tmp_path: Path, layout: Layout, shard: bool, how: str
 ) -> None:
-    group = fresh_ranks(4)
-    group.submit(misbehave_in_a_layout, layout, 2, how, shard)
-    results = group.results()
+    results = outcome(fresh_ranks(4), misbehave_in_a_layout, 2, how, tmp_path / "free", layout, shard)
     said = {"raise": "the sun was in my eyes", "die": "rank 2 is gone", "stick": "rank 2 did not answer in time"}[how]
     for rank in (0, 1, 3):
-        seconds, kind, message = results[rank]
+        kind, message = results[rank]
         assert kind == "PipelineError"
         assert said in message.split("; rank")[0], message
-        assert seconds < TIMEOUT + (2.5 if how == "stick" else 1)
+        assert how == "stick" or "waited" not in message, "woken, not timed out"

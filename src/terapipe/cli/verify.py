@@ -87,7 +87,36 @@ def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[st
             yield Verdict(name, reason=str(error).strip().replace("\n", " ")), {}
             continue
         verdict = check(name, config, stages=stages, slices=slices)
-        yield verdict, confirm(verdict, config) if verdict.exact else {}
+        found = confirm(verdict, config) if verdict.exact else {}
+        if verdict.exact and verdict.seam == "fast":
+            found["dropout"] = _recomputed(verdict, config)
+        yield verdict, found
+
+
+def _recomputed(verdict: "Verdict", config: Any) -> float:
+    """How much the gradients of a step in training mode, with dropout, differ where slices are computed again in the
+    backward; not at all, if they draw the same."""
+    import torch
+
+    from terapipe.modeling.hf.decoder import Decoder
+    from terapipe.modeling.hf.randomness import drawing
+    from terapipe.modeling.hf.shrink import small_model
+    from terapipe.modeling.hf.trial import Batch, lengths
+    from terapipe.planning.slices import Plan
+    from terapipe.runtime.pipeline import Pipeline
+
+    model = small_model(drawing(config), getattr(torch, verdict.dtype))
+    batch, found = Batch.of(model), []
+    decoder = Decoder(model, verdict.parts, fast=True)
+    for recompute in (False, True):
+        plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
+        pipe = Pipeline(decoder, plan, device="cpu")
+        pipe.zero_grad()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            pipe.step(batch.ids, batch.labels)
+        found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
 def _all(parsed: argparse.Namespace) -> int:
@@ -96,14 +125,15 @@ def _all(parsed: argparse.Namespace) -> int:
 
     from terapipe.modeling.hf.check import BOUND
 
-    verdicts, wrong = [], Counter[str]()
+    verdicts, wrong, same = [], Counter[str](), 0
     for verdict, found in sweep(parsed.stages, parsed.slices):
         verdicts.append(verdict)
-        unconfirmed = [use for use, error in found.items() if not error <= BOUND]
+        unconfirmed = [use for use, error in found.items() if not error <= (0 if use == "dropout" else BOUND)]
         wrong.update(unconfirmed)
+        same += "dropout" in found
         if not parsed.json:
             show.console.print(_line(verdict) + "".join(f", WRONG: {use}" for use in unconfirmed), markup=False)
-    counts = _counts(verdicts, wrong)
+    counts = _counts(verdicts, same, wrong)
     if parsed.json:
         rows = [{key: value for key, value in v.to_dict().items() if key != "groups"} for v in verdicts]
         print(json.dumps({"transformers": metadata.version("transformers"), **counts, "models": rows}))
@@ -111,14 +141,16 @@ def _all(parsed: argparse.Namespace) -> int:
         seams = f"{counts['fast']} by the fast seam, {counts['general']} by the general"
         show.console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({seams})")
         show.console.print(_sum_up("packed documents", counts["documents"]))
+        show.console.print(_sum_up("dropout, computed again", counts["dropout"]))
     return 1 if wrong else 0
 
 
-def _counts(verdicts: Sequence["Verdict"], wrong: Mapping[str, int]) -> dict[str, Any]:
+def _counts(verdicts: Sequence["Verdict"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
     counts: dict[str, Any] = {seam: sum(v.exact and v.seam == seam for v in verdicts) for seam in ("fast", "general")}
     for use, exact in (
         ("whole", sum(v.exact for v in verdicts)),
         ("documents", sum(v.documents_exact for v in verdicts)),
+        ("dropout", recomputed),
     ):
         failed = wrong.get(use, 0)
         counts[use] = {"exact": exact - failed, "refused": len(verdicts) - exact, "wrong": failed}

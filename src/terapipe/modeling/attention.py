@@ -128,7 +128,7 @@ class _Attend(torch.autograd.Function):
         own = call.store.read(EVERY, slice(context, end))
         dq, dk, dv = _Sum(q), _Sum(own[0]), _Sum(own[1])
         first = end == call.tokens and call.sees_all_before
-        if end == call.tokens and not first:
+        if end == call.tokens and context and not first:
             call.store.forget()
         for block in call.blocks:
             at = (block.sequences, EVERY, block.rows)

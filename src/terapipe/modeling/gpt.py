@@ -227,6 +227,10 @@ class GPT(nn.Module):
         self.cut = parts if split.tokens else 1
 
     @property
+    def vocabulary(self) -> tuple[int, int]:
+        return self.config.vocab, self.config.vocab
+
+    @property
     def blocks(self) -> list[nn.Module]:
         return list(self.layers.values())
 

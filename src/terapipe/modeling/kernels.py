@@ -251,19 +251,29 @@ def _wrong_signature(kernel: Kernel) -> str | None:
 
 
 def _wrong_result(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compares one causal and one full block with the plain kernel, gradients included."""
+    """Compares blocks of one slice with the plain kernel, as attention.py uses them: keys and values cut out of longer
+    buffers, with fewer heads; rectangles; and backwards with the output and log-sum-exp of all blocks together."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 2, 8, 8, generator=generator).to(device, dtype) for _ in range(4))
+    q, grad = (torch.randn(2, 4, 8, 16, generator=generator).to(device, dtype) for _ in range(2))
+    keys, values = (torch.randn(2, 2, 24, 16, generator=generator).to(device, dtype) for _ in range(2))
+    blocks = [(slice(11, 19), How(0.3, causal=True)), (slice(0, 11), How(0.3))]
+    if kernel.takes_masks:
+        seen = torch.rand(8, 11, generator=generator) < 0.5
+        seen[:, 3] = True  # no row may see nothing
+        blocks[1] = (slice(0, 11), How(0.3, mask=seen.to(device)))
+    parts = [(keys[:, :, at], values[:, :, at], how) for at, how in blocks]
+    wanted = [PLAIN.forward(q, *part) for part in parts]
+    lse = torch.logaddexp(wanted[0][1], wanted[1][1])
+    shares = [(each - lse).exp().unsqueeze(-1) for _, each in wanted]
+    out = torch.stack([x * share for (x, _), share in zip(wanted, shares, strict=True)]).sum(0).to(dtype)
     tolerance = 0.05 if dtype.itemsize < 4 else 1e-4
-    for causal in (False, True):
-        how = How(0.3, causal)
-        out, lse = PLAIN.forward(q, k, v, how)
-        wanted = [out, lse, *PLAIN.backward(grad, q, k, v, out, lse, how)]
+    for (k, v, how), (block_out, block_lse) in zip(parts, wanted, strict=True):
+        truth = [block_out, block_lse, *PLAIN.backward(grad, q, k, v, out, lse, how)]
         try:
             found = [*kernel.forward(q, k, v, how), *kernel.backward(grad, q, k, v, out, lse, how)]
         except (RuntimeError, TypeError, ValueError) as error:
             return f"{type(kernel).__name__} failed its self-test with {error}"
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(found, truth, strict=True):
             if a.shape != b.shape or not torch.allclose(a.double(), b.double(), atol=tolerance, rtol=tolerance):
                 return f"{type(kernel).__name__} gave another result than plain attention in its self-test"
     return None

@@ -54,6 +54,15 @@ class Predictor(Protocol):
 
 
 @runtime_checkable
+class Bounded(Protocol):
+    """What a stage may also be, so that tokens outside the vocabulary are refused before anything is computed."""
+
+    @property
+    def vocabulary(self) -> tuple[int | None, int | None]:
+        """Token ids must be below the first number, labels below the second."""
+
+
+@runtime_checkable
 class Splittable(Protocol):
     """A whole model that can be taken apart. It may also have ``check_slices(shortest, recompute)``, which refuses,
     with a ValueError, slices as short as that or recomputation; and ``check_step(documents=, training=, padded=)``,

@@ -13,6 +13,8 @@ from terapipe.modeling.linear import Owed, settle
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.clock import Clock, Mark
+from terapipe.runtime.intake import Batch
+from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
 from terapipe.scheduling.actions import Action, Op, Schedule, counterpart
 from terapipe.scheduling.timeline import Event
@@ -63,6 +65,7 @@ class Executor:
         self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
+        self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
         self._gradients: dict[Key, Tensor] = {}
         self._owed: dict[Key, list[Owed]] = {}
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
@@ -73,23 +76,14 @@ class Executor:
     def hidden(self, input_ids: Tensor | None, tokens: int) -> Tensor | None:
         """By forwards only, what the last stage makes of the last slice of a batch; None where it is not. Of each
         sequence so many tokens count, the rest is padding."""
-        self.run(input_ids, None, None, longest=tokens, train=False)
+        self.run(Batch(self._plan, input_ids), longest=tokens, train=False)
         return self._hidden
 
-    def run(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        scale: Tensor | None,
-        documents: Sequence[Sequence[int]] = (),
-        *,
-        longest: int | None = None,
-        train: bool,
-    ) -> Tensor:
-        """The batch's summed loss times ``scale`` where the last stage is, zero elsewhere; gradients if ``train``."""
+    def run(self, batch: Batch, *, longest: int | None = None, train: bool) -> Tensor:
+        """The batch's summed loss times its scale where the last stage is, zero elsewhere; gradients if ``train``."""
         self._reset()
-        self._documents, self._longest = documents, longest or longest_document(documents, self._plan.tokens)
-        self._input_ids, self._labels, self._scale, self._train = input_ids, labels, scale, train
+        self._batch, self._train = batch, train
+        self._longest = longest or longest_document(batch.documents, self._plan.tokens)
         self._loss = torch.zeros(
             (), dtype=torch.promote_types(self._dtype, torch.float32), device=self._transport.device
         )
@@ -135,6 +129,8 @@ class Executor:
         start = self._clock.mark()
         cache = self._cache(k, s)
         cache.begin(s.context, s.length)
+        if self._train and self._plan.recompute:
+            self._random[k, s] = RandomState.now(self._transport.device)
         with torch.set_grad_enabled(self._train and not self._plan.recompute):
             out = self._stages[k](x, cache)
         if k == self._last_stage:
@@ -150,13 +146,14 @@ class Executor:
     def _finish(self, k: int, s: Slice, out: Tensor) -> None:
         """The loss, and at once its gradient: nobody has to be waited for, and the logits of one slice are gone
         before those of the next exist."""
-        if self._labels is None or self._scale is None:
+        if self._batch.labels is None:
             assert not self._train
             self._hidden = out
             return
         hidden = out.detach().requires_grad_(self._train)
-        labels = self._labels[s.row : s.row + s.size, s.context : s.end]
-        loss = self._stages[k].loss(hidden, labels) * self._scale
+        labels = self._batch.labels[s.row : s.row + s.size, s.context : s.end]
+        assert self._batch.scale is not None
+        loss = self._stages[k].loss(hidden, labels) * self._batch.scale
         if self._train:
             loss.backward()  # type: ignore[no-untyped-call]
             assert hidden.grad is not None
@@ -173,7 +170,8 @@ class Executor:
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)
         if self._plan.recompute:  # writes the same keys and values to the cache again
-            out = self._stages[k](x, cache)
+            with self._random.pop((k, s)).restored():
+                out = self._stages[k](x, cache)
         assert out is not None
         if out.requires_grad:  # a first stage may have nothing to train
             cache.backward(out, gradient)  # adds what later slices owe to this one's keys, values and states
@@ -192,8 +190,8 @@ class Executor:
 
     def _input(self, k: int, s: Slice) -> Tensor:
         if k == 0:
-            assert self._input_ids is not None
-            return self._input_ids[s.row : s.row + s.size, s.context : s.end]
+            assert self._batch.input_ids is not None
+            return self._batch.input_ids[s.row : s.row + s.size, s.context : s.end]
         receive = Action(Op.RECV_F, k, s)
         if receive in self._arriving:
             return self._take(receive).requires_grad_(self._train)
@@ -255,9 +253,13 @@ class Executor:
         if key not in self._caches:
             spare = self._spare.get((k, s.size))
             cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.tokens)
-            cache.set_documents(self._documents[s.row : s.row + s.size], self._longest)
+            cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             self._caches[key] = cache
         return self._caches[key]
+
+    def release(self) -> None:
+        """Lets go of the memory that is kept from step to step."""
+        self._spare.clear()
 
     def _release(self, k: int, s: Slice) -> None:
         cache = self._caches.pop((k, s.microbatch))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -25,6 +26,19 @@ class PipelineError(RuntimeError):
 def is_connection_error(error: Exception) -> bool:
     """Whether an operation between ranks failed, rather than a computation on this one; gloo says it in words only."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch says it in words only where the memory is the host's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def in_words(error: BaseException) -> str:
+    """An error's kind and what it says, never empty."""
+    said = str(error).strip()
+    if is_out_of_memory(error):
+        return f"out of memory{f': {said}' if said else ''}"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -94,8 +108,9 @@ class Board:
     def _tell(self, records: list[Record], suspects: set[int]) -> str:
         causes = [r.tell(self.name) for r in records if not r.peers]
         if not causes:
-            late = {peer for r in records if r.timed_out for peer in r.peers}
-            causes = [_suspicion(self.name(rank), rank in late) for rank in sorted(suspects)]
+            # Nobody waits long for a rank that is gone; who waits for whom may hang together over several ranks.
+            late = any(r.timed_out for r in records)
+            causes = [_suspicion(self.name(rank), late) for rank in sorted(suspects)]
         waits = [r.tell(self.name) for r in records if r.peers]
         return "; ".join([*causes, *waits])
 

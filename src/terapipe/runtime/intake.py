@@ -1,24 +1,68 @@
 """What a step is given, checked before anything is computed: a batch, where its documents begin, how it is cut."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan
+from terapipe.runtime.agreement import NOT_SHIFTED, checksum
 
 Vary = Literal["refuse", "replan", "pad"]
 Documents = Sequence[Sequence[int]]
 
 
+class Batch(NamedTuple):
+    """Ready for the executor. Token ids and labels only where they are needed."""
+
+    plan: Plan
+    input_ids: Tensor | None = None
+    labels: Tensor | None = None
+    documents: Documents = ()
+    scale: Tensor | None = None  # what the sum of losses is multiplied by
+
+
+class Vocabulary(NamedTuple):
+    """Token ids must be below the first number, labels below the second; None where the model does not say."""
+
+    inputs: int | None = None
+    outputs: int | None = None
+
+
 class Intake:
     """``tile``: slices' lengths must be multiples of it."""
 
-    def __init__(self, plan: Plan, vary: Vary, tile: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        vary: Vary,
+        tile: int,
+        rank: int,
+        device: torch.device,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         self._plan, self._vary, self._tile, self._rank, self._device = plan, vary, tile, rank, device
+        self._vocabulary = vocabulary or Vocabulary()
+
+    def take(
+        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, plan: Plan | None
+    ) -> Batch:
+        given = input_ids if input_ids is not None else labels
+        plan = self.plan_for(given) if plan is None else self.own_plan(plan)
+        first, last = self._rank == 0, self._rank == plan.last_rank
+        if input_ids is not None and labels is not None:
+            _refuse_unshifted(input_ids, labels)
+        return Batch(
+            plan,
+            self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if first else None,
+            self.batch("labels", labels, plan, IGNORE, self._vocabulary.outputs) if last else None,
+            self.starts(documents, plan),
+        )
 
     @property
     def pads(self) -> bool:
@@ -49,7 +93,7 @@ class Intake:
             )
         return self._plan.resized(given.shape[0], given.shape[1], self._tile)
 
-    def batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int) -> Tensor:
+    def batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
         shape = (plan.batch, plan.tokens)
         if self._vary == "pad" and tensor is not None and tensor.ndim == 2:
             missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
@@ -59,12 +103,27 @@ class Intake:
             raise ValueError(
                 f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got {got}"
             )
+        _refuse_unknown(name, tensor, vocabulary, filler)
         return tensor.to(self._device)
+
+    def prompt(self, input_ids: Tensor | None) -> Tensor:
+        """Sequences that text is to follow, filled up to a multiple of the tile: no place sees those after it."""
+        if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
+            got = "None" if input_ids is None else f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+            raise ValueError(
+                f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self._rank} "
+                f"got {got}"
+            )
+        _refuse_unknown("input_ids", input_ids, self._vocabulary.inputs)
+        return F.pad(input_ids.to(self._device), (0, -input_ids.shape[1] % self._tile))
 
     def starts(self, documents: Documents | None, plan: Plan) -> Documents:
         """Every rank cuts attention at them, so every rank must be told."""
-        rows = () if documents is None else tuple(tuple(row) for row in documents)
-        ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
+        try:
+            rows = () if documents is None else tuple(tuple(row) for row in documents)
+            ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
+        except TypeError:  # not numbers, or not lists of them
+            rows, ordered = ((),), False
         if self._vary == "pad":
             rows += ((0,),) * (plan.batch - len(rows) if rows else 0)
         if rows and (len(rows) != plan.batch or not ordered or any(row[-1] >= plan.tokens for row in rows)):
@@ -73,3 +132,53 @@ class Intake:
                 f"{plan.tokens} where documents begin, 0 first, got {documents}"
             )
         return rows
+
+
+def _refuse_unknown(name: str, tokens: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
+    if vocabulary is None:
+        return
+    unknown = ((tokens < 0) | (tokens >= vocabulary)) & (tokens != ignored)
+    if unknown.any():
+        row, place = unknown.nonzero()[0].tolist()
+        also = f", or {ignored} to leave a place out" if ignored < 0 else ""
+        raise ValueError(
+            f"{name} must be tokens of the model's vocabulary, 0 to {vocabulary - 1}{also}, got "
+            f"{int(tokens[row, place])} at row {row}, place {place}; is the tokenizer the model's?"
+        )
+
+
+def check_total(total: float | Tensor | None) -> float | None:
+    """What a loss is divided by in place of the number of its labels."""
+    number = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
+        raise ValueError(
+            f"total must be a positive finite number, what to divide the sum of losses by, got {total!r}; leave it out "
+            "to divide by the number of labels that count"
+        )
+    return number
+
+
+def lone_checksums(input_ids: Tensor | None, labels: Tensor | None) -> tuple[int, int]:
+    """For ranks that have one of the two only. Labels that are all alike in a row may well be shifted ones."""
+    if (input_ids is None) == (labels is None):
+        return 0, 0
+    if labels is None:
+        assert input_ids is not None
+        return checksum(input_ids), 0
+    return 0, 0 if bool((labels[:, 1:] == labels[:, :-1]).all()) else checksum(labels)
+
+
+def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:
+    """Shifted labels never look like this: where they equal the token at their place, it is also the one after it."""
+    if input_ids.shape != labels.shape or input_ids.ndim != 2:
+        return
+    ids, targets = input_ids.to(labels.device), labels
+    counted = targets != IGNORE
+    if bool(((targets == ids) | ~counted).all()):
+        later = torch.roll(ids, -1, dims=1)
+        known = counted.clone()
+        known[:, -1] = False
+        if bool(((targets != later) & known).any()):
+            raise ValueError(NOT_SHIFTED)

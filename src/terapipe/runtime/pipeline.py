@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,13 +13,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from terapipe.modeling.split import local
-from terapipe.modeling.stage import IGNORE, Predictor, Split, Splittable, Stage
+from terapipe.modeling.stage import IGNORE, Bounded, Predictor, Split, Splittable, Stage
 from terapipe.planning.slices import Plan
+from terapipe.runtime.agreement import Terms, agree, checksum
 from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving
 from terapipe.runtime.executor import Executor
-from terapipe.runtime.failures import PipelineError, Record, is_connection_error
-from terapipe.runtime.intake import Documents, Intake, Vary
+from terapipe.runtime.failures import PipelineError, Record, in_words, is_connection_error
+from terapipe.runtime.intake import Batch, Documents, Intake, Vary, Vocabulary, check_total, lone_checksums
 from terapipe.runtime.norms import total_norm
+from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
 from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_device
 from terapipe.scheduling.actions import Schedule
@@ -80,7 +81,7 @@ class Pipeline:
             self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
             self.tied = model.tied
             self._tied = self._tied_parameters()
-            self._intake = Intake(plan, vary, self._tile, self.rank, self.device)
+            self._intake = Intake(plan, vary, self._tile, self.rank, self.device, self._vocabulary())
             self._executor = self._executor_for(plan)
 
     def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
@@ -93,6 +94,11 @@ class Pipeline:
             self._tile = parts if even else 1
         return {k: model.stage(cuts[k], cuts[k + 1], self.device, *split) for k in self.plan.stages_of(self.rank)}
 
+    def _vocabulary(self) -> Vocabulary:
+        """What the stages here say of it; all of them know both numbers, those of a user's own model may know none."""
+        known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, Bounded)]
+        return Vocabulary(*known[0]) if known else Vocabulary()
+
     def _executor_for(self, plan: Plan) -> Executor:
         """Kept from step to step with its buffers; of other shapes only the last few."""
         executor = self._executors.pop(plan, None)
@@ -101,6 +107,13 @@ class Pipeline:
         self._executors[plan] = executor
         while len(self._executors) > SHAPES:
             self._executors.pop(next(iter(self._executors)))
+        return executor
+
+    def _take_over(self, executor: Executor) -> Executor:
+        """Of all shapes, only this one's and the plan's own keep their keys and values in memory."""
+        for other in self._executors.values():
+            if other is not executor and other.plan != self.plan:
+                other.release()
         return executor
 
     def _make_executor(self, plan: Plan) -> Executor:
@@ -153,7 +166,7 @@ class Pipeline:
             others = self._transport.others(DATA, TENSOR)
             if others and is_connection_error(error):  # within an operator, or while gathering a stage
                 raise self._transport.lost(error, at or "the end of a step", others) from None
-            self._transport.fail(Record(self._transport.global_rank, f"{type(error).__name__}: {error}", at))
+            self._transport.fail(Record(self._transport.global_rank, in_words(error), at))
             raise
 
     @property
@@ -197,7 +210,7 @@ class Pipeline:
         documents: Documents | None = None,
         *,
         plan: Plan | None = None,
-        total: int | None = None,
+        total: float | None = None,
     ) -> Tensor:
         """Forward and backward of one batch. The mean loss over all labels that count, on every rank.
 
@@ -211,21 +224,32 @@ class Pipeline:
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
         are accumulated, that of all of them, so that every label weighs the same.
         """
-        self._check_step(documents)
+        batch = self._admit("step", input_ids, labels, documents, plan, total)
+        with self._beside_earlier_gradients():
+            loss = self._run(batch, train=True)
+            self._sum_tied_gradients()
+        return loss
+
+    @contextmanager
+    def _beside_earlier_gradients(self) -> Iterator[None]:
+        """What an earlier step left is already summed over ranks: set aside, added at the end, put back on failure."""
         summed = list(self.parameters()) if self._reducer else self._tied
-        earlier = [p.grad for p in summed]  # an earlier step's, already summed over ranks
+        earlier = [p.grad for p in summed]
         for p in summed:
             p.grad = None
-        loss = self._run(input_ids, labels, documents, plan, total, train=True)
-        self._sum_tied_gradients()
+        try:
+            yield
+        except BaseException:
+            for p, grad in zip(summed, earlier, strict=True):
+                p.grad = grad
+            raise
         for p, grad in zip(summed, earlier, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
-        return loss
 
-    def _check_step(self, documents: Documents | None) -> None:
-        """Alike on all ranks, before anything is sent: the pipeline can go on."""
-        several = any(len(row) > 1 for row in documents or ())
+    def _check_step(self, documents: Documents) -> None:
+        """Whether the model is exact with such a batch."""
+        several = any(len(row) > 1 for row in documents)
         training = any(stage.training for stage in self.stages.values())
         self._check_model_step(documents=several, training=training, padded=self._intake.pads)
 
@@ -244,11 +268,10 @@ class Pipeline:
         labels: Tensor | None,
         documents: Documents | None = None,
         *,
-        total: int | None = None,
+        total: float | None = None,
     ) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
-        self._check_step(documents)
-        return self._run(input_ids, labels, documents, None, total, train=False)
+        return self._run(self._admit("evaluate", input_ids, labels, documents, None, total), train=False)
 
     def count_labels(self, *batches: Tensor) -> int:
         """How many count, over all replicas. Of every pipeline the rank with the last stage calls it, with its own."""
@@ -256,40 +279,54 @@ class Pipeline:
             mine = torch.tensor(sum(int((labels != IGNORE).sum()) for labels in batches), device=self.device)
             return int(self._transport.all_reduce(mine, DATA))
 
-    def _run(
+    def _admit(
         self,
+        method: str,
         input_ids: Tensor | None,
         labels: Tensor | None,
         documents: Documents | None,
         plan: Plan | None,
-        total: int | None,
-        *,
-        train: bool,
-    ) -> Tensor:
+        total: float | None,
+    ) -> Batch:
+        """Checks what this rank was given, and that all ranks can go on. Where it raises, nothing has changed."""
+        batch, work, error = None, "", None
+        ids = targets = counted = 0
+        try:
+            batch = self._intake.take(input_ids, labels, documents, plan)
+            self._check_step(batch.documents)
+            total = check_total(total) if self.is_last else None
+            self._executor_for(batch.plan)
+            work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}"
+            ids, targets = lone_checksums(input_ids, labels)
+            if batch.labels is not None and self._transport.part == 0:
+                counted = int((batch.labels != IGNORE).sum())
+        except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
+            error = refusal
+        mine = Terms(error is not None, self._transport.replica, checksum(work), ids, targets, counted)
+        terms = agree(self._transport, mine, error, work)
+        assert batch is not None
+        return batch._replace(scale=self._scale(sum(t.counted for t in terms), total))
+
+    def _scale(self, counted: int, total: float | None) -> Tensor:
+        if total is None and not counted:
+            raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
+        return torch.tensor(1.0 / (total or counted), dtype=self._wide, device=self.device)
+
+    def _run(self, batch: Batch, *, train: bool) -> Tensor:
         with self._telling_others():
-            intake, given = self._intake, input_ids if input_ids is not None else labels
-            plan = intake.plan_for(given) if plan is None else intake.own_plan(plan)
-            ids = intake.batch("input_ids", input_ids, plan, 0) if self.is_first else None
-            targets = intake.batch("labels", labels, plan, IGNORE) if self.is_last else None
-            starts = intake.starts(documents, plan)
-            self._executor = self._executor_for(plan)
-            scale = None if targets is None else self._weight(targets, total)
+            self._executor = self._take_over(self._executor_for(batch.plan))
+            if train and self._transport.parts > 1:
+                share_random_state(self._transport)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
             with loss_parallel() if self._transport.parts > 1 else nullcontext():
-                loss = self._executor.run(ids, targets, scale, starts, train=train)
+                loss = self._executor.run(batch, train=train)
             if self._reducer:
                 self._reducer.finish()
             for sharded in self._sharded.values():
                 sharded.release()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DATA)
-            return self._transport.broadcast(loss, self.plan.last_rank)
-
-    def _weight(self, labels: Tensor, total: int | None) -> Tensor:
-        count = self.count_labels(labels) if total is None else total
-        if not count:
-            raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return torch.tensor(1.0 / count, dtype=self._wide, device=self.device)
+            return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
 
     def _sum_tied_gradients(self) -> None:
         if not self._tied:
@@ -316,25 +353,32 @@ class Pipeline:
         pipeline. Each replica has its own, but all call it together. Call ``eval()`` before, where it matters.
         """
         self._check_predicts()
+        padded, executor = self._admit_prompt(input_ids)
         with self._telling_others():
-            if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
-                got = "None" if input_ids is None else f"{tuple(input_ids.shape)} of {input_ids.dtype}"
-                raise ValueError(
-                    f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self.rank} "
-                    f"got {got}"
-                )
-            rows, tokens = input_ids.shape
-            padded = F.pad(input_ids.to(self.device), (0, -tokens % self._tile))  # no place sees those after it
-            lengths = ((padded.shape[1],),)
-            plan = Plan((rows,), lengths, self.plan.boundaries, self.plan.order, self.plan.chunks)
             # Text grows: hardly any length comes again. So nothing is kept for it, and nothing else is let go.
-            trained, self._executor = self._executor, self._make_executor(plan)
-            hidden = self._executor.hidden(padded if self.is_first else None, tokens)
+            trained, self._executor = self._executor, executor
+            tokens = cast(Tensor, input_ids).shape[1]
+            hidden = executor.hidden(padded if self.is_first else None, tokens)
             self._executor = trained
             logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
             for sharded in self._sharded.values():
                 sharded.release()
-            return self._to_all(logits, rows)
+            return self._to_all(logits, len(padded))
+
+    def _admit_prompt(self, input_ids: Tensor | None) -> tuple[Tensor, Executor]:
+        """As ``_admit``, of the sequences that text is to follow."""
+        made, work, error = None, "", None
+        try:
+            padded = self._intake.prompt(input_ids)
+            rows, tokens = padded.shape
+            plan = Plan((rows,), ((tokens,),), self.plan.boundaries, self.plan.order, self.plan.chunks)
+            made = padded, self._make_executor(plan)
+            work = f"next_token_logits of {rows} rows of {cast(Tensor, input_ids).shape[1]} tokens"
+        except Exception as refusal:
+            error = refusal
+        agree(self._transport, Terms(error is not None, self.replica, checksum(work)), error, work)
+        assert made is not None
+        return made
 
     def _check_predicts(self) -> None:
         """Asked once. Refused on all ranks alike, before anything is sent: the pipeline can go on training."""
@@ -362,10 +406,10 @@ class Pipeline:
         """From where the last stage is, which alone knows the vocabulary."""
         source = self.plan.last_rank
         width = torch.tensor(0 if logits is None else logits.shape[1], device=self.device)
-        vocabulary = int(self._transport.broadcast(width, source))
+        vocabulary = int(self._transport.broadcast(width, source, "the size of the vocabulary"))
         if logits is None:
             logits = torch.empty(rows, vocabulary, dtype=self._wide, device=self.device)
-        return self._transport.broadcast(logits, source)
+        return self._transport.broadcast(logits, source, "the logits")
 
     # Gradients
 

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from terapipe.runtime.failures import Board, PipelineError, Record
+from terapipe.runtime.failures import Board, PipelineError, Record, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -134,6 +134,10 @@ class Transport:
             sorted({r for line in lines if line in self._groups for r in self._ranks(line)} - {self.global_rank})
         )
 
+    def name(self, place: int) -> str:
+        """The rank at this place among all, as messages name it."""
+        return self._board.name(self._ranks(ALL)[place])
+
     # Point to point
 
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
@@ -166,11 +170,10 @@ class Transport:
 
     # Together
 
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Along the pipeline."""
-        if self.size > 1:
-            with self._waiting(self._peer(source), "the loss"):
-                dist.broadcast(tensor, group=self._groups[PIPE], group_src=source)
+    def broadcast(self, tensor: Tensor, source: int, why: str, over: str = PIPE) -> Tensor:
+        if self._place(over)[1] > 1:
+            with self._waiting((self._ranks(over)[source],), why):
+                dist.broadcast(tensor, group=self._groups[over], group_src=source)
         return tensor
 
     def all_reduce(self, tensor: Tensor, over: str = ALL, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -188,6 +191,18 @@ class Transport:
         with self._waiting(self.others(over), "an exchange between all ranks"):
             dist.all_gather_object(values, value, group=self._groups[over])
         return values  # type: ignore[return-value]
+
+    def gather_numbers(self, numbers: Sequence[int], over: str = PIPE) -> list[list[int]]:
+        """As ``gather``, for as many whole numbers on every rank: one message instead of several."""
+        size = self._place(over)[1]
+        if size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(size)]
+        with self._waiting(self.others(over), "an exchange between all ranks"):
+            dist.all_gather(found, mine, group=self._groups[over])
+        rows: list[list[int]] = torch.stack(found).tolist()
+        return rows
 
     def await_one(self, work: Future[T] | None) -> T | None:
         """Waits for what one rank does in a thread, however long it takes: ranks hear of each other all the while.
@@ -220,6 +235,8 @@ class Transport:
         try:
             yield
         except RuntimeError as error:
+            if is_out_of_memory(error):  # this rank's own failure, for which no other is to blame
+                raise
             raise self.lost(error, why, peers, time.monotonic() - start) from None
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:

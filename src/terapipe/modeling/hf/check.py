@@ -41,11 +41,11 @@ class Verdict:
     worst: float = float("nan")
     shortest: int = 1  # tokens of a slice
     reason: str = ""  # why it is not exact
+    parts: Anatomy | None = None
+    groups: tuple[tuple[str, float], ...] = ()
     documents: float = float("nan")
     documents_reason: str = ""  # why they are not exact
     dtype: str = "float64"  # of the copy
-    parts: Anatomy | None = None
-    groups: tuple[tuple[str, float], ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
 from terapipe.modeling.hf.check import BOUND, Verdict, check, recomputed_error
-from terapipe.modeling.hf.refusals import unprovable, untrainable
+from terapipe.modeling.hf.randomness import auxiliary_loss, untrainable
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.seam import NAME, RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
@@ -39,7 +39,7 @@ class Decoder:
         self.weights = weights or Drawn()
         self.shortest = 1  # tokens of a slice
         self._verdict: Verdict | None = None
-        if reason := unprovable(model.config):
+        if reason := auxiliary_loss(model.config):
             raise RefusedError(f"{type(model).__name__} cannot be cut exactly: {reason}")
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)

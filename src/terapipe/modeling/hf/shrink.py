@@ -98,7 +98,7 @@ DIFFERENCES = (
     Difference("token ids", "within a vocabulary of 97", "_token_id$|_index$"),
     Difference(
         "dropout and jitter",
-        "none, in training mode; dropout in attention and layerdrop are refused in training mode (refusals.py), the "
+        "none, in training mode; dropout in attention and layerdrop are refused in training mode (randomness.py), the "
         "rest draws anew for each slice",
         "drop|jitter",
     ),

@@ -28,6 +28,12 @@ from terapipe.modeling.stage import IGNORE, Split
 _PREFIX = "model."
 
 
+def _rows(module: nn.Module | None) -> int | None:
+    """Of the weight of an embedding or a head, or of what an adapter wraps; None if it has another form."""
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """For norms of which each device sees its own heads. Transformers would sum what a parameter has accumulated after
     each backward, and so count earlier slices several times; this sums what each adds."""
@@ -50,6 +56,8 @@ class DecoderStage(nn.Module):
     def __init__(self, model: PreTrainedModel, parts: Anatomy, first: int, last: int, fast: bool) -> None:
         super().__init__()
         self.fast = fast
+        ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._vocabulary = _rows(ends[0]), _rows(ends[1])
         self.parts, self.first, self.last = parts, first, last
         self.is_first, self.is_last = first == 0, last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
         idle = Passing(parts.returns)
@@ -157,6 +165,10 @@ class DecoderStage(nn.Module):
         return lambda *given, **named: forward(*map(told, given), **{name: told(x) for name, x in named.items()})
 
     # As a Stage
+
+    @property
+    def vocabulary(self) -> tuple[int | None, int | None]:
+        return self._vocabulary
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         base = self.model.get_submodule(self.parts.layers.partition(".")[0])

@@ -9,13 +9,14 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from terapipe.modeling.hf.anatomy import Anatomy, text_config
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.seam import NAME
 from terapipe.modeling.hf.stage import DecoderStage
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Split
 
 TOKENS = 29
 
@@ -51,6 +52,7 @@ class Cut:
     parts: Anatomy
     fast: bool
     stages: int = 2
+    split: Split | None = None  # over devices, which all do the same
 
 
 def lengths(slices: int, shortest: int, tokens: int = TOKENS) -> tuple[int, ...]:
@@ -106,7 +108,10 @@ class CutModel:
     def _stage(self, model: PreTrainedModel, cut: Cut, first: int, last: int) -> DecoderStage:
         if cut.fast:
             model.set_attn_implementation(NAME)
-        return DecoderStage(model, cut.parts, first, last, cut.fast)
+        stage = DecoderStage(model, cut.parts, first, last, cut.fast)
+        if cut.split is not None:
+            stage.split(cut.split)
+        return stage
 
     def train(self, mode: bool) -> None:
         for stage in self._line:
@@ -149,7 +154,8 @@ class CutModel:
             for own, p in stage.named_parameters():
                 name = self._tied[0] if own in self._tied else own
                 if p.grad is not None:
-                    found[name] = found[name] + p.grad if name in found else p.grad
+                    gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    found[name] = found[name] + gradient if name in found else gradient
         return found
 
 

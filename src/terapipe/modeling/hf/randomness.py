@@ -1,5 +1,6 @@
-"""Features of a model that no small copy proves, or that slices cannot have: why they are refused."""
+"""What a model draws at random in training, what of it slices cannot have, and losses of whole batches, likewise."""
 
+import copy
 import re
 from typing import Any
 
@@ -9,16 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe.modeling.hf.anatomy import text_config
 
 ATTENTION_DROPOUT = "att[a-z_]*drop"
-LAYERDROP = "^(decoder_)?layerdrop$"
-
-
-def unprovable(config: PretrainedConfig) -> str:
-    """Why a model of this configuration is refused whatever its small copy does, with the remedy; or nothing."""
-    if getattr(config, "quantization_config", None):
-        return "its weights are quantized; save it dequantized"
-    if getattr(text_config(config), "output_router_logits", False):
-        return "auxiliary losses are functions of whole batches; set output_router_logits to False to leave them out"
-    return ""
+OTHER = "^(?!.*(att|layer|encoder|classifier|summary)).*(drop|jitter)"  # of what is left, all that a decoder draws
 
 
 def untrainable(model: PreTrainedModel) -> str:
@@ -27,10 +19,23 @@ def untrainable(model: PreTrainedModel) -> str:
     for name, value in numbers.items():
         if value and re.search(ATTENTION_DROPOUT, name):
             return f"dropout in attention is not supported, got {value} ({name}); set it to 0, or call eval()"
-        if value and re.search(LAYERDROP, name):
-            return (
-                f"slices of a sequence would skip different layers, got {value} ({name}); set it to 0, or call eval()"
-            )
+    return ""
+
+
+def drawing(config: PretrainedConfig, probability: float = 0.1) -> PretrainedConfig:
+    """The same configuration with all dropout and jitter that slices may have."""
+    config = copy.deepcopy(config)
+    for part in (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))):
+        for name in _numbers(part):
+            if re.search(OTHER, name) and hasattr(part, name):
+                setattr(part, name, probability)
+    return config
+
+
+def auxiliary_loss(config: PretrainedConfig) -> str:
+    """Why a model with auxiliary losses is refused, with the remedy; or nothing."""
+    if getattr(text_config(config), "output_router_logits", False):
+        return "auxiliary losses are functions of whole batches; set output_router_logits to False to leave them out"
     return ""
 
 

@@ -1,0 +1,50 @@
+"""The state of the random generators, so that a forward computed again draws the same dropout masks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from terapipe.runtime.transport import TENSOR, Transport
+
+
+class RandomState(NamedTuple):
+    """Of the CPU's generator and, if the stage runs elsewhere, of its device's. As in torch.utils.checkpoint, tensors
+    of other devices are not expected to draw."""
+
+    device: torch.device
+    cpu: Tensor
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Self:
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        return cls(device, torch.get_rng_state(), module and module.get_rng_state(device))
+
+    def set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, random numbers are drawn from this state; outside, they go on as if nothing had been drawn."""
+        outside = RandomState.now(self.device)
+        self.set()
+        try:
+            yield
+        finally:
+            outside.set()
+
+
+def share_random_state(transport: Transport) -> None:
+    """Devices that share operators hold the same activations between them, so they must draw the same numbers: those of
+    the first of them."""
+    state = RandomState.now(transport.device)
+    mine = [x for x in (state.cpu, state.accelerator) if x is not None]
+    flat = torch.cat(mine).to(transport.device)
+    shared = transport.broadcast(flat, 0, "the state of the random generator", TENSOR).cpu()
+    cpu, *accelerator = torch.split(shared, [len(x) for x in mine])
+    RandomState(state.device, cpu, accelerator[0] if accelerator else None).set()
