@@ -26,15 +26,19 @@ def run(parsed: argparse.Namespace) -> int:
         print(text)
         return 0
     known = json.loads(text)
-    table = Table("model", "", "by", "largest error", "why not, or what to mind", box=None, pad_edge=False)
+    columns = ("model", "", "by", "largest error", "packed documents", "why not, or what to mind")
+    table = Table(*columns, box=None, pad_edge=False)
     for row in known["models"]:
         mind = f"slices of at least {row['shortest']} tokens" if row["shortest"] > 1 else ""
         error = f"{row['worst']:.0e}" if row["exact"] else ""
-        table.add_row(row["model"], "exact" if row["exact"] else "refused", row["seam"], error, row["reason"] or mind)
+        packed = ("exact" if row["documents_exact"] else "refused") if row["exact"] else ""
+        state = "exact" if row["exact"] else "refused"
+        table.add_row(row["model"], state, row["seam"], error, packed, row["reason"] or mind)
     show.console.print(table)
     exact = sum(row["exact"] for row in known["models"])
     show.console.print(
-        f"\n{exact} of {len(known['models'])} types are exact with transformers {known['transformers']}."
+        f"\n{exact} of {len(known['models'])} types are exact with transformers {known['transformers']}, "
+        f"{sum(row['documents_exact'] for row in known['models'])} of them with packed documents."
     )
     try:
         installed = metadata.version("transformers")

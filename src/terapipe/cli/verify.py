@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ def add(verbs: Verbs) -> None:
         "verify",
         help="prove that a Hugging Face model is exact when it is cut",
         description="Cuts a small random copy of the model into stages and uneven slices, and compares loss and every "
-        "gradient with the model in one piece. Exit code 1 if they differ, 2 if the model cannot be cut.",
+        "gradient with the model in one piece, then with packed documents. Exit code 1 if they differ, 2 if the model "
+        "cannot be cut.",
     )
     parser.add_argument("model", nargs="?", help="a model type such as llama, a config.json, or a model's folder")
     parser.add_argument("--all", action="store_true", help="every causal-LM type of the installed transformers")
@@ -36,7 +38,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.stages < 1:
         raise ValueError(f"--stages must be at least 1, got {parsed.stages}")
     load()
-    from terapipe.modeling.hf.check import check, lengths
+    from terapipe.modeling.hf.check import check
+    from terapipe.modeling.hf.trial import lengths
 
     lengths(parsed.slices, 1)  # refuses before anything is built
     if parsed.all:
@@ -59,54 +62,111 @@ def load() -> None:
 
 
 def config_of(model: str) -> Any:
-    """From a folder, a file, or a type's defaults."""
+    """That of a small copy: from a folder, a file, or a type's defaults."""
     from transformers import AutoConfig
 
-    from terapipe.modeling.hf.shrink import causal_lm_types, small_config
+    from terapipe.modeling.hf.shrink import causal_lm_types, default_config, shrunken
 
     path = Path(model)
     if path.exists():
-        return AutoConfig.from_pretrained(path)
+        return shrunken(AutoConfig.from_pretrained(path))
     if model not in causal_lm_types():
         raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
-    return small_config(model)
+    return shrunken(default_config(model))
 
 
-def sweep(stages: int = 2, slices: int = 4) -> Iterator["Verdict"]:
-    from terapipe.modeling.hf.check import Verdict, check
-    from terapipe.modeling.hf.shrink import causal_lm_types, small_config
+def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[str, float]]]:
+    """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
+    from terapipe.modeling.hf.check import Verdict, check, confirm
+    from terapipe.modeling.hf.shrink import causal_lm_types
 
     for name in causal_lm_types():
         try:
-            config = small_config(name)
+            config = config_of(name)
         except Exception as error:  # a type whose own defaults are invalid
-            yield Verdict(name, reason=str(error).strip().replace("\n", " "))
+            yield Verdict(name, reason=str(error).strip().replace("\n", " ")), {}
             continue
-        yield check(name, config, stages=stages, slices=slices)
+        verdict = check(name, config, stages=stages, slices=slices)
+        found = confirm(verdict, config) if verdict.exact else {}
+        if verdict.exact and verdict.seam == "fast":
+            found["dropout"] = _recomputed(verdict, config)
+        yield verdict, found
+
+
+def _recomputed(verdict: "Verdict", config: Any) -> float:
+    """How much the gradients of a step in training mode, with dropout, differ where slices are computed again in the
+    backward; not at all, if they draw the same."""
+    import torch
+
+    from terapipe.modeling.hf.decoder import Decoder
+    from terapipe.modeling.hf.randomness import drawing
+    from terapipe.modeling.hf.shrink import small_model
+    from terapipe.modeling.hf.trial import Batch, lengths
+    from terapipe.planning.slices import Plan
+    from terapipe.runtime.pipeline import Pipeline
+
+    model = small_model(drawing(config), getattr(torch, verdict.dtype))
+    batch, found = Batch.of(model), []
+    decoder = Decoder(model, verdict.parts, fast=True)
+    for recompute in (False, True):
+        plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
+        pipe = Pipeline(decoder, plan, device="cpu")
+        pipe.zero_grad()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            pipe.step(batch.ids, batch.labels)
+        found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
 def _all(parsed: argparse.Namespace) -> int:
-    verdicts = []
-    for verdict in sweep(parsed.stages, parsed.slices):
+    """Exit code 1 if any verdict was not confirmed."""
+    from importlib import metadata
+
+    from terapipe.modeling.hf.check import BOUND
+
+    verdicts, wrong, same = [], Counter[str](), 0
+    for verdict, found in sweep(parsed.stages, parsed.slices):
         verdicts.append(verdict)
+        unconfirmed = [use for use, error in found.items() if not error <= (0 if use == "dropout" else BOUND)]
+        wrong.update(unconfirmed)
+        same += "dropout" in found
         if not parsed.json:
-            show.console.print(_line(verdict), markup=False)
-    fast, general = (sum(v.exact and v.seam == seam for v in verdicts) for seam in ("fast", "general"))
+            show.console.print(_line(verdict) + "".join(f", WRONG: {use}" for use in unconfirmed), markup=False)
+    counts = _counts(verdicts, same, wrong)
     if parsed.json:
-        print(json.dumps({"fast": fast, "general": general, "models": [v.to_dict() for v in verdicts]}))
+        rows = [{key: value for key, value in v.to_dict().items() if key != "groups"} for v in verdicts]
+        print(json.dumps({"transformers": metadata.version("transformers"), **counts, "models": rows}))
     else:
-        refused = len(verdicts) - fast - general
-        show.console.print(
-            f"\n{fast + general} exact: {fast} by the fast seam, {general} by the general; {refused} refused"
-        )
-    return 0
+        seams = f"{counts['fast']} by the fast seam, {counts['general']} by the general"
+        show.console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({seams})")
+        show.console.print(_sum_up("packed documents", counts["documents"]))
+        show.console.print(_sum_up("dropout, computed again", counts["dropout"]))
+    return 1 if wrong else 0
+
+
+def _counts(verdicts: Sequence["Verdict"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
+    counts: dict[str, Any] = {seam: sum(v.exact and v.seam == seam for v in verdicts) for seam in ("fast", "general")}
+    for use, exact in (
+        ("whole", sum(v.exact for v in verdicts)),
+        ("documents", sum(v.documents_exact for v in verdicts)),
+        ("dropout", recomputed),
+    ):
+        failed = wrong.get(use, 0)
+        counts[use] = {"exact": exact - failed, "refused": len(verdicts) - exact, "wrong": failed}
+    return counts
+
+
+def _sum_up(use: str, counts: Mapping[str, int]) -> str:
+    return f"{use}: " + ", ".join(f"{number} {what}" for what, number in counts.items())
 
 
 def _line(verdict: "Verdict") -> str:
     if not verdict.exact:
         return f"{verdict.model:24s} refused  {verdict.reason}"
     note = f", slices of at least {verdict.shortest} tokens" if verdict.shortest > 1 else ""
-    return f"{verdict.model:24s} exact    {verdict.seam} seam, largest error {verdict.worst:.1e}{note}"
+    documents = "" if verdict.documents_exact else f"; packed documents refused: {verdict.documents_reason}"
+    return f"{verdict.model:24s} exact    {verdict.seam} seam, largest error {verdict.worst:.1e}{note}{documents}"
 
 
 def _print(verdict: "Verdict", parsed: argparse.Namespace) -> None:

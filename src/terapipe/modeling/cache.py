@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,6 +19,15 @@ class Block(NamedTuple):
     causal: bool = False
     sequences: slice = EVERY  # of the microbatch
     mask: Tensor | None = None  # (rows, keys): which of them, where that is neither
+
+
+class Span(NamedTuple):
+    """The part of a document that lies in a slice; all places are in the sequence."""
+
+    start: int  # of the document
+    first: int  # token of it in the slice
+    last: int  # the one after its last in the slice
+    sequences: slice = EVERY
 
 
 class KeyValueStore:
@@ -74,6 +84,7 @@ class SliceCache:
         self._left: dict[tuple[Hashable, int], Tensor] = {}  # states as the slice that begins there sees them
         self._made: dict[int, dict[Hashable, Tensor]] = {}  # ... and as the slice that ends there made them
         self._starts: tuple[tuple[int, ...], ...] = ()
+        self._longest: int | None = None
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.owed: list[Any] = []  # ... and what they put off: see linear.py
 
@@ -134,24 +145,43 @@ class SliceCache:
 
     # Documents
 
-    def set_documents(self, starts: Sequence[Sequence[int]]) -> None:
-        """Where documents begin in each sequence of the microbatch; by default each is one document."""
+    def set_documents(self, starts: Sequence[Sequence[int]], longest: int | None = None) -> None:
+        """Where documents begin in each sequence of the microbatch; by default each is one document. ``longest`` is the
+        length of the longest document of the whole batch, by default of these."""
         self._starts = tuple(tuple(row) for row in starts)
+        self._longest = longest
 
     @property
     def has_documents(self) -> bool:
         """Whether any sequence is more than one."""
         return any(len(row) > 1 for row in self._starts)
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest document: what a model that is given the whole batch takes for its length."""
+        return self._longest or longest_document(self._starts, self.tokens)
+
+    def spans(self) -> list[Span]:
+        """The documents that the current slice has tokens of."""
+        rows = self._starts or ((0,),)
+        alike = len(set(rows)) == 1
+        found = []
+        for i, row in enumerate(rows[:1] if alike else rows):
+            for start, stop in pairwise([*row, self.tokens]):
+                first, last = max(start, self.context), min(stop, self.end)
+                if first < last:
+                    found.append(Span(start, first, last, EVERY if alike else slice(i, i + 1)))
+        return found
+
     def blocks(self) -> list[Block]:
         """What the current slice sees: of the document that each token belongs to, all up to itself."""
-        if len(set(self._starts)) <= 1:
-            return _blocks(self._starts[0] if self._starts else (0,), self.context, self.end, self.tokens)
-        return [
-            block._replace(sequences=slice(i, i + 1))
-            for i, row in enumerate(self._starts)
-            for block in _blocks(row, self.context, self.end, self.tokens)
-        ]
+        found = []
+        for start, first, last, sequences in self.spans():
+            rows = slice(first - self.context, last - self.context)
+            found.append(Block(rows, slice(first, last), causal=True, sequences=sequences))
+            if start < self.context:
+                found.append(Block(rows, slice(start, self.context), sequences=sequences))
+        return found
 
     def positions(self, device: torch.device) -> Tensor:
         """Of the current slice's tokens in their documents: (1 or sequences, tokens)."""
@@ -163,13 +193,6 @@ class SliceCache:
         return torch.stack(rows)
 
 
-def _blocks(starts: Sequence[int], context: int, end: int, tokens: int) -> list[Block]:
-    found = []
-    for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
-        first, last = max(start, context), min(stop, end)
-        if first < last:
-            rows = slice(first - context, last - context)
-            found.append(Block(rows, slice(first, last), causal=True))
-            if start < context:
-                found.append(Block(rows, slice(start, context)))
-    return found
+def longest_document(starts: Sequence[Sequence[int]], tokens: int) -> int:
+    """In sequences of so many tokens, where documents begin there; each is one document if nothing is said."""
+    return max((last - first for row in starts for first, last in pairwise([*row, tokens])), default=tokens)

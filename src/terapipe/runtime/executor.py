@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import Owed, settle
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
@@ -73,15 +73,17 @@ class Executor:
         self._hidden: Tensor | None = None
         self.at: Action | None = None
 
-    def hidden(self, input_ids: Tensor | None) -> Tensor | None:
-        """By forwards only, what the last stage makes of the last slice of a batch; None where it is not."""
-        self.run(Batch(self._plan, input_ids), train=False)
+    def hidden(self, input_ids: Tensor | None, tokens: int) -> Tensor | None:
+        """By forwards only, what the last stage makes of the last slice of a batch; None where it is not. Of each
+        sequence so many tokens count, the rest is padding."""
+        self.run(Batch(self._plan, input_ids), longest=tokens, train=False)
         return self._hidden
 
-    def run(self, batch: Batch, *, train: bool) -> Tensor:
+    def run(self, batch: Batch, *, longest: int | None = None, train: bool) -> Tensor:
         """The batch's summed loss times its scale where the last stage is, zero elsewhere; gradients if ``train``."""
         self._reset()
         self._batch, self._train = batch, train
+        self._longest = longest or longest_document(batch.documents, self._plan.tokens)
         self._loss = torch.zeros(
             (), dtype=torch.promote_types(self._dtype, torch.float32), device=self._transport.device
         )
@@ -251,7 +253,7 @@ class Executor:
         if key not in self._caches:
             spare = self._spare.get((k, s.size))
             cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.tokens)
-            cache.set_documents(self._batch.documents[s.row : s.row + s.size])
+            cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             self._caches[key] = cache
         return self._caches[key]
 

@@ -64,6 +64,10 @@ class Intake:
             self.starts(documents, plan),
         )
 
+    @property
+    def pads(self) -> bool:
+        return self._vary == "pad"
+
     def own_plan(self, plan: Plan) -> Plan:
         """A plan of one's own for a batch must leave the stages where they are."""
         if plan.placement != self._plan.placement:

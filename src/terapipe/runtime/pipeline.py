@@ -75,6 +75,7 @@ class Pipeline:
             self._check(model)
             self._check_slices = getattr(model, "check_slices", lambda shortest, recompute: None)
             self._check_slices(min(map(min, plan.lengths)), plan.recompute)
+            self._check_model_step = getattr(model, "check_step", lambda **_: None)
             self.stages = self._make_stages(model, mesh)
             self._sharded = self._shard(mesh) if shard and self._transport.replicas > 1 else {}
             self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
@@ -246,6 +247,12 @@ class Pipeline:
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
 
+    def _check_step(self, documents: Documents) -> None:
+        """Whether the model is exact with such a batch."""
+        several = any(len(row) > 1 for row in documents)
+        training = any(stage.training for stage in self.stages.values())
+        self._check_model_step(documents=several, training=training, padded=self._intake.pads)
+
     def _finished(self, k: int) -> None:
         """A stage's gradients are complete on this rank; other stages are still at work."""
         if k in self._sharded:
@@ -286,6 +293,7 @@ class Pipeline:
         ids = targets = counted = 0
         try:
             batch = self._intake.take(input_ids, labels, documents, plan)
+            self._check_step(batch.documents)
             total = check_total(total) if self.is_last else None
             self._executor_for(batch.plan)
             work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}"
@@ -349,9 +357,10 @@ class Pipeline:
         with self._telling_others():
             # Text grows: hardly any length comes again. So nothing is kept for it, and nothing else is let go.
             trained, self._executor = self._executor, executor
-            hidden = executor.hidden(padded if self.is_first else None)
+            tokens = cast(Tensor, input_ids).shape[1]
+            hidden = executor.hidden(padded if self.is_first else None, tokens)
             self._executor = trained
-            logits = None if hidden is None else self._logits_at(cast(Tensor, input_ids).shape[1] - 1, hidden)
+            logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
             for sharded in self._sharded.values():
                 sharded.release()
             return self._to_all(logits, len(padded))

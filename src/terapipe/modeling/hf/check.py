@@ -1,33 +1,40 @@
-"""Proves on a small random copy of a Hugging Face model that cutting it changes nothing: loss and every gradient."""
+"""Proves on a small random copy of a Hugging Face model that cutting it changes nothing: loss and every gradient.
+
+In training and in evaluation mode, with packed documents, and where RoPE depends on the length with several lengths one
+after the other. What the copy does not have is listed in shrink.py (``DIFFERENCES``).
+"""
 
 import copy
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from math import isfinite
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
-from terapipe.modeling.hf.seam import NAME
+from terapipe.modeling.hf.anatomy import Anatomy, anatomy
+from terapipe.modeling.hf.rope import depends_on_length, within_reach
 from terapipe.modeling.hf.shrink import small_model
-from terapipe.modeling.hf.stage import DecoderStage
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.hf.trial import TOKENS, Batch, Cut, CutModel, Result, Starts, errors, in_one_piece, lengths
 
-BOUND = 1e-4  # relative; what is left comes from norms and softmaxes that models compute in float32
-TOKENS = 29
+BOUND = 1e-4  # relative; what is left comes from what models compute in float32, some of them all
+ORIGINAL = 16  # tokens beyond which RoPE that depends on the length changes
+OTHER_TOKENS = (23, 11)  # further lengths for it, one on either side
+SHORT: Starts = ((0, 12, 20), (0, 7, 14, 21))  # documents for it, all below
+SEAMS = (("fast", 1), ("general", 1), ("general", 2))  # and the shortest slices; the first that is exact is taken
+
+Kind = type[PreTrainedModel]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``seam`` is "fast", "general" or nothing, if the model is refused; ``worst`` the largest relative error."""
+    """``seam`` is "fast", "general" or nothing, if the model is refused; ``worst`` the largest error, relative to the
+    largest gradient. ``documents`` is the same with packed documents; they may be refused where the rest is exact."""
 
     model: str
     seam: str = ""
@@ -36,137 +43,155 @@ class Verdict:
     reason: str = ""  # why it is not exact
     parts: Anatomy | None = None
     groups: tuple[tuple[str, float], ...] = ()
+    documents: float = float("nan")
+    documents_reason: str = ""  # why they are not exact
+    dtype: str = "float64"  # of the copy
 
     @property
     def exact(self) -> bool:
         return bool(self.seam) and self.worst <= BOUND
 
+    @property
+    def documents_exact(self) -> bool:
+        return self.exact and self.documents <= BOUND
+
     def to_dict(self) -> dict[str, Any]:
-        known = {**asdict(self), "exact": self.exact, "groups": dict(self.groups)}
-        return {key: value for key, value in known.items() if key != "parts"}
+        known = {**asdict(self), "exact": self.exact, "documents_exact": self.documents_exact}
+        known |= {key: _finite(known[key]) for key in ("worst", "documents")}
+        return {key: value for key, value in known.items() if key != "parts"} | {"groups": dict(self.groups)}
 
 
-def check(name: str, config: PretrainedConfig, *, stages: int = 2, slices: int = 4) -> Verdict:
-    """The fastest way of cutting this model that is exact; where there is none, why. Takes about a second."""
+def _finite(error: float) -> float | None:
+    """JSON knows no others."""
+    return error if isfinite(error) else None
+
+
+def check(
+    name: str, config: PretrainedConfig, *, kind: Kind | None = None, stages: int = 2, slices: int = 4
+) -> Verdict:
+    """The fastest way of cutting this model that is exact; where there is none, why. Takes about a second.
+
+    ``config`` is that of a small copy, ``kind`` the model's class, by default the causal LM of the configuration.
+    """
     with _quietly():
-        try:
-            model = small_model(config)
-            wanted = _plainly(model)
-            parts = anatomy(copy.deepcopy(model))
-        except Exception as error:  # whatever a model's own code raises
-            return Verdict(name, reason=_first_line(error))
-        reasons, worst = [], float("nan")
-        for fast, shortest in ((True, 1), (False, 1), (False, 2)):
-            seam = "fast" if fast else "general"
+        model, truths, parts = None, list[_Truth](), None
+        reasons = []
+        for dtype in (torch.float64, torch.float32):  # some models know no float64
             try:
-                found = _cut(copy.deepcopy(model), parts, fast, stages, lengths(slices, shortest))
-                groups = _errors(wanted, found)
-            except Exception as error:
-                reasons.append(f"{seam} seam: {_first_line(error)}")
-                continue
-            worst = max(groups.values())
-            if worst <= BOUND:
-                return Verdict(name, seam, worst, shortest, "", parts, tuple(sorted(groups.items())))
-            reasons.append(f"{seam} seam: gradients differ by {worst:.1e}")
-    return Verdict(name, worst=worst, reason="; ".join(dict.fromkeys(reasons)), parts=parts)
+                model = _small(config, dtype, kind)
+                truths = _truths(model)
+                parts = anatomy(copy.deepcopy(model.train()))
+                break
+            except Exception as error:  # whatever a model's own code raises
+                reasons.append(_first_line(error))
+        if model is None or parts is None:
+            return Verdict(name, reason=reasons[0])
+        found = Verdict(name, dtype=str(dtype).removeprefix("torch."), parts=parts)
+        found = _cut_best(found, model, truths, stages, slices)
+        return _with_documents(found, model, stages, slices) if found.exact else found
 
 
-def recomputed_error(config: PretrainedConfig, parts: Anatomy) -> float:
+@dataclass(frozen=True)
+class _Truth:
+    batch: Batch
+    training: bool
+    wanted: Result
+
+    @property
+    def remark(self) -> str:
+        length = f" with {self.batch.tokens} tokens" if self.batch.tokens != TOKENS else ""
+        return length + ("" if self.training else " in evaluation mode")
+
+
+def _small(config: PretrainedConfig, dtype: torch.dtype, kind: Kind | None, seed: int = 0) -> PreTrainedModel:
+    return small_model(within_reach(config, ORIGINAL), dtype, seed, kind)
+
+
+def _by_length(model: PreTrainedModel) -> bool:
+    return any(map(depends_on_length, model.modules()))
+
+
+def _truths(model: PreTrainedModel) -> list[_Truth]:
+    """What the model in one piece computes."""
+    batches = [Batch.of(model, tokens) for tokens in (TOKENS, *(OTHER_TOKENS if _by_length(model) else ()))]
+    modes = [(batch, True) for batch in batches] + [(batches[0], False)]
+    return [_Truth(batch, training, in_one_piece(model.train(training), batch)) for batch, training in modes]
+
+
+def _cut_best(found: Verdict, model: PreTrainedModel, truths: Sequence[_Truth], stages: int, slices: int) -> Verdict:
+    assert found.parts is not None
+    reasons, worst = [], float("nan")
+    for seam, shortest in SEAMS:
+        try:
+            line = CutModel(model, Cut(found.parts, seam == "fast", stages))
+            groups: dict[str, float] = {}
+            for truth in truths:
+                line.train(truth.training)
+                most = min(slices, truth.batch.tokens // (2 * shortest))
+                cuts = lengths(slices if truth.batch.tokens == TOKENS else most, shortest, truth.batch.tokens)
+                for group, error in errors(truth.wanted, line(truth.batch, cuts)).items():
+                    groups[group] = max(groups.get(group, 0.0), error)
+                worst, remark = max(groups.values()), truth.remark
+                if worst > BOUND:
+                    break
+        except Exception as error:
+            reasons.append(f"{seam} seam: {_first_line(error)}")
+            continue
+        if worst <= BOUND:
+            return replace(found, seam=seam, worst=worst, shortest=shortest, groups=tuple(sorted(groups.items())))
+        reasons.append(f"{seam} seam: gradients differ by {worst:.1e}{remark}")
+    return replace(found, worst=worst, reason="; ".join(dict.fromkeys(reasons)))
+
+
+def _with_documents(found: Verdict, model: PreTrainedModel, stages: int, slices: int) -> Verdict:
+    """Whether the model cut with packed documents does what it does with each of them alone."""
+    assert found.parts is not None
+    if found.seam != "fast":
+        return replace(found, documents_reason="it is cut through its own cache (general seam)")
+    cuts = lengths(slices, found.shortest)
+    try:
+        line, worst = CutModel(model, Cut(found.parts, True, stages)), 0.0
+        for documents in (packed(cuts), *((SHORT,) if _by_length(model) else ())):
+            batch = Batch.of(model, documents=documents)
+            worst = max(worst, *errors(in_one_piece(model, batch), line(batch, cuts)).values())
+    except Exception as error:
+        return replace(found, documents_reason=_first_line(error))
+    reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
+    return replace(found, documents=worst, documents_reason=reason)
+
+
+def packed(cuts: Sequence[int]) -> Starts:
+    """Documents that begin where slices do and elsewhere, among them one of a single token and long ones."""
+    edges = list(accumulate(cuts))[:-1]
+    return (0, *edges[1::2]), (0, 5, 6, 18)
+
+
+def confirm(verdict: Verdict, config: PretrainedConfig, *, kind: Kind | None = None) -> dict[str, float]:
+    """The largest errors of what a verdict calls exact, by another small copy, cut otherwise: "whole", "documents"."""
+    assert verdict.parts is not None
+    with _quietly():
+        model = _small(config, getattr(torch, verdict.dtype), kind, seed=1)
+        line = CutModel(model, Cut(verdict.parts, verdict.seam == "fast", 3))
+        cuts = lengths(6, verdict.shortest)[::-1]
+        uses: dict[str, Starts] = {"whole": ()}
+        if verdict.documents_exact:
+            uses["documents"] = ((0, 1, cuts[0], 27), (0, 13))
+        found = {}
+        for use, documents in uses.items():
+            batch = Batch.of(model, documents=documents, seed=1)
+            found[use] = max(errors(in_one_piece(model, batch), line(batch, cuts)).values())
+        return found
+
+
+def recomputed_error(config: PretrainedConfig, parts: Anatomy, kind: Kind | None = None) -> float:
     """The largest relative error, by the fast seam, where a model's layers are computed again in the backward: some ask
     the cache how many tokens there were before, which transformers then does not tell them."""
     with _quietly():
-        model = small_model(config)
-        wanted = _plainly(model)
+        model = _small(config, torch.float64, kind)
+        batch = Batch.of(model)
+        wanted = in_one_piece(model, batch)
         model.gradient_checkpointing_enable()
-        return max(_errors(wanted, _cut(model, parts, True, 2, lengths(4, 1))).values())
-
-
-def lengths(slices: int, shortest: int) -> tuple[int, ...]:
-    """Uneven ones that add up to the tokens, among them one of the shortest."""
-    if not 1 <= slices <= TOKENS // (2 * shortest):
-        raise ValueError(f"a check cuts {TOKENS} tokens into 1 to {TOKENS // (2 * shortest)} slices, got {slices}")
-    if slices == 1:
-        return (TOKENS,)
-    rest, weights = TOKENS - shortest * slices, [(5 * i) % 7 + 1 for i in range(slices - 1)]
-    found = [shortest + rest * weight // sum(weights) for weight in weights]
-    found.insert(1, shortest)
-    found[-1] += TOKENS - sum(found)
-    return tuple(found)
-
-
-def _plainly(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
-    whole = copy.deepcopy(model)
-    ids, labels = _batch(model)
-    logits = whole(input_ids=ids, use_cache=False).logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.item(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-
-
-def _cut(
-    model: PreTrainedModel, parts: Anatomy, fast: bool, stages: int, cuts: Sequence[int]
-) -> tuple[float, dict[str, Tensor]]:
-    """All stages in this process, slice by slice: forwards, then backwards in reverse."""
-    if fast:
-        model.set_attn_implementation(NAME)
-    ids, labels = _batch(model)
-    count = len(list(model.get_submodule(parts.layers).children()))
-    edges = [count * k // stages for k in range(stages + 1)]
-    line = [DecoderStage(model, parts, a, b, fast) for a, b in pairwise(edges)]
-    caches = [stage.make_cache(len(ids), TOKENS) for stage in line]
-    done: list[list[tuple[Tensor, Tensor]]] = []  # for each slice and stage: what it took and what it gave
-    starts = [0, *accumulate(cuts)][:-1]
-    total = 0.0
-    for start, length in zip(starts, cuts, strict=True):
-        x, passed = ids[:, start : start + length], []
-        for stage, cache in zip(line, caches, strict=True):
-            cache.begin(start, length)
-            out = stage(x, cache)
-            passed.append((x, out))
-            x = out.detach().requires_grad_()
-        loss = line[-1].loss(x, labels[:, start : start + length]) / (labels != IGNORE).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-        done.append([*passed, (x, x)])
-    for start, length, passed in reversed(list(zip(starts, cuts, done, strict=True))):
-        for k in reversed(range(stages)):
-            gradient = passed[k + 1][0].grad
-            assert gradient is not None
-            caches[k].begin(start, length)
-            caches[k].backward(passed[k][1], gradient)
-    return total, _summed(line)
-
-
-def _summed(line: Sequence[DecoderStage]) -> dict[str, Tensor]:
-    """Gradients by name; a shared parameter has one name in the whole model."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for stage in line:
-        for name, p in stage.named_parameters():
-            if p.grad is not None:
-                found.setdefault(id(p), (name, p.grad))
-    return dict(found.values())
-
-
-def _batch(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(min(model.get_input_embeddings().num_embeddings, text_config(model.config).vocab_size))
-    ids, labels = (torch.randint(vocabulary, (2, TOKENS), generator=generator) for _ in range(2))
-    labels[0, 3] = labels[1, -1] = IGNORE
-    return ids, labels
-
-
-def _errors(wanted: tuple[float, dict[str, Tensor]], found: tuple[float, dict[str, Tensor]]) -> dict[str, float]:
-    """By groups of parameters: the layers' numbers left out."""
-    groups = {"loss": abs(found[0] - wanted[0]) / abs(wanted[0])}
-    largest = max(gradient.abs().max().item() for gradient in wanted[1].values())
-    for name, truth in wanted[1].items():
-        # Some gradients are zero but for rounding; those are compared with the largest of all.
-        scale = max(truth.abs().max().item(), 1e-3 * largest)
-        error = float("inf") if name not in found[1] else (found[1][name] - truth).abs().max().item() / scale
-        group = re.sub(r"\.\d+\.", ".*.", name)
-        groups[group] = max(groups.get(group, 0.0), error) if error == error else float("inf")
-    return groups
+        return max(errors(wanted, CutModel(model, Cut(parts, True))(batch, lengths(4, 1))).values())
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
-from terapipe.modeling.hf.check import BOUND, check, recomputed_error
+from terapipe.modeling.hf.check import BOUND, Verdict, check, recomputed_error
+from terapipe.modeling.hf.randomness import auxiliary_loss, untrainable
+from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.seam import NAME, RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.stage import DecoderStage
@@ -36,14 +38,17 @@ class Decoder:
         self.model: PreTrainedModel = model
         self.weights = weights or Drawn()
         self.shortest = 1  # tokens of a slice
+        self._verdict: Verdict | None = None
+        if reason := auxiliary_loss(model.config):
+            raise RefusedError(f"{type(model).__name__} cannot be cut exactly: {reason}")
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)
             if fast is None:
-                verdict = check(type(model).__name__, small)
+                verdict = self._verdict = check(type(model).__name__, small, kind=type(model))
                 if not verdict.exact:
                     raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
                 fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
-            self.parts: Anatomy = parts or anatomy(small_model(small))
+            self.parts: Anatomy = parts or anatomy(small_model(small, kind=type(model)))
         self.fast = fast
         if getattr(model, "is_gradient_checkpointing", False):
             self._check_recompute()
@@ -56,6 +61,29 @@ class Decoder:
         if recompute and not self.fast:
             raise RefusedError(f"slices of {name} cannot be computed again; leave recomputation off")
 
+    def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
+        """Refuses a step that would not be exact, alike on all ranks and before anything is sent. ``padded``: batches
+        may be shorter than they seem."""
+        name = type(self.model).__name__
+        if documents and (reason := self._documents_refused()):
+            raise RefusedError(f"packed documents are not exact in {name}: {reason}; give each document its own row")
+        if training and (reason := untrainable(self.model)):
+            raise RefusedError(f"{name} in training mode: {reason}")
+        if padded and any(map(depends_on_length, self.model.modules())):
+            raise RefusedError(
+                f"rotary embeddings of {name} depend on the length, which vary='pad' changes; take vary='replan'"
+            )
+
+    def _documents_refused(self) -> str:
+        """Where the seam was chosen by the caller, the check is made now."""
+        if self._verdict is None:
+            with torch.random.fork_rng(devices=[]):
+                kind = type(self.model)
+                self._verdict = check(kind.__name__, shrunken(self.model.config), kind=kind)
+        if self._verdict.seam != self.seam:
+            return f"it is cut by the {self.seam} seam, which was not checked with them"
+        return self._verdict.documents_reason
+
     def recompute_layers(self) -> None:
         """Keeps only the inputs of layers: backwards compute them again, by the model's own gradient checkpointing.
         That works in training mode only; in evaluation mode all is kept."""
@@ -67,7 +95,7 @@ class Decoder:
         reason = "it is cut through its own cache (general seam), which they would change a second time"
         if self.fast:
             try:
-                worst = recomputed_error(shrunken(self.model.config), self.parts)
+                worst = recomputed_error(shrunken(self.model.config), self.parts, type(self.model))
                 reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
             except Exception as error:  # whatever a model's own code raises
                 reason = str(error)

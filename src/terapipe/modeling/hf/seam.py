@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.cache import Block, SliceCache
+from terapipe.modeling.cache import Block, SliceCache, Span
 
 NAME = "terapipe"  # of the attention implementation
 
@@ -63,21 +63,23 @@ class Seen:
     def blocks(self, cache: SliceCache, device: torch.device) -> list[Block]:
         if self._blocks is None:
             causal = self.predicate is causal_mask_function
-            self._blocks = cache.blocks() if causal else [self._rectangle(cache, device)]
+            self._blocks = cache.blocks() if causal else [self._block(span, cache, device) for span in cache.spans()]
         return self._blocks
 
-    def _rectangle(self, cache: SliceCache, device: torch.device) -> Block:
-        if len(cache.blocks()) > 2 or cache.blocks()[0].rows != slice(0, cache.length):
-            raise RefusedError(
-                "windows and chunks inside packed documents are not supported; give each document its row"
-            )
+    def _block(self, span: Span, cache: SliceCache, device: torch.device) -> Block:
+        """Places count from the start of the document, as if it were alone: chunks begin with it."""
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        rows = torch.arange(cache.context, cache.end, device=device)[:, None]
-        keys = torch.arange(cache.end, device=device)[None]
+        rows = torch.arange(span.first - span.start, span.last - span.start, device=device)[:, None]
+        keys = torch.arange(span.last - span.start, device=device)[None]
         seen = torch.as_tensor(self.predicate(zero, zero, rows, keys), device=device)
-        seen = (seen & (keys <= rows)).expand(cache.length, cache.end)
-        first = int(seen.any(0).nonzero()[0])  # older keys are not touched at all
-        return Block(slice(0, cache.length), slice(first, cache.end), mask=seen[:, first:].contiguous())
+        seen = (seen & (keys <= rows)).expand(len(rows), keys.shape[1])
+        oldest = int(seen.any(0).nonzero()[0])  # older keys are not touched at all
+        return Block(
+            slice(span.first - cache.context, span.last - cache.context),
+            slice(span.start + oldest, span.last),
+            sequences=span.sequences,
+            mask=seen[:, oldest:].contiguous(),
+        )
 
 
 def describe(mask_function: Predicate = causal_mask_function, **_: Any) -> Seen:

@@ -1,13 +1,15 @@
-"""Small copies of Hugging Face models: every feature of the original, but few and narrow layers.
+"""Small copies of Hugging Face models: the features of the original, but few and narrow layers.
 
-A copy is built and run in a moment, so what holds for a model can be tried out before the model itself is loaded.
+A copy is built and run in a moment, so what holds for a model can be tried out before the model itself is loaded. What
+a copy has otherwise than the original is in ``DIFFERENCES``.
 """
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +69,52 @@ LAST = "num_kv_shared_layers"
 # Not copied: what concerns only the original's weights, and what is worked out from the rest.
 UNSET = "quantization_config dtype torch_dtype transformers_version num_layers_per_stack mamba_headdim"
 
+
+class Difference(NamedTuple):
+    """Something that a small copy has otherwise, and what stands for it."""
+
+    feature: str
+    instead: str
+    names: str = "^$"  # of the configuration's values, as a regular expression
+
+
+DIFFERENCES = (
+    Difference("weights", "random, so spread that attention is far from uniform"),
+    Difference("dtype", "float64; float32 if the model knows no float64: rounding proves nothing", "dtype"),
+    Difference(
+        "sizes",
+        "at least one layer of each kind, proportions kept; windows and chunks of 8 tokens, so that 29 go beyond",
+        # RULES has their names; these are lists of layers, and what is worked out from sizes.
+        "layer|pattern|block|^(head_dim|hidden_size)$",
+    ),
+    Difference(
+        "RoPE that depends on the length",
+        "changes beyond 16 tokens, and is tested with 29, 23 and 11, one after the other",
+        "original_max_position_embeddings",
+    ),
+    Difference(
+        "scales of attention for wide heads", "those for narrow ones", "^(query_pre_attn_scalar|.*_multiplier)$"
+    ),
+    Difference("token ids", "within a vocabulary of 97", "_token_id$|_index$"),
+    Difference(
+        "dropout and jitter",
+        "none, in training mode; dropout in attention and layerdrop are refused in training mode (randomness.py), the "
+        "rest draws anew for each slice",
+        "drop|jitter",
+    ),
+    Difference(
+        "auxiliary losses",
+        "none; a configuration that adds them (output_router_logits) is refused",
+        "aux_loss|z_loss|loss_weight",
+    ),
+    Difference("quantized weights", "none; they are refused", "quantization_config"),
+    Difference("the kernel of attention", "sdpa; the fast seam brings its own", "attn_implementation"),
+    Difference("the kernel of experts", "eager", "experts_implementation"),
+    Difference("images and sound", "none: text only"),
+    Difference("adapters and frozen weights", "none"),
+    Difference("gradient checkpointing", "tested where it is switched on"),
+)
+
 # What the default configurations of these types lack to make a model, or one that has attention.
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048}
 LACKING: dict[str, dict[str, Any]] = {
@@ -94,28 +142,38 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def small_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, shrunken; of a model that takes more than text, the part for text."""
+def default_config(model_type: str) -> PretrainedConfig:
+    """Of a type; of BERT and its kin, that of a decoder."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no causal language model of type {model_type!r}; see causal_lm_types()")
     config = CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("is_decoder", "causal"):
+            if hasattr(part, name):
+                setattr(part, name, True)  # without it, BERT and its kin see the tokens to come
+    return config
+
+
+def small_config(model_type: str) -> PretrainedConfig:
+    """The default configuration of a type, shrunken; of a model that takes more than text, the part for text."""
+    config = default_config(model_type)
     text = getattr(config, "text_config", None)
-    if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        config = text
-    for name in ("is_decoder", "causal"):
-        if hasattr(config, name):
-            setattr(config, name, True)  # without it, BERT and its kin see the tokens to come
-    return shrunken(config)
+    return shrunken(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
 
 
-def small_model(config: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """The causal language model of a shrunken configuration, with random weights; in training as in evaluation."""
+def small_model(
+    config: PretrainedConfig,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    kind: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """A model of a shrunken configuration, by default its causal language model, with random weights; in training mode,
+    where it draws nothing at random."""
+    make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The default way of computing experts knows no float64.
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, experts_implementation="eager"
-        )
+        model = make(copy.deepcopy(config), dtype=dtype, experts_implementation="eager").train()
         for parameter in model.parameters():
             _spread(parameter.data)
     assert isinstance(model, PreTrainedModel)

@@ -20,17 +20,12 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.hf.anatomy import Anatomy, Passing, hollow, text_config, with_layers
+from terapipe.modeling.hf.rope import depends_on_length, forgotten, remember
 from terapipe.modeling.hf.seam import RefusedError, computing, current, keep_outside
 from terapipe.modeling.hf.states import StateCache, ViewCache, told
 from terapipe.modeling.stage import IGNORE, Split
 
 _PREFIX = "model."
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
-    found = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in found)
 
 
 def _rows(module: nn.Module | None) -> int | None:
@@ -72,11 +67,11 @@ class DecoderStage(nn.Module):
         self._empty_modules()
         self._given: Tensor | None = None
         self._taken: Tensor | None = None
-        self._tokens = 0  # of the whole sequence, while a slice of it is computed
-        self._places_asked: Tensor | None = None
+        self._length: int | None = None  # of the longest document of the batch, while a slice is computed
+        self._remembered: dict[str, Any] = {}
         for module in self.model.modules():
-            if _depends_on_length(module):
-                module.register_forward_pre_hook(self._ask_for_all_places, with_kwargs=True)
+            if depends_on_length(module):
+                module.register_forward_pre_hook(self._rotate_by_length, with_kwargs=True)
                 module.register_forward_hook(self._take_asked_places)
         owned = self.blocks
         if not self.is_first:
@@ -127,19 +122,25 @@ class DecoderStage(nn.Module):
         if self._given is not None:
             self._taken = output[0] if isinstance(output, tuple) else output
 
-    def _ask_for_all_places(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Rotary embeddings that depend on the sequence's length are those of the whole one."""
-        if not self._tokens:
+    def _rotate_by_length(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Rotary embeddings that depend on the sequence's length are those of the longest document of the batch, as in
+        transformers: it is told as one more place. Lengths seen before, which the module remembers, do not count."""
+        if self._length is None:
             return arguments, named
+        self._remembered = forgotten(module)
         at = "position_ids" in named
-        self._places_asked = named["position_ids"] if at else arguments[1]
-        every = torch.arange(self._tokens, device=self._places_asked.device)[None]
-        return (arguments, {**named, "position_ids": every}) if at else ((arguments[0], every, *arguments[2:]), named)
+        places = named["position_ids"] if at else arguments[1]
+        last = torch.full_like(places[..., :1], self._length - 1)
+        places = torch.cat([places, last], -1)
+        return (arguments, {**named, "position_ids": places}) if at else ((arguments[0], places, *arguments[2:]), named)
 
     def _take_asked_places(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        if not self._tokens:
+        if self._length is None:
             return None
-        return tuple(table[0][self._places_asked] for table in output)
+        remember(module, self._remembered)
+        tables = output if isinstance(output, tuple) else (output,)
+        asked = tuple(table[..., :-1, :] for table in tables)
+        return asked if isinstance(output, tuple) else asked[0]
 
     def split(self, split: Split) -> None:
         """Shares the operators out by the model's own plan for that."""
@@ -171,7 +172,7 @@ class DecoderStage(nn.Module):
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         base = self.model.get_submodule(self.parts.layers.partition(".")[0])
-        self._given, self._tokens = x, cache.tokens
+        self._given, self._length = x, cache.longest
         size, length = x.shape[:2]
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(size, length, x)}
         if isinstance(cache, StateCache):
@@ -184,18 +185,18 @@ class DecoderStage(nn.Module):
                 base(**inputs, **self._places(cache, x), past_key_values=cache.states(), use_cache=False)
             if sum(calls.values()) < self.last - self.first:
                 raise RefusedError("some layers do not take their attention from transformers' interface")
-        taken, self._given, self._taken, self._tokens = self._taken, None, None, 0
+        taken, self._given, self._taken, self._length = self._taken, None, None, None
         assert taken is not None
         return taken
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By all that the model itself does after its layers: scaling, softcaps and the like too."""
-        self._given = hidden
+        self._given, self._length = hidden, hidden.shape[1]
         zeros = self._zeros(hidden.shape[0], hidden.shape[1], hidden)
         places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         positions = {"position_ids": places} if self.parts.takes_positions else {}
         logits: Tensor = self.__dict__["_end"](inputs_embeds=zeros, use_cache=False, **positions).logits
-        self._given = None
+        self._given, self._length = None, None
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
