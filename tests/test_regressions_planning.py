@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from terapipe import Plan, schedule, validate
+from terapipe import PRESETS, Plan, schedule, validate
+from terapipe.planning.analytic import AnalyticCost
+from terapipe.planning.cost import Part
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.hardware import cluster
+from terapipe.planning.layout import Layout
 from terapipe.scheduling import proof
+from terapipe.search.choice import Bench
+from terapipe.search.request import ClusterSource, ProfileSource, Request
+from tests.planning.test_fitted import made
 
 
 def calls_per_action(plan: Plan) -> float:
@@ -46,3 +54,44 @@ def test_plans_that_differ_in_lengths_only_are_proved_once(
     for each in (plan, other):
         assert proof.proved(each, 1) == schedule(each).ranks[1]
     assert len(validated) == 1
+
+
+def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
+    """Messages, sums over replicas, weights and activations of every profile were taken to be float32."""
+    wide = made()
+    half = replace(wide, machine={**wide.machine, "dtype": "bfloat16"})
+    two = Layout(data=2)
+    costs = [FittedCost(profile, layout=two) for profile in (wide, half)]
+    message = [cost.transfer(0, 1, 2, 512) for cost in costs]
+    assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
+    assert costs[1]._reduction(1000) == pytest.approx(costs[0]._reduction(500))
+    float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout(), False) for profile in (wide, half))
+    assert bfloat16.cache(Part(3), 1, 512) == float32.cache(Part(3), 1, 512) / 2
+    assert bfloat16.static(Part(3)) == float32.static(Part(3))  # 2 + 2 bytes and 12 of state; 4 + 4 and 8
+    with pytest.raises(ValueError, match="a profile is of one of"):
+        replace(wide, machine={"dtype": "int3"})
+
+
+def test_a_pipeline_of_one_rank_sends_nothing() -> None:
+    """The formula charged two transfers per slice however few ranks there were, so that search stopped too early."""
+    source = ClusterSource(PRESETS["gpt3-1b"], cluster("p3.16xlarge:2"))  # transfers there hold their sender up
+    request = Request(batch=1, tokens=2048)
+
+    def sent(pipe: int) -> float:
+        bench = Bench(source, request, Layout(pipe=pipe), recompute=False)
+        part, cost = bench.dearest, bench.cost
+        return float(bench.seconds(1, 512, 0) - cost.forward(part, 1, 512, 0) - cost.backward(part, 1, 512, 0))
+
+    assert sent(1) == pytest.approx(0.0, abs=1e-12)
+    assert sent(3) == pytest.approx(2 * sent(2))
+
+
+def test_a_described_cluster_exchanges_a_tied_weight_too() -> None:
+    """Measured costs had the exchange of a tied weight's gradient, described ones left it out."""
+    tied = PRESETS["gpt3-1b"]
+    host = cluster("dgx-a100:2")
+    layout = Layout(pipe=2, tensor=8)  # one stage on each host
+    costs = [AnalyticCost(config, host, layout) for config in (tied, replace(tied, tied=False))]
+    added = costs[0].once([Part(12, first=True)]) - costs[1].once([Part(12, first=True)])
+    assert added == pytest.approx(host.host.outside.seconds(tied.vocab * tied.hidden * 2))
+    assert costs[0].once([Part(24)]) == costs[1].once([Part(24)])
