@@ -183,7 +183,7 @@ class FittedCost:
         return self._links[a // per_host != b // per_host]
 
     def _reduction(self, count: int) -> float:
-        """All replicas sum their gradients, in the parameters' dtype, round a ring; what leaves a host shares a link."""
+        """All replicas sum their gradients, in their own dtype, round a ring; what leaves a host shares one link."""
         data, replica = self.layout.data, self.layout.pipe * self.layout.tensor
         if data == 1:
             return 0.0

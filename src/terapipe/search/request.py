@@ -163,8 +163,8 @@ class Request:
         whole = self.order in UNSLICED
         if whole and slices is not None and slices not in (1, (self.tokens,)):
             raise ValueError(
-                f"order {self.order!r} takes whole sequences, got --slices {slices}; "
-                "use terapipe or terapipe-1f1b, or leave --slices out"
+                f"order {self.order!r} takes whole sequences, got slices {slices}; "
+                "use terapipe or terapipe-1f1b, or leave slices out"
             )
 
     def fixed(self, **parts: object) -> "Request":
