@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
+from terapipe.cli.profile import _judge
 from terapipe.cli.show import reasons
 from terapipe.config import parse
 from terapipe.planning.analytic import AnalyticCost
@@ -17,6 +19,7 @@ from terapipe.planning.cost import Part
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
+from terapipe.planning.profile import KINDS
 from terapipe.reporting.launching import Launch
 from terapipe.reporting.launching import told as told_lines
 from terapipe.scheduling import proof
@@ -32,11 +35,11 @@ def calls_per_action(plan: Plan) -> float:
     """How many Python functions ``validate`` calls, over the number of actions: its work without a clock."""
     made, calls = schedule(plan), 0
 
-    def count(frame: Any, event: str, argument: Any) -> None:
+    def watch(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event == "call"
 
-    sys.setprofile(count)
+    sys.setprofile(watch)
     try:
         validate(made)
     finally:
@@ -238,3 +241,36 @@ def test_torchrun_can_start_terapipes_own_trainer() -> None:
     assert "plan.file" in told_lines(launch, Layout(pipe=2), Path("plan.json"))[-1]
     with pytest.raises(ValueError, match="a shell's words"):
         Launch(1, 2, 2, script="'open")
+
+
+def test_a_profile_stops_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time was looked at after whole rounds only: a slow model was measured many times as long as asked."""
+    import torch
+
+    from terapipe.runtime import profiler
+    from tests.models import TINY, make_model
+
+    clock = count()  # every look at it is a second later
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: float(next(clock)))
+    measured = []
+    slices = profiler.Profiler._slices
+    monkeypatch.setattr(profiler.Profiler, "_slices", lambda self, p: measured.append(p) or slices(self, p))
+    made = profiler.Profiler(make_model(TINY, torch.float32), layers=2, tokens=32)
+    profile = made.run(seconds=5.0)
+    assert len(measured) < 8 < len(made.points)
+    lengths = [s.length for s in profile.samples if s.kind == "forward" and not s.context]
+    assert (min(lengths), max(lengths)) == (4, 32)
+    assert any(s.context for s in profile.samples)
+    assert {s.kind for s in profile.samples} == set(KINDS)
+    assert FittedCost(profile).forward(Part(2), 1, 12, 8) > 0
+
+
+def test_a_profile_that_is_far_off_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of 40 % on held-out points was printed like any other figure."""
+    good = made()
+    good = replace(good, machine={**good.machine, "points": 1})
+    noisy = [s._replace(seconds=tuple(1.4 * t for t in s.seconds)) if s.held_out else s for s in good.samples]
+    _judge(good)
+    assert capsys.readouterr().out == ""
+    _judge(replace(good, samples=tuple(noisy)))
+    assert "Measure again on a quiet machine" in capsys.readouterr().out
