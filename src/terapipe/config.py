@@ -65,7 +65,10 @@ class DataConfig:
 class PlanConfig:
     """How a batch is cut and the model is split. What is left out is chosen."""
 
-    file: str = key("", "a plan that `terapipe plan --save` wrote; then only data, tensor and shard count here")
+    file: str = key(
+        "",
+        "a plan that `terapipe plan --save` wrote, with its layout; of [plan] nothing else counts",
+    )
     profile: str = key("", "what `terapipe profile` wrote; without it the model is measured at start")
     seconds: float = key(20.0, "to measure for, at start; 0: do not measure, cut into equal slices")
     ranks: int = key(0, "processes to start when not under torchrun; default: data x pipe x tensor")

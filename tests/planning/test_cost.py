@@ -15,4 +15,4 @@ from tests.costs import SimpleCost
     ],
 )
 def test_a_slices_round_trip(cost: SimpleCost, seconds: float) -> None:
-    assert round_trip(cost, Part(1), 0, 1, 12, 0) == pytest.approx(seconds)
+    assert round_trip(cost, Part(1), 1, 3, 1, 12, 0) == pytest.approx(seconds)

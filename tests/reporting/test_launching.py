@@ -27,7 +27,7 @@ def test_on_several_hosts_all_type_the_same() -> None:
         "torchrun --nnodes 48 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 "
         "--rdzv-id terapipe train.py"
     ]
-    named = Launch(2, 8, 64, script="my train.py", endpoint="node1.lan:1234", name="big-1")
+    named = Launch(2, 8, 64, script="'my train.py'", endpoint="node1.lan:1234", name="big-1")
     assert named.torchrun_lines()[0].endswith("--rdzv-endpoint node1.lan:1234 --rdzv-id big-1 'my train.py'")
 
 
@@ -102,7 +102,7 @@ def test_people_are_told_where_and_how() -> None:
 # Slurm
 
 
-@pytest.mark.parametrize("launch", [ONE, MANY, Launch(2, 8, 64, script="it's $HOME.py")])
+@pytest.mark.parametrize("launch", [ONE, MANY, Launch(2, 8, 64, script='"it\'s $HOME.py"')])
 def test_bash_reads_the_batch_script(launch: Launch) -> None:
     assert subprocess.run(["bash", "-n"], input=launch.slurm_script(), text=True, capture_output=True).stderr == ""
 

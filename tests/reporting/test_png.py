@@ -38,5 +38,5 @@ def test_text_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["resvg_py", "font_roboto"])
 def test_a_missing_extra_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=r"pip install 'terapipe\[png\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'terapipe\[png\]'"):
         write_png(tmp_path / "x.png", svg.timelines({"x": TIMELINE}))

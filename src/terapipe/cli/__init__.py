@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import terapipe
 from terapipe.cli import compare, doctor, models, plan, profile, reproduce, simulate, train, verify
@@ -10,16 +11,29 @@ from terapipe.cli import compare, doctor, models, plan, profile, reproduce, simu
 VERBS = (doctor, train, profile, plan, compare, simulate, reproduce, verify, models)
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line, as all other messages are, instead of the usage of every option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """What ``terapipe`` runs. Bad input is one message and exit code 2."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="terapipe", description="Token-level pipeline parallelism: measure, plan, train, compare, simulate."
     )
     parser.add_argument("--version", action="version", version=f"terapipe {terapipe.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:
         verb.add(verbs)
-    parsed = parser.parse_args(arguments)
+    try:
+        parsed = parser.parse_args(arguments)
+    except SystemExit as end:  # of argparse: 0 after --help, 2 after its message
+        return int(end.code or 0)
     try:
         run: int = parsed.run(parsed)
     except (ValueError, OSError) as error:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from terapipe.cli import show
+from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_request, add_source, request_of, source_of
 from terapipe.reporting import html, svg, units
 from terapipe.reporting.png import write_png
@@ -29,11 +30,13 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    check_outputs(parsed)
     began = time.perf_counter()
     source, request = source_of(parsed), request_of(parsed)
     rows = compare(source, request)
     seconds = time.perf_counter() - began
     budget = request.budget or source.budget
+    _write(parsed, rows, budget, source.name)
     if parsed.json:
         print(json.dumps([{**choice.to_dict(), "seconds_to_plan": seconds} for choice in rows]))
     else:
@@ -41,7 +44,6 @@ def run(parsed: argparse.Namespace) -> int:
         show.console.print("\n* no other that fits is both faster and smaller", style="dim")
         if budget:
             show.console.print(f"budget: {units.memory(budget)} per device; compared in {seconds:.1f} s", style="dim")
-    _write(parsed, rows, budget, source.name)
     return 0
 
 

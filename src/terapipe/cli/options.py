@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.config import nbytes
-from terapipe.planning.hardware import HOSTS, Cluster, cluster
+from terapipe.planning.hardware import HOSTS, cluster
 from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS, GPTConfig, model
-from terapipe.reporting.launching import HOST0
 from terapipe.scheduling.orders import ORDERS
-from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
+from terapipe.search.request import UNSLICED, ClusterSource, ProfileSource, Request, Source
+
+TILE = 8  # tokens that slice lengths are multiples of, unless --tile says otherwise or sequences are shorter
 
 Verbs = Any  # argparse does not name the type of its subparsers
 
 
-def add_source(parser: argparse.ArgumentParser, *, table: bool = False) -> None:
+def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required: bool = True) -> None:
     shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
     parser.add_argument("--model", help=f"a preset ({', '.join(PRESETS)}) or a shape: {shape}")
-    costs = parser.add_mutually_exclusive_group(required=True)
+    costs = parser.add_mutually_exclusive_group(required=required)
     costs.add_argument("--cluster", metavar="HOST:COUNT", help=f"hosts: {', '.join([*HOSTS, 'cpu'])} (cpu: this one)")
     costs.add_argument("--profile", metavar="FILE", type=Path, help="what `terapipe profile` measured")
     if table:
@@ -43,44 +44,43 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     fixed.add_argument("--pipe", type=int, help="ranks of the pipeline")
     fixed.add_argument("--tensor", type=int, help="devices to each operator")
     fixed.add_argument("--order", help=f"one of {', '.join(ORDERS)}")
-    fixed.add_argument("--slices", help="a number of equal slices, or lengths such as 704,688,656")
+    fixed.add_argument("--slices", type=_count, metavar="COUNT", help="how many equal slices of each sequence")
+    fixed.add_argument("--slice-lengths", type=_lengths, metavar="TOKENS,...", help="such as 704,688,656")
     fixed.add_argument("--microbatch", type=int, help="sequences per microbatch")
     fixed.add_argument("--chunks", type=int, help="chunks of layers per rank")
     fixed.add_argument("--recompute", choices=("on", "off"), help="keep only a slice's input for its backward")
     fixed.add_argument("--shard", action="store_true", help="replicas share out their state: Pipeline(shard=True)")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--tile", type=int, default=8, help="slice lengths are multiples of it (default 8)")
+    limits.add_argument("--tile", type=int, help="slice lengths are multiples of it (default 8)")
     limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
     launch = parser.add_argument_group("how to start it")
-    launch.add_argument("--script", default="train.py", help="what torchrun starts (default train.py)")
-    launch.add_argument("--endpoint", metavar="HOST:PORT", default=HOST0, help="where several hosts meet: one of them")
-    launch.add_argument("--name", default="terapipe", help="of the job (default terapipe)")
+    launch.add_argument(
+        "--script", default="train.py", help="what torchrun starts, in a shell's words (default train.py)"
+    )
+    launch.add_argument("--endpoint", metavar="HOST:PORT", help="where several hosts meet: one of them")
+    launch.add_argument("--name", help="of the job (default terapipe)")
     launch.add_argument("--slurm", metavar="FILE", type=Path, help="write a batch script for sbatch")
     launch.add_argument("--kubernetes", metavar="FILE", type=Path, help="write a Service and a Job for kubectl")
-    launch.add_argument("--image", default="YOUR_IMAGE", help="what the Kubernetes job's containers are made of")
+    launch.add_argument("--image", help="what the Kubernetes job's containers are made of")
 
 
 def source_of(parsed: argparse.Namespace) -> Source:
     """The source of costs that was asked for."""
     if parsed.profile is not None:
+        refuse_with("--profile", parsed, "layers_only")
         profile = Profile.from_json(read(parsed.profile))
         if parsed.model is not None:
             profile.check_model(model(parsed.model))
         ranks = (getattr(parsed, "data", None) or 1) * (getattr(parsed, "pipe", None) or 0) or profile.ranks
         return ProfileSource(profile, ranks)
+    if parsed.cluster is None:
+        raise ValueError("costs come from --cluster and --model, or from --profile; give one of them")
     if parsed.model is None:
         raise ValueError("--cluster needs --model: a preset, or a shape such as layers=96,hidden=12288,heads=96")
     return ClusterSource(_long_enough(model(parsed.model), parsed), cluster(parsed.cluster), not parsed.layers_only)
-
-
-def machine_of(parsed: argparse.Namespace) -> Cluster | Profile | None:
-    """What is known of the hosts; a cost table says nothing of them."""
-    if parsed.cluster is not None:
-        return cluster(parsed.cluster)
-    return None if parsed.profile is None else Profile.from_json(read(parsed.profile))
 
 
 def _long_enough(config: GPTConfig, parsed: argparse.Namespace) -> GPTConfig:
@@ -89,6 +89,10 @@ def _long_enough(config: GPTConfig, parsed: argparse.Namespace) -> GPTConfig:
 
 
 def request_of(parsed: argparse.Namespace) -> Request:
+    if parsed.batch is None or parsed.seq is None:
+        raise ValueError("give --batch and --seq")
+    slices = parsed.slices if parsed.slice_lengths is None else parsed.slice_lengths
+    _refuse_conflicts(parsed)
     return Request(
         batch=parsed.batch,
         tokens=parsed.seq,
@@ -96,25 +100,49 @@ def request_of(parsed: argparse.Namespace) -> Request:
         pipe=parsed.pipe,
         tensor=parsed.tensor,
         order=parsed.order,
-        slices=_slices(parsed.slices),
+        slices=slices,
         microbatch=parsed.microbatch,
         chunks=parsed.chunks,
         recompute={"on": True, "off": False, None: None}[parsed.recompute],
-        tile=parsed.tile,
+        tile=max(1, min(TILE, parsed.seq)) if parsed.tile is None else parsed.tile,
         distinct=parsed.distinct,
         shard=parsed.shard,
         budget=None if parsed.memory is None else nbytes(parsed.memory),
     )
 
 
-def _slices(text: str | None) -> int | tuple[int, ...] | None:
-    if text is None:
-        return None
+def _refuse_conflicts(parsed: argparse.Namespace) -> None:
+    """Options that would have no effect beside others."""
+    if parsed.slices is not None:
+        refuse_with("--slices", parsed, "slice_lengths", "tile", "distinct")
+    if parsed.slice_lengths is not None:
+        refuse_with("--slice-lengths", parsed, "tile", "distinct")
+    if parsed.order in UNSLICED:
+        refuse_with(f"--order {parsed.order}, which takes whole sequences,", parsed, "tile", "distinct")
+    if parsed.data == 1:
+        refuse_with("--data 1", parsed, "shard")
+
+
+def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
+    """An option that has no effect beside another is refused, never ignored."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(parsed, name, None) not in (None, False)]
+    if given:
+        raise ValueError(f"{' and '.join(given)} would have no effect with {chosen}; leave out one or the other")
+
+
+def _count(text: str) -> int:
     try:
-        lengths = tuple(int(word) for word in text.split(","))
+        return int(text)
     except ValueError:
-        raise ValueError(f"--slices is a number or lengths such as 704,688,656, got {text!r}") from None
-    return lengths if "," in text else lengths[0]
+        remedy = "; lengths are given by --slice-lengths" if "," in text else ""
+        raise argparse.ArgumentTypeError(f"a number of slices is one whole number, got {text!r}{remedy}") from None
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"lengths are whole numbers such as 704,688,656, got {text!r}") from None
 
 
 def read(path: Path) -> str:

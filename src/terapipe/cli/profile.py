@@ -2,10 +2,12 @@
 
 import argparse
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe.cli import show, verify
+from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
@@ -14,6 +16,9 @@ from terapipe.reporting import html, units
 
 if TYPE_CHECKING:
     from terapipe.modeling.stage import Splittable
+
+
+TRUSTED = 0.15  # error on held-out points up to which a profile is worth planning with
 
 
 def add(verbs: Verbs) -> None:
@@ -38,14 +43,15 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.seq < 1 or not 0 < parsed.seconds < inf:
+        raise ValueError(f"--seq and --seconds must be positive, got {parsed.seq} and {parsed.seconds}")
+    check_outputs(parsed)
     config = _found(parsed.model, parsed.seq)
     sizes = _sizes(parsed.sizes)
     # A model that cannot be cut is refused here, in one message, before any rank is started.
     layers = (config if isinstance(config, GPTConfig) else _made(config, parsed.dtype)[1]).layers
     if not 1 <= parsed.ranks <= layers:
         raise ValueError(f"every rank measures at least one of the {layers} layers, got --ranks {parsed.ranks}")
-    if parsed.seq < 1 or not parsed.seconds > 0:
-        raise ValueError(f"--seq and --seconds must be positive, got {parsed.seq} and {parsed.seconds}")
     from terapipe.runtime.launch import launch
     from terapipe.runtime.transport import under_torchrun
 
@@ -53,6 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
     measured = measure(*asked) if under_torchrun() else launch(measure, parsed.ranks, *asked)
     if measured is not None:
         _show(measured, parsed.out)
+        _judge(measured)
     return 0
 
 
@@ -136,6 +143,20 @@ def _show(measured: Profile, out: Path) -> None:
             shown = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
             show.console.print(f"  messages {where}: {shown}")
     show.console.print(f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch 1 --seq {measured.tokens}")
+
+
+def _judge(measured: Profile) -> None:
+    """Whether it can be relied on."""
+    errors = [abs(e) for e in FittedCost(measured).errors()]
+    if errors and max(errors) > TRUSTED:
+        show.console.print(
+            f"[yellow]The costs are off by {max(errors):.0%} on points that were held out: what is planned with them "
+            "cannot be relied on. Measure again on a quiet machine.[/]"
+        )
+    asked = measured.machine["points"]
+    found = len({(s.size, s.length, s.context) for s in measured.samples if s.kind == "forward"})
+    if found < asked:
+        show.console.print(f"[yellow]There was time for {found} of {asked} points; give more --seconds for all.[/]")
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
 from terapipe.paper.reproduce import Row, mean_error, rows, sweep
 from terapipe.reporting import html, svg, units
-from terapipe.reporting.png import write_png
+from terapipe.reporting.png import require_png, write_png
 
 HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned microbatch and slices")
 
@@ -34,17 +34,20 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.out is not None:
+        _check_folder(parsed.out)
     began = time.perf_counter()
     found = rows()
     swept = sweep(found[SWEPT - 1].sliced.step_time)
     error = mean_error(found)
-    if parsed.json:
-        settings = [row.to_dict() for row in found]
-        print(json.dumps({"settings": settings, "sweep": swept, "mean_error": error}))
-    else:
+    if not parsed.json:
         _print(found, swept, error, time.perf_counter() - began)
     more = list(beyond.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
-    if not parsed.json:
+    if parsed.json:
+        told = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
+        tables = [{"heading": s.heading, "header": s.header, "rows": s.rows} for s in more]
+        print(json.dumps({**told, **({"beyond": tables} if more else {})}))
+    else:
         for section in more:
             show.console.print(f"\n{section.heading}:")
             show.console.print(_table(section.header, section.rows))
@@ -53,6 +56,14 @@ def run(parsed: argparse.Namespace) -> int:
         if not parsed.json:
             show.console.print(f"Wrote [bold]{parsed.out / 'report.html'}[/] and its figures.")
     return 0
+
+
+def _check_folder(path: Path) -> None:
+    """Before minutes are spent."""
+    above = next(place for place in (path, *path.resolve().parents) if place.exists())
+    if not above.is_dir():
+        raise ValueError(f"--out names a folder to write into, {above} is a file")
+    require_png()
 
 
 def _cells(row: Row) -> tuple[str, ...]:

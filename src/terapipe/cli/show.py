@@ -32,7 +32,7 @@ def decision(found: Decision, seconds: float, saved: Path | None) -> None:
         console.print("\nRunners-up, the best of every other order:")
         console.print(choices(found.runners_up, choice))
     if saved:
-        console.print(f"\nSaved to {saved}; load it with Plan.from_json.")
+        console.print(f"\nSaved to {saved}, with layout and costs; Plan.from_json reads the plan in it.")
     console.print(f"\n[dim]planned in {seconds:.1f} s[/]")
 
 
@@ -79,7 +79,11 @@ def reasons(found: Decision) -> list[str]:
         )
     if found.runners_up:
         other = found.runners_up[0]
-        out.append(f"{other.step_time / choice.step_time - 1:.1%} faster than the next best order, {other.plan.order}")
+        ahead = other.step_time / choice.step_time - 1
+        if ahead >= 0:
+            out.append(f"{ahead:.1%} faster than the next best order, {other.plan.order}")
+        else:
+            out.append(f"{other.plan.order} would be {-ahead:.1%} faster, which is not worth cutting sequences for")
     if choice.plan.recompute:
         out.append("without recomputation it would not fit, or be slower")
     if found.price is not None:

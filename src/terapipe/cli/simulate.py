@@ -3,12 +3,15 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from terapipe.cli import show
-from terapipe.cli.options import Verbs, add_request, add_source, read, request_of, source_of
+from terapipe.cli.files import check_outputs
+from terapipe.cli.options import Verbs, add_request, add_source, read, refuse_with, request_of, source_of
+from terapipe.config import nbytes
 from terapipe.planning.layout import Layout
-from terapipe.planning.slices import Plan
 from terapipe.reporting import html, svg, text, units
 from terapipe.reporting.png import write_png
 from terapipe.reporting.report import Shown, report
@@ -21,6 +24,10 @@ from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choice import Bench, Choice
 from terapipe.search.choose import choose
 from terapipe.search.request import Request
+from terapipe.search.saved import SavedPlan
+
+WIDTH = 100
+FIXED = ("order", "slices", "slice_lengths", "microbatch", "chunks", "recompute", "tile", "distinct")  # by a plan
 
 
 def add(verbs: Verbs) -> None:
@@ -30,18 +37,23 @@ def add(verbs: Verbs) -> None:
         description="Simulates a saved plan, or the one that `terapipe plan` would choose, and draws its step.",
     )
     parser.add_argument("plan", nargs="?", type=Path, help="a plan saved by `terapipe plan --save`")
-    add_source(parser)
-    add_request(parser, required=False)  # a saved plan knows its batch and its tokens
+    add_source(parser, required=False)  # a saved plan knows its costs, its batch and its tokens
+    add_request(parser, required=False)
     parser.add_argument("--measured", metavar="FILE", type=Path, help="a measured timeline (JSON) to set beside")
     for kind, what in (("html", "a page"), ("svg", "a picture"), ("png", "a picture"), ("trace", "a Perfetto trace")):
         parser.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {what}")
-    parser.add_argument("--width", type=int, default=100, help="columns of the drawing in the terminal")
+    parser.add_argument("--width", type=int, help=f"columns of the drawing in the terminal (default {WIDTH})")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    bench, choice = _judged(parsed)
+    if parsed.json:
+        refuse_with("--json", parsed, "width")
+    if parsed.width is not None and parsed.width < 1:
+        raise ValueError(f"--width is a number of columns, at least 1, got {parsed.width}")
+    check_outputs(parsed)
+    bench, choice, saved = _judged(parsed)
     timeline = simulate(schedule(choice.plan), bench.cost)
     shown = [shown_of("predicted", timeline, bench)]
     if parsed.measured:
@@ -49,36 +61,83 @@ def run(parsed: argparse.Namespace) -> int:
         if measured.plan != choice.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
         shown.append(shown_of("measured", measured, bench))
-    if parsed.json:
-        causes = [cause._asdict() for cause in idle_by_cause(timeline)]
-        print(json.dumps({**choice.to_dict(), "makespan": timeline.makespan, "idle_by_cause": causes}))
-    else:
-        _print(shown, choice, parsed.width)
     _write(parsed, shown, choice, bench.budget)
+    if parsed.json:
+        print(json.dumps(_as_dict(shown, choice, saved)))
+    else:
+        _print(shown, choice, parsed.width or WIDTH)
+        _print_origin(choice, saved)
     return 0
 
 
-def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice]:
+def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None]:
     if parsed.plan is None:
         if parsed.batch is None or parsed.seq is None:
             raise ValueError("give a saved plan, or --batch and --seq to make one")
         source, request = source_of(parsed), request_of(parsed)
         choice = choose(source, request).chosen
+        return Bench(source, request, choice.layout, choice.plan.recompute), choice, None
+    saved = SavedPlan.from_json(read(parsed.plan))
+    plan, layout = saved.plan, _layout(parsed, saved)
+    parsed.seq, parsed.data, parsed.pipe = plan.tokens, layout.data, layout.pipe
+    named = parsed.cluster is not None or parsed.profile is not None
+    if not named:
+        refuse_with("the costs that are saved with the plan, and no --cluster,", parsed, "model", "layers_only")
+    source = source_of(parsed) if named else saved.source()
+    if plan.num_layers != source.layers:
+        raise ValueError(f"the plan splits {plan.num_layers} layers, the model has {source.layers}")
+    budget = saved.budget if parsed.memory is None else nbytes(parsed.memory)
+    request = Request(plan.batch * layout.data, plan.tokens, shard=layout.shard, tile=1, budget=budget)
+    if layout.tensor not in source.tensor_degrees():
+        raise ValueError(f"tensor must be one of {source.tensor_degrees()} on {source.name}, got {layout.tensor}")
+    if layout.devices > source.devices:
+        raise ValueError(f"{layout} needs {layout.devices} devices, {source.name} has {source.devices}")
+    bench = Bench(source, request, layout, plan.recompute)
+    return bench, bench.judge(plan), saved
+
+
+def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
+    """The plan's own; what was given must agree with it. A bare plan has none: then it must be given."""
+    refuse_with("a saved plan, which fixes them,", parsed, *FIXED)
+    if saved.layout is None:
+        if parsed.data is None or parsed.tensor is None:
+            raise ValueError(f"{parsed.plan} is a bare plan, without its layout; give --data and --tensor")
+        layout = Layout(parsed.data, saved.plan.num_ranks, parsed.tensor, parsed.shard)
+        if min(layout.data, layout.tensor) < 1 or (layout.shard and layout.data == 1):
+            raise ValueError(f"--data and --tensor are at least 1, and --shard needs several replicas, got {layout}")
     else:
-        plan = Plan.from_json(read(parsed.plan))
-        layout = Layout(parsed.data or 1, plan.num_ranks, parsed.tensor or 1)
-        parsed.seq, parsed.pipe = plan.tokens, plan.num_ranks
-        source = source_of(parsed)
-        if plan.num_layers != source.layers:
-            raise ValueError(f"the plan splits {plan.num_layers} layers, the model has {source.layers}")
-        request = Request(plan.batch * layout.data, plan.tokens)
-        choice = Bench(source, request, layout, plan.recompute).judge(plan)
-    return Bench(source, request, choice.layout, choice.plan.recompute), choice
+        layout = saved.layout
+    batch, tokens = saved.plan.batch * layout.data, saved.plan.tokens
+    known = {**asdict(layout), "batch": batch, "seq": tokens}
+    for name, value in known.items():
+        asked = getattr(parsed, name)
+        if asked not in (None, False, value):
+            raise ValueError(f"{parsed.plan} is for {name} {value}, got --{name} {asked}; leave it out, or plan again")
+    return layout
 
 
 def shown_of(name: str, timeline: Timeline, bench: Bench) -> Shown:
     idle = [cause._asdict() for cause in idle_by_cause(timeline)]
     return Shown(name, timeline, idle, curves(timeline, bench.memory))
+
+
+def _as_dict(shown: Sequence[Shown], choice: Choice, saved: SavedPlan | None) -> dict[str, Any]:
+    predicted, *others = shown
+    found = {**choice.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
+    for run in others:
+        found[run.name] = {"makespan": run.timeline.makespan, "idle_by_cause": run.idle}
+    if saved is not None and saved.step_time is not None:
+        found["planned_step_time"] = saved.step_time
+    return found
+
+
+def _print_origin(choice: Choice, saved: SavedPlan | None) -> None:
+    """Whether it is what `terapipe plan` said."""
+    if saved is None or saved.step_time is None:
+        return
+    same = abs(choice.step_time / saved.step_time - 1) < 1e-6
+    said = "as planned" if same else f"{units.seconds(saved.step_time)} when it was planned, by other costs"
+    show.console.print(f"  {'step':13s} {units.seconds(choice.step_time)}, {said}", markup=False)
 
 
 def _print(shown: Sequence[Shown], choice: Choice, width: int) -> None:

@@ -56,7 +56,7 @@ class AnalyticCost:
         device = self.cluster.host.device
         count = parameters(self.config, held) / self.layout.tensor if self.ends else self._layer_parameters(held)
         optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
-        return optimizer + self._reduction(count)
+        return optimizer + self._reduction(count) + self._tied(held)
 
     # One layer
 
@@ -120,12 +120,22 @@ class AnalyticCost:
         return host.inside if a // host.devices == b // host.devices else host.outside
 
     def _reduction(self, count: float) -> float:
-        """All replicas sum their gradients, in float32, round a ring; the devices of a host share its card."""
+        """All replicas sum their gradients round a ring; the devices of a host share its card."""
         d = self.layout.data
         if d == 1:
             return 0.0
         host = self.cluster.host
-        sent = 2 * (d - 1) / d * 4 * count
+        sent = 2 * (d - 1) / d * host.device.summed * count
         if self.layout.devices <= host.devices:
             return host.inside.seconds(sent)
         return host.outside.seconds(sent * host.devices)
+
+    def _tied(self, held: Sequence[Part]) -> float:
+        """A tied weight's gradient, exchanged between the first and the last rank; each tensor rank sends its part."""
+        first, last = (any(getattr(part, end) for part in held) for end in ("first", "last"))
+        if not (self.ends and self.config.tied) or first == last:
+            return 0.0
+        host, tensor = self.cluster.host, self.layout.tensor
+        nbytes = float(self.config.vocab * self.config.hidden * host.device.element)
+        link = self._link(0, (self.layout.pipe - 1) * tensor)
+        return link.seconds(nbytes if link is host.outside else nbytes / tensor)

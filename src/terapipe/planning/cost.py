@@ -73,14 +73,19 @@ class Memory(Protocol):
         """What only exists during a forward, and only during a backward."""
 
 
-def round_trip(cost: Cost, part: Part, rank: int, size: Numbers, length: Numbers, context: Numbers) -> Array:
-    """One slice's forward, backward and both its transfers on one rank: what the formula of the paper calls t.
+def round_trip(
+    cost: Cost, part: Part, rank: int, ranks: int, size: Numbers, length: Numbers, context: Numbers
+) -> Array:
+    """One slice's forward and backward on one of so many ranks, and its transfers to the neighbors there are: what the
+    formula of the paper calls t.
 
     Where the rank computes while it sends, slices follow each other as fast as the slower of the two permits.
     """
     forward, backward = cost.forward(part, size, length, context), cost.backward(part, size, length, context)
 
-    def added(seconds: Array, target: int) -> Array:
+    def added(seconds: Array, target: int) -> Array | float:
+        if not 0 <= target < ranks:
+            return 0.0
         sent, (overlapped, latency) = cost.transfer(rank, target, size, length), cost.sending(rank, target)
         return np.maximum(sent - latency - seconds, 0.0) if overlapped else sent
 

@@ -149,7 +149,7 @@ class FittedCost:
         return self._of("weights", size, length) * (part.layers / self.profile.layers)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        nbytes = np.multiply(size, length) * float(self.profile.config.hidden * 4)
+        nbytes = np.multiply(size, length) * float(self.profile.config.hidden * self.profile.element)
         return self._link(source * self.layout.tensor, target * self.layout.tensor)(nbytes)
 
     def sending(self, source: int, target: int) -> Sending:
@@ -164,7 +164,7 @@ class FittedCost:
         seconds = count * typical(self.profile.optimizer) + self._reduction(count)
         if config.tied and any(part.first for part in held) != any(part.last for part in held):
             ends = self._link(0, (self.layout.pipe - 1) * self.layout.tensor)
-            seconds += float(ends(4.0 * config.vocab * config.hidden))
+            seconds += float(ends(float(self.profile.element) * config.vocab * config.hidden))
         return seconds
 
     # Links
@@ -183,11 +183,11 @@ class FittedCost:
         return self._links[a // per_host != b // per_host]
 
     def _reduction(self, count: int) -> float:
-        """All replicas sum their gradients, in float32, round a ring; what leaves a host shares one link."""
+        """All replicas sum their gradients, in their own dtype, round a ring; what leaves a host shares one link."""
         data, replica = self.layout.data, self.layout.pipe * self.layout.tensor
         if data == 1:
             return 0.0
-        sent = 2 * (data - 1) / data * 4.0 * count
+        sent = 2 * (data - 1) / data * self.profile.element * count
         per_host = self.profile.ranks_per_host
         if self.layout.devices <= per_host:
             return float(self._link(0, 0)(sent))

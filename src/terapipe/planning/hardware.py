@@ -33,6 +33,7 @@ class Device:
     half_width: float = 0.0  # of a product's sides, at which it reaches half of that share
     accumulated: float = 2.0  # times its weights' bytes that a layer moves to add a slice's gradients to the sum
     element: int = 2  # bytes of a weight, an activation, a gradient
+    summed: int = 2  # bytes of a gradient in sums over replicas: the runtime sums in the parameters' dtype
     state: int = 12  # bytes of optimizer state for each parameter: float32 copy and Adam's two moments
     causal: bool = True  # whether attention skips the future; otherwise it computes whole rectangles
 
@@ -62,11 +63,12 @@ class Cluster:
 
 
 # The V100 of the TeraPipe paper. From data sheets: peak, memory and its bandwidth. From the paper's figure 3: no layer
-# below 1.46 ms, however short the slice. By construction: attention over whole rectangles, transfers not overlapped, a
-# weight's gradient written, read, added to its sum and that written (4 times the weights' bytes). Calibrated, on figure
+# below 1.46 ms, however short the slice. By construction: attention over whole rectangles, transfers not overlapped,
+# gradients of replicas summed in float32, a weight's gradient written, read, added to its sum and that written (4 times
+# the weights' bytes). Calibrated, on figure
 # 3 and settings 5, 8 and 10 of the main table: the share of the peak, the width that halves it, a layer's overhead.
 _V100 = Device(
-    125e12, 0.944, 900 * GB, 16 * GIB, 0.45e-3, 1.46e-3, half_width=2330.0, accumulated=4.0, causal=False
+    125e12, 0.944, 900 * GB, 16 * GIB, 0.45e-3, 1.46e-3, half_width=2330.0, accumulated=4.0, summed=4, causal=False
 )  # fmt: skip
 # For the others, published peaks, and shares and overheads that well-tuned training reaches; not measured by us.
 _A100 = Device(312e12, 0.75, 2.0e12, 80 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0)
@@ -105,7 +107,7 @@ def this_cpu() -> Host:
     rate = 2 * 1024**3 / _best(lambda: a @ b) / cores
     bandwidth = 2 * block.nbytes / _best(block.copy)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
-    device = Device(rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, element=4, state=8)
+    device = Device(rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, element=4, summed=4, state=8)
     link = Link(bandwidth / 6, 50e-6)  # through a socket: several copies
     return Host(device, cores, link, Link(1.25 * GB, 50e-6))
 

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple, Self
 from terapipe.presets import GPTConfig
 
 FORMAT = 1
+# Bytes of a value, and of an optimizer's state for a parameter: AdamW's two moments, and for half precision a float32
+# copy beside, as `terapipe train` keeps it.
+ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+STATE = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
 KINDS = ("forward", "backward", "weights", "embedding", "embedding_backward", "head")
 
 
@@ -64,6 +68,17 @@ class Profile:
                 f"a profile names the host of every rank, got {len(self.hosts)} hosts and {self.ranks} ranks; "
                 "run `terapipe profile` again"
             )
+        if self.dtype not in ELEMENT:
+            raise ValueError(f"a profile is of one of {', '.join(ELEMENT)}, got {self.dtype!r}")
+
+    @property
+    def dtype(self) -> str:
+        """Of parameters, hidden states and gradients; so that of messages and of sums over replicas."""
+        return str(self.machine.get("dtype", "float32"))
+
+    @property
+    def element(self) -> int:
+        return ELEMENT[self.dtype]
 
     @cached_property
     def ranks_per_host(self) -> int:

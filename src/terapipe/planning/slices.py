@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
 FORMAT = 1
+PLANNED = "planned"  # in a file, beside the plan: what `terapipe plan` knew of it
 
 FOLDED = frozenset({"terapipe-v"})  # orders whose stages lie over the ranks there and back
 
@@ -214,7 +215,7 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
-        if not isinstance(data, Mapping) or set(data) != keys:
+        if not isinstance(data, Mapping) or set(data) - {PLANNED} != keys:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {found}")
         if data["format"] != FORMAT:

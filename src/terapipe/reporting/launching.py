@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
+from shlex import join, split
 from typing import Any
 
 from terapipe.planning.hardware import Cluster
@@ -69,6 +69,15 @@ class Launch:
                 f"got {self.name!r}; try 'terapipe'"
             )
 
+        if not self._words()[0]:
+            raise ValueError("a script is what torchrun starts, such as train.py or '-m terapipe train run.toml'")
+
+    def _words(self) -> list[str]:
+        try:
+            return split(self.script) or [""]
+        except ValueError as error:
+            raise ValueError(f"a script is given in a shell's words, got {self.script!r}: {error}") from None
+
     @property
     def port(self) -> str:
         return self.endpoint.rpartition(":")[2]
@@ -82,9 +91,9 @@ class Launch:
 
     def _torchrun(self, endpoint: str, job: str, more: str = "") -> str:
         if self.hosts == 1:
-            return f"torchrun --standalone --nproc-per-node {self.processes} {quote(self.script)}"
+            return f"torchrun --standalone --nproc-per-node {self.processes} {join(self._words())}"
         meet = f"--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {job}{more}"
-        return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.processes} {meet} {quote(self.script)}"
+        return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.processes} {meet} {join(self._words())}"
 
     def slurm_script(self) -> str:
         """For sbatch. One task per node: torchrun starts the others."""
@@ -202,7 +211,9 @@ def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]
     out += [f"  {line}" for line in launch.torchrun_lines()]
     if several and launch.endpoint == HOST0:
         out.append("HOST0 stands for one of the hosts; --endpoint names it.")
-    if saved:
+    if saved and " train " in f" {launch.script} ":
+        out.append(f"The run's file has plan.file = {json.dumps(str(saved))}, which brings the layout with it.")
+    elif saved:
         mesh = f"terapipe.device_mesh(Layout(data={layout.data}, pipe={layout.pipe}, tensor={layout.tensor}))"
         shard = " The pipeline is made with shard=True." if layout.shard else ""
         out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.{shard}")

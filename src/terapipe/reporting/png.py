@@ -16,8 +16,14 @@ def write_png(path: Path, svg_text: str, scale: float = 2.0) -> None:
     path.write_bytes(picture)
 
 
+def require_png() -> None:
+    """Raises ValueError where the extra is missing: before a picture is made, not after."""
+    for name in ("resvg_py", "font_roboto"):
+        _extra(name)
+
+
 def _extra(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError:
-        raise ImportError(f"PNG pictures need the module {name}; pip install 'terapipe[png]'") from None
+        raise ValueError(f"PNG pictures need the module {name}; pip install 'terapipe[png]'") from None

@@ -16,7 +16,7 @@ from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.intake import Batch
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
-from terapipe.scheduling.actions import Action, Op, Schedule, counterpart
+from terapipe.scheduling.actions import FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 from terapipe.scheduling.transfers import with_early_receives
 
@@ -32,20 +32,21 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        schedule: Schedule,
+        plan: Plan,
+        actions: Sequence[Action],
         transport: Transport,
         dtype: torch.dtype,
         finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
-        """``finished`` is called as soon as a stage's gradients are complete."""
-        self._stages, self._plan, self._transport, self._dtype = stages, schedule.plan, transport, dtype
+        """``actions`` are this rank's; ``finished`` is called as soon as a stage's gradients are complete."""
+        self._stages, self._plan, self._transport, self._dtype = stages, plan, transport, dtype
         listed = with_early_receives if transport.device.type == "cpu" else tuple
-        self._runs = _runs(listed(schedule.ranks[transport.rank]))
-        self._forward_runs = _runs(listed(schedule.forward_only().ranks[transport.rank]))
-        self._last_stage = schedule.plan.num_stages - 1
+        self._runs = _runs(listed(actions))
+        self._forward_runs = _runs(listed([a for a in actions if a.op in FORWARD]))  # what evaluation runs
+        self._last_stage = plan.num_stages - 1
         self._finished = finished
         # The last backward of each stage, or the last of their weight halves.
-        self._completing = set({a.stage: a for a in schedule.ranks[transport.rank] if a.op in (Op.B, Op.W)}.values())
+        self._completing = set({a.stage: a for a in actions if a.op in (Op.B, Op.W)}.values())
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,

@@ -26,8 +26,8 @@ from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
 from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_device
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.proof import proved
 from terapipe.scheduling.timeline import Timeline
-from terapipe.scheduling.validation import validate
 
 T = TypeVar("T")
 
@@ -118,10 +118,8 @@ class Pipeline:
 
     def _make_executor(self, plan: Plan) -> Executor:
         self._check_slices(min(map(min, plan.lengths)), plan.recompute)
-        made = schedule(plan)
-        validate(made)
         stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
-        return Executor(stages, made, self._transport, self._dtype, self._finished)
+        return Executor(stages, plan, proved(plan, self.rank), self._transport, self._dtype, self._finished)
 
     @property
     def schedule(self) -> Schedule:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from math import inf
 from statistics import median
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,38 +20,17 @@ from terapipe.modeling.linear import settle
 from terapipe.modeling.stage import Splittable, Stage
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import GPTConfig
+from terapipe.runtime.points import Point, far_apart_first, grid, needed, sparse
 from terapipe.runtime.transport import Transport, host_name, local_device
 
 LEAST, MOST = 3, 15  # measurements of each point
 TIGHT = 0.02  # relative uncertainty at which measuring stops
 MESSAGES = tuple(2**n for n in range(12, 25, 2))  # bytes
 SENDING = 4.0  # seconds for messages over one kind of link, if that is enough for the three smallest
+SHARE = 0.1  # of the time, at most, for those messages, for the optimizer, and for a round that only warms up
 TURNS = 9  # of each message, or at least LEAST
 
 Progress = Callable[[float], None]  # the share that is done
-
-
-class Point(NamedTuple):
-    """A slice to measure; ``held_out`` ones only judge the fit."""
-
-    size: int
-    length: int
-    context: int
-    held_out: bool = False
-
-
-def grid(tokens: int, sizes: Sequence[int]) -> list[Point]:
-    """Lengths from short to whole without context; a few of them behind some contexts; two that are held out."""
-    lengths = {n for n in (16, 32, 64, 128, 192, 256) if n < tokens}
-    lengths |= {tokens * i // 16 for i in (2, 3, 4, 6, 8, 12, 16) if tokens * i >= 16} | {min(64, tokens)}
-    points = [Point(size, length, 0) for size in sizes for length in sorted(lengths)]
-    behind = [n for n in (tokens // 32, tokens // 12, tokens // 6, tokens // 3) if n >= 1]
-    for size in sizes:
-        for context in (tokens // 4, tokens // 2, tokens * 3 // 4):
-            points += [Point(size, n, context) for n in behind if n + context <= tokens and context]
-    size = sizes[0]
-    held_out = [(tokens // 10, tokens * 3 // 5), (tokens // 5, tokens // 3), (tokens * 7 // 16, 0)]
-    return points + [Point(size, n, c, True) for n, c in held_out if n >= 1]
 
 
 class Profiler:
@@ -83,8 +63,7 @@ class Profiler:
         self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
         self.dtype = self._convert(dtype)
-        # What grows evenly with the tokens is measured at a few lengths only.
-        self._sparse = {min(64, tokens), tokens // 8 or 1, tokens // 2 or 1}
+        self._sparse = sparse(tokens)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
         self._carrying: set[int] = set()  # stages with other states than keys and values
         self._taken: dict[tuple[str, Point], list[float]] = {}
@@ -106,24 +85,33 @@ class Profiler:
 
     def run(self, seconds: float = 45.0, progress: Progress = lambda share: None) -> Profile:
         """Round after round over all points, until everything is known well enough or the time is up."""
-        deadline = time.monotonic() + seconds
-        self.round()
-        self._taken.clear()  # that was to warm up
+        began = time.monotonic()
+        deadline = began + seconds * (1 - 2 * SHARE)
+        points = far_apart_first(self.points)
+        whole = self.round(points, until=deadline)
+        quick = time.monotonic() - began < SHARE * seconds
+        if all(self.transport.gather(quick)):
+            self._taken.clear()  # that was to warm up; where a round takes long, it counts
         for turn in range(MOST):
-            todo = [p for p in self.points if turn < LEAST or not self._tight(p)]
+            todo = [p for p in points if turn < LEAST or not self._tight(p)]
             progress(min(1.0, max(turn / MOST, 1 - (deadline - time.monotonic()) / seconds)))
-            self.round(todo)
-            if not todo or any(self.transport.gather(time.monotonic() > deadline)):
+            if not whole or not todo or not self.round(todo, until=deadline):
                 break
         progress(1.0)
-        return self.profile()
+        return self._profile(self._transfers(SHARE * seconds), self._optimizer(SHARE * seconds))
 
-    def round(self, points: Sequence[Point] | None = None) -> None:
-        """Measures every point once."""
+    def round(self, points: Sequence[Point] | None = None, until: float = inf) -> bool:
+        """Measures every point once. When a rank's time is up, all stop, and only points without which there is no
+        profile are still measured; whether none was left out."""
+        whole, first = True, needed(self.points)
         for point in self.points if points is None else points:
-            self._together()
+            late = self._together(time.monotonic() > until)
+            if late and (point not in first or ("forward", point) in self._taken):
+                whole = False
+                continue
             for kind, seconds in self._slices(point):
                 self._taken.setdefault((kind, point), []).append(seconds)
+        return whole
 
     def profile(self) -> Profile:
         """What has been measured so far, on all ranks, with messages and the optimizer measured now."""
@@ -143,6 +131,7 @@ class Profiler:
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
+            "points": len(self.points),  # as many as there was time for are among the samples
             "dtype": str(self.dtype).removeprefix("torch."),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
@@ -220,9 +209,9 @@ class Profiler:
         self._wait()
         return time.perf_counter() - start
 
-    def _together(self) -> None:
-        """All ranks begin at the same time."""
-        self.transport.all_reduce(torch.zeros(1, device=self.device))
+    def _together(self, late: bool = False) -> bool:
+        """All ranks begin at the same time; whether it is late for one of them."""
+        return bool(self.transport.all_reduce(torch.full((1,), float(late), device=self.device)).item())
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -267,18 +256,19 @@ class Profiler:
 
     # Beside the slices
 
-    def _transfers(self) -> list[Transfer]:
-        """Messages between the first neighbours on one host, and between the first on two."""
+    def _transfers(self, seconds: float = inf) -> list[Transfer]:
+        """Messages between the first neighbours on one host, and between the first on two; so long for either."""
         found = []
         for apart in (False, True):
             first = next((rank for rank, (a, b) in enumerate(pairwise(self.hosts)) if (a != b) == apart), None)
             if first is not None:
-                found += [Transfer(nbytes, seconds, apart) for nbytes, seconds in self._messages(first)]
+                messages = self._messages(first, min(SENDING, seconds))
+                found += [Transfer(nbytes, taken, apart) for nbytes, taken in messages]
         return found
 
-    def _messages(self, first: int) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """Bytes, and seconds to the next rank, of ever larger messages while there is time for them."""
-        left, expected = SENDING, 1e-6
+    def _messages(self, first: int, left: float = SENDING) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Bytes, and seconds to the next rank, of ever larger messages while there is time left for them."""
+        expected = 1e-6
         for number, nbytes in enumerate(MESSAGES):
             turns = max(LEAST, min(TURNS, int(left / 2 / expected)))
             if number >= LEAST and (turns + 1) * expected > left:
@@ -311,8 +301,9 @@ class Profiler:
             transport.wait(transport.send(payload, first, why), first, why)
         return 0.0
 
-    def _optimizer(self) -> list[float]:
-        """Seconds per parameter of an AdamW step over the measured stage."""
+    def _optimizer(self, seconds: float = inf) -> list[float]:
+        """Seconds per parameter of an AdamW step over the measured stage; the first, which makes the state, counts only
+        where it takes all the time."""
         parameters = [p for p in self.stage.parameters() if p.requires_grad]
         if not parameters:
             return [0.0]
@@ -321,10 +312,12 @@ class Profiler:
         for p in parameters:
             p.grad = torch.zeros_like(p)
         self._together()
-        rates = [self._timed(optimizer.step) / count for _ in range(LEAST + 1)]
+        steps: list[float] = []
+        while len(steps) <= LEAST and sum(steps) < seconds:
+            steps.append(self._timed(optimizer.step))
         for p in (p for stage in (self.stage, self.plain, self.first) for p in stage.parameters()):
             p.grad = None  # they may be the model's own
-        return rates[1:]
+        return [step / count for step in steps[1:] or steps]
 
 
 def _shape(model: Splittable, shape: GPTConfig | None) -> GPTConfig:

@@ -1,7 +1,6 @@
 """Actions, Schedules, and the one statement of what an action waits for."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
@@ -24,6 +23,7 @@ class Op(StrEnum):
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F})
 
 
 class Action(NamedTuple):
@@ -114,16 +114,14 @@ def settles(action: Action) -> Action:
     return Action(Op.B, action.stage, action.slice) if action.op is Op.I else action
 
 
-def required(stage: int, plan: Plan, s: Slice) -> Iterable[Action]:
-    """Every action that a complete schedule holds for one slice on one stage, its backward unsplit."""
-    yield Action(Op.F, stage, s)
-    yield Action(Op.B, stage, s)
+def required(stage: int, plan: Plan) -> tuple[Op, ...]:
+    """What a complete schedule does with every slice on one stage, its backward unsplit."""
+    found = [Op.F, Op.B]
     if stage > 0 and plan.rank_of(stage) != plan.rank_of(stage - 1):
-        yield Action(Op.RECV_F, stage, s)
-        yield Action(Op.SEND_B, stage, s)
+        found += [Op.RECV_F, Op.SEND_B]
     if stage < plan.num_stages - 1 and plan.rank_of(stage) != plan.rank_of(stage + 1):
-        yield Action(Op.SEND_F, stage, s)
-        yield Action(Op.RECV_B, stage, s)
+        found += [Op.SEND_F, Op.RECV_B]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,6 @@ class Schedule:
 
     plan: Plan
     ranks: tuple[tuple[Action, ...], ...]
-
-    def forward_only(self) -> "Schedule":
-        """The same order without its backwards: what evaluation runs."""
-        forward = {Op.F, Op.SEND_F, Op.RECV_F}
-        return Schedule(self.plan, tuple(tuple(a for a in rank if a.op in forward) for rank in self.ranks))
 
     def to_json(self) -> str:
         ranks = [[action.to_text() for action in rank] for rank in self.ranks]

@@ -114,7 +114,7 @@ def computations(plan: Plan) -> Computations:
 
 
 def schedule(plan: Plan) -> Schedule:
-    """The Schedule of the plan's own order, transfers included."""
+    """The Schedule of the plan's own order, transfers included. It depends on the plan's ``Shape`` alone."""
     return with_transfers(plan, computations(plan))
 
 

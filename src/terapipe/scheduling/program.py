@@ -17,6 +17,17 @@ _COLUMN = {op: i for i, op in enumerate(COMPUTATIONS)}
 _CODE = {op: code for code, op in enumerate(Op)} | {Op.I: list(Op).index(Op.B)}  # who waits for B is content with I
 
 
+# What a computation's result is sent as, received as, and how many stages on.
+ENDS = {
+    op: (send, receive, -NEEDS[receive][0].stage)
+    for op, send, receive in (
+        (Op.F, Op.SEND_F, Op.RECV_F),
+        (Op.B, Op.SEND_B, Op.RECV_B),
+        (Op.I, Op.SEND_B, Op.RECV_B),
+    )
+}
+
+
 @dataclass(frozen=True)
 class Program:
     """An order's computations as numbers, so listed that each comes after all that it waits for.

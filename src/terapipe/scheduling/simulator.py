@@ -9,9 +9,10 @@ import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Part, Sending, parts
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, NEEDS, Action, Op, Schedule
+from terapipe.scheduling.actions import COMPUTE, Action, Schedule
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import Program, Times, compiled, run
+from terapipe.scheduling.program import ENDS, Program, Times, compiled, run
+from terapipe.scheduling.shape import Shape
 from terapipe.scheduling.timeline import Event, Timeline
 
 
@@ -52,14 +53,12 @@ def measure(plan: Plan, cost: Cost) -> tuple[float, float]:
 
 def program(plan: Plan) -> Program:
     """The program of the plan's own order. It depends on the numbers of slices, not on their lengths."""
-    return _program(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks)
+    return _program(Shape.of(plan))
 
 
 @lru_cache(maxsize=32)
-def _program(order: str, counts: tuple[int, ...], num_stages: int, chunks: int) -> Program:
-    tokens = np.lcm.reduce(counts)
-    lengths = tuple((int(tokens) // count,) * count for count in counts)
-    plan = Plan((1,) * len(counts), lengths, tuple(range(num_stages + 1)), order, chunks)
+def _program(shape: Shape) -> Program:
+    plan = shape.plan()
     return compiled(plan, computations(plan))
 
 
@@ -108,17 +107,6 @@ def _sendings(program: Program, cost: Cost) -> list[Sending]:
     return [cost.sending(*pair) for pair in program.links[0]]
 
 
-# What a computation's result is sent as, received as, and how many stages on.
-_ENDS = {
-    op: (send, receive, -NEEDS[receive][0].stage)
-    for op, send, receive in (
-        (Op.F, Op.SEND_F, Op.RECV_F),
-        (Op.B, Op.SEND_B, Op.RECV_B),
-        (Op.I, Op.SEND_B, Op.RECV_B),
-    )
-}
-
-
 def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Event]:
     """Every computation, and both ends of every transfer; each rank's in the order in which they begin."""
     ranks, peers = np.array(program.ranks), np.array(program.peers)
@@ -130,7 +118,7 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     ends = np.concatenate([times.ends, arrivals, arrivals])
     sends, receives = [], []
     for op, k, s in (program.actions[i] for i in sent.tolist()):
-        send, receive, on = _ENDS[op]
+        send, receive, on = ENDS[op]
         sends.append(Action(send, k, s))
         receives.append(Action(receive, k + on, s))
     actions = program.actions + sends + receives

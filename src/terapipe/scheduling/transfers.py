@@ -1,21 +1,15 @@
 """Adds sends and receives to lists of computations, all drawn from one global order of transfers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
 
 from terapipe.planning.cost import Sending
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import (
-    COMPUTE,
-    SENDS,
-    Action,
-    Op,
-    Schedule,
-    counterpart,
-    dependencies,
-    required,
-    settles,
-)
-from terapipe.scheduling.program import compiled, run
+from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
+from terapipe.scheduling.program import ENDS, Program, compiled, run
 
 AHEAD = 2  # a receive is posted this many computations before the one that needs it, if its turn has come
 
@@ -31,64 +25,64 @@ def with_transfers(plan: Plan, computations: Lists) -> Schedule:
     send right after what produces it, a receive as early as ``AHEAD`` permits. So neighbours list what they share
     alike, and a run in which every transfer blocks both ends still gets through.
     """
-    finish = _ideal_finish(plan, computations)
-    sends = sorted(_sends(plan, computations), key=lambda send: (finish[_producer(send, plan)], send))
-    ends: list[list[Action]] = [[] for _ in computations]
-    for send in sends:
-        for end in (send, counterpart(send)):
-            ends[plan.rank_of(end.stage)].append(end)
-    return Schedule(plan, tuple(_merge(plan, list(c), e) for c, e in zip(computations, ends, strict=True)))
-
-
-def _ideal_finish(plan: Plan, computations: Lists) -> dict[Action, float]:
-    """When each computation ends if a forward takes its number of tokens, a backward twice that, a transfer nothing."""
     program = compiled(plan, computations)
-    seconds = [float(_DURATION[op] * s.size * s.length) for op, _, s in program.actions]
-    times = run(program, seconds, [0.0] * len(seconds), [Sending()] * len(program.links[0]))
-    return {settles(action): end for action, end in zip(program.actions, times.ends, strict=True)}
+    places = _places(program)
+    mine: list[list[End]] = [[] for _ in computations]
+    for producer, consumer in _transfers(program):
+        op, k, s = program.actions[producer]
+        send, receive, on = ENDS[op]
+        mine[program.ranks[producer]].append(End(Action(send, k, s), places[producer] + 1, places[producer] + 1))
+        due = places[consumer]
+        mine[program.ranks[consumer]].append(End(Action(receive, k + on, s), due, due - AHEAD))
+    return Schedule(plan, tuple(_merge(c, ends) for c, ends in zip(computations, mine, strict=True)))
 
 
-_DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+class End(NamedTuple):
+    """One rank's end of a transfer: how many of the rank's computations come before it, at most and if all is well."""
+
+    action: Action
+    latest: int
+    wanted: int
 
 
-def _producer(send: Action, plan: Plan) -> Action:
-    (need,) = dependencies(send, plan)
-    return need
+def _places(program: Program) -> list[int]:
+    """Of each computation its place in the list of its rank."""
+    counts = [0] * program.num_ranks
+    places = []
+    for rank in program.ranks:
+        places.append(counts[rank])
+        counts[rank] += 1
+    return places
 
 
-def _sends(plan: Plan, computations: Lists) -> Iterator[Action]:
-    """One send for every transfer that these computations call for."""
-    done = {settles(action) for actions in computations for action in actions}
-    for k in range(plan.num_stages):
-        for s in plan.slices:
-            for action in required(k, plan, s):
-                if action.op in SENDS and _producer(action, plan) in done:
-                    yield action
+def _transfers(program: Program) -> list[tuple[int, int]]:
+    """What produces and what consumes each, in the order of an ideal run: a forward takes one unit of time, a backward
+    two, a transfer none. Lengths of slices have no part in it, so plans that differ only in them run alike."""
+    seconds = [_DURATION[action.op] for action in program.actions]
+    ends = run(program, seconds, [0.0] * len(seconds), [Sending()] * len(program.links[0])).ends
+    pairs = [(need, consumer) for consumer, need in enumerate(program.needs) if need >= 0]
+    stages, ops, slices = program.places
+    producers = np.array([producer for producer, _ in pairs], dtype=np.int64)
+    keys = slices[producers], stages[producers], ops[producers] == 0, np.array(ends)[producers]
+    return [pairs[i] for i in np.lexsort(keys).tolist()]  # backwards before forwards that end at the same time
 
 
-def _merge(plan: Plan, computations: list[Action], mine: list[Action]) -> tuple[Action, ...]:
+_DURATION = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+
+
+def _merge(computations: Sequence[Action], ends: Sequence[End]) -> tuple[Action, ...]:
     """One rank's list: its computations and its ends of the transfers, both in their given order."""
-    place = {settles(action): i for i, action in enumerate(computations)}
-    consumer = _consumers(plan, computations)
     # A receive must come before what needs it, and must not hold up a send that follows it in the order of transfers.
-    latest = [len(computations)] * (len(mine) + 1)
-    for j in range(len(mine) - 1, -1, -1):
-        last = place[_producer(mine[j], plan)] + 1 if mine[j].op in SENDS else place[consumer(mine[j])]
-        latest[j] = min(latest[j + 1], last)
+    latest = list(accumulate((end.latest for end in reversed(ends)), min))[::-1]
     merged: list[Action] = []
     emitted = 0
-    for j, end in enumerate(mine):
-        upto = latest[j] if end.op in SENDS else min(latest[j], place[consumer(end)] - AHEAD)
+    for end, last in zip(ends, latest, strict=True):
+        upto = min(last, end.wanted)
         if upto > emitted:
             merged += computations[emitted:upto]
             emitted = upto
-        merged.append(end)
-    return tuple(merged + computations[emitted:])
-
-
-def _consumers(plan: Plan, computations: Sequence[Action]) -> Callable[[Action], Action]:
-    consumer = {need: settles(action) for action in computations for need in dependencies(action, plan)}
-    return consumer.__getitem__
+        merged.append(end.action)
+    return tuple(merged) + tuple(computations[emitted:])
 
 
 def with_early_receives(actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -3,125 +3,148 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import (
-    COMPUTE,
-    SENDS,
-    Action,
-    Op,
-    Schedule,
-    counterpart,
-    dependencies,
-    required,
-    settles,
-)
+from terapipe.scheduling.actions import SENDS, Action, Op, Schedule, required
+from terapipe.scheduling.numbering import OPS, Numbering
+
+Lists = Sequence[Sequence[int]]  # of each rank, its actions by their numbers
 
 
 def validate(schedule: Schedule) -> None:
     """Raises ValueError unless every rank does its work once, neighbours list their transfers alike, nothing blocks.
 
     Blocking is judged as if every transfer held up both ends until it is done. A runtime that only posts transfers
-    and waits when it needs them can then never deadlock, tags or no tags.
+    and waits when it needs them can then never deadlock, tags or no tags. The time grows with the number of actions.
     """
-    _check_complete(schedule)
-    _check_alike(schedule)
-    _check_progress(schedule)
+    ranks = schedule.plan.num_ranks
+    if len(schedule.ranks) != ranks:
+        raise ValueError(f"the plan is for {ranks} ranks, the schedule has {len(schedule.ranks)}")
+    numbering = Numbering(schedule.plan)
+    lists = [_complete(rank, actions, numbering) for rank, actions in enumerate(schedule.ranks)]
+    _check_alike(lists, numbering)
+    _Walk(lists, numbering).check()
 
 
-def _check_complete(schedule: Schedule) -> None:
-    plan = schedule.plan
-    if len(schedule.ranks) != plan.num_ranks:
-        raise ValueError(f"the plan is for {plan.num_ranks} ranks, the schedule has {len(schedule.ranks)}")
-    for rank, actions in enumerate(schedule.ranks):
-        found = Counter(map(settles, actions))
-        wanted = Counter(a for k in plan.stages_of(rank) for s in plan.slices for a in required(k, plan, s))
-        for action in actions:
-            if action.op is Op.I:
-                wanted[Action(Op.W, action.stage, action.slice)] += 1
-        for action in wanted - found:
-            raise ValueError(f"rank {rank} never does {action}; every slice is forwarded and backwarded on every stage")
-        for action in found - wanted:
+def _complete(rank: int, actions: Sequence[Action], numbering: Numbering) -> list[int]:
+    plan, width = numbering.plan, numbering.width
+    listed = [numbering.number(action) for action in actions]
+    found = Counter(map(numbering.settled, listed))
+    firsts = [numbering.first(op, k) for k in plan.stages_of(rank) for op in required(k, plan)]
+    wanted = {number for first in firsts for number in range(first, first + width)}
+    split = numbering.first(Op.W, 0) - numbering.first(Op.I, 0)
+    wanted |= {number + split for number in listed if number != numbering.settled(number)}  # a W for every I
+    for number in sorted(wanted - found.keys()):
+        action = numbering.action(number)
+        raise ValueError(f"rank {rank} never does {action}; every slice is forwarded and backwarded on every stage")
+    for action, number in zip(actions, listed, strict=True):
+        settled = numbering.settled(number)
+        if found[settled] > 1 or settled not in wanted:
             raise ValueError(f"rank {rank} does {action} too often, or it is not that rank's to do")
+    return listed
 
 
-def _check_alike(schedule: Schedule) -> None:
-    shared = [_by_peer(actions, schedule.plan) for actions in schedule.ranks]
+def _check_alike(lists: Lists, numbering: Numbering) -> None:
+    shared = [_by_peer(numbers, numbering) for numbers in lists]
     for a, peers in enumerate(shared):
         for b in (peer for peer in peers if peer > a):
             for mine, theirs in zip(peers[b], shared[b][a], strict=True):  # as many: both are complete
-                if mine != counterpart(theirs):
+                if mine != _other(theirs, numbering):
                     raise ValueError(
-                        f"neighbours must list their shared transfers in the same order: where rank {a} has {mine}, "
-                        f"rank {b} has {theirs}"
+                        "neighbours must list their shared transfers in the same order: where rank "
+                        f"{a} has {numbering.action(mine)}, rank {b} has {numbering.action(theirs)}"
                     )
 
 
-def _by_peer(actions: Sequence[Action], plan: Plan) -> dict[int, list[Action]]:
+def _other(transfer: int, numbering: Numbering) -> int:
+    """The other end, -1 of a computation."""
+    row, at = divmod(transfer, numbering.width)
+    first = numbering.others[row]
+    return first if first < 0 else first + at
+
+
+def _by_peer(numbers: Sequence[int], numbering: Numbering) -> dict[int, list[int]]:
     """One rank's transfers, by the rank at their other end."""
-    peers: dict[int, list[Action]] = {}
-    for action in actions:
-        if action.op not in COMPUTE:
-            peers.setdefault(plan.rank_of(counterpart(action).stage), []).append(action)
+    peers: dict[int, list[int]] = {}
+    for number in numbers:
+        other = _other(number, numbering)
+        if other >= 0:
+            peers.setdefault(numbering.ranks[other // numbering.width], []).append(number)
     return peers
 
 
-def _check_progress(schedule: Schedule) -> None:
-    """Walks all lists at once, each transfer a meeting of both ends; whoever cannot go on is part of a cycle."""
-    plan, lists = schedule.plan, schedule.ranks
-    done: set[Action] = set()
-    at = [0] * len(lists)
-    waiting: dict[Action, list[int]] = {}  # what is missing -> the ranks that stopped for it
-    runnable = list(range(len(lists)))
-    while runnable:
-        rank = runnable.pop()
-        while at[rank] < len(lists[rank]):
-            action = lists[rank][at[rank]]
-            missing = _missing(action, schedule, done, at)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            at[rank] += 1
-            done.add(settles(action))
-            runnable += waiting.pop(settles(action), [])
-            if action.op not in COMPUTE:  # the other end stands at its half of it: both pass
-                other = counterpart(action)
-                at[plan.rank_of(other.stage)] += 1
-                done.add(other)
-                runnable += waiting.pop(other, []) + [plan.rank_of(other.stage)]
-    if any(i < len(actions) for i, actions in zip(at, lists, strict=True)):
-        raise ValueError("the schedule cannot go on: " + _cycle(schedule, done, at))
+class _Walk:
+    """Through all lists at once, each transfer a meeting of both ends; whoever cannot go on is part of a cycle."""
 
+    def __init__(self, lists: Lists, numbering: Numbering) -> None:
+        self._lists, self._numbering = lists, numbering
+        self._done = bytearray(len(OPS) * numbering.plan.num_stages * numbering.width)
+        self._at = [0] * len(lists)
+        self._sends = [op in SENDS for op in OPS for _ in range(numbering.plan.num_stages)]
 
-def _missing(action: Action, schedule: Schedule, done: set[Action], at: Sequence[int]) -> Action | None:
-    """What keeps this action from running: a dependency, or the other end of the transfer not being there."""
-    if action.op in COMPUTE or action.op in SENDS:
-        for need in dependencies(action, schedule.plan):
-            if need not in done:
-                return need
-    if action.op in COMPUTE:
-        return None
-    other = counterpart(action)
-    rank = schedule.plan.rank_of(other.stage)
-    there = at[rank] < len(schedule.ranks[rank]) and schedule.ranks[rank][at[rank]] == other
-    if not there:
-        return other
-    if action.op not in SENDS:  # a receive passes when its send can
-        return next((need for need in dependencies(other, schedule.plan) if need not in done), None)
-    return None
+    def check(self) -> None:
+        lists, at, numbering = self._lists, self._at, self._numbering
+        # What is missing, and the ranks that stopped for it. A set: who stops again for the same is not woken twice.
+        waiting: dict[int, set[int]] = {}
+        runnable = list(range(len(lists)))
+        while runnable:
+            rank = runnable.pop()
+            while at[rank] < len(lists[rank]):
+                number = lists[rank][at[rank]]
+                missing = self._missing(number)
+                if missing >= 0:
+                    waiting.setdefault(missing, set()).add(rank)
+                    break
+                runnable += self._pass(number, waiting)
+                other = _other(number, numbering)
+                if other >= 0:  # the other end stands at its half of it: both pass
+                    runnable += self._pass(other, waiting) | {numbering.ranks[other // numbering.width]}
+        if any(i < len(numbers) for i, numbers in zip(at, lists, strict=True)):
+            raise ValueError("the schedule cannot go on: " + self._cycle())
 
+    def _pass(self, number: int, waiting: dict[int, set[int]]) -> set[int]:
+        """Its rank goes on; who waited for it may."""
+        settled = self._numbering.settled(number)
+        self._done[settled] = 1
+        self._at[self._numbering.ranks[number // self._numbering.width]] += 1
+        return waiting.pop(settled, set())
 
-def _cycle(schedule: Schedule, done: set[Action], at: Sequence[int]) -> str:
-    rank = next(r for r, actions in enumerate(schedule.ranks) if at[r] < len(actions))
-    seen: dict[int, str] = {}
-    while rank not in seen:
-        action = schedule.ranks[rank][at[rank]]
-        missing = _missing(action, schedule, done, at)
-        assert missing is not None
-        owner = schedule.plan.rank_of(missing.stage)
-        seen[rank] = f"rank {rank} is at {action} and waits for {missing}" + (
-            ", which comes later in its own list" if owner == rank else f" of rank {owner}"
-        )
-        rank = owner
-    steps = list(seen.items())
-    start = [r for r, _ in steps].index(rank)
-    return "; ".join(text for _, text in steps[start:])
+    def _missing(self, number: int) -> int:
+        """What keeps this action from running: a need, or the other end of the transfer not being there; else -1."""
+        numbering = self._numbering
+        other = _other(number, numbering)
+        if other < 0:
+            return self._need(number)
+        rank = numbering.ranks[other // numbering.width]
+        send, receive = (number, other) if self._sends[number // numbering.width] else (other, number)
+        if send == number and (need := self._need(send)) >= 0:
+            return need
+        there = self._at[rank] < len(self._lists[rank]) and self._lists[rank][self._at[rank]] == other
+        if not there:
+            return other
+        return -1 if receive == other else self._need(send)  # a receive passes when its send can
+
+    def _need(self, number: int) -> int:
+        """The first need that is not done, or -1."""
+        row, at = divmod(number, self._numbering.width)
+        for first, ahead in self._numbering.needs[row]:
+            if ahead:
+                before, after = self._numbering.room[at]
+                if (ahead < 0 and not before) or (ahead > 0 and not after):
+                    continue
+            if not self._done[first + at + ahead]:
+                return first + at + ahead
+        return -1
+
+    def _cycle(self) -> str:
+        numbering = self._numbering
+        rank = next(r for r, numbers in enumerate(self._lists) if self._at[r] < len(numbers))
+        seen: dict[int, str] = {}
+        while rank not in seen:
+            number = self._lists[rank][self._at[rank]]
+            missing = self._missing(number)
+            owner = numbering.ranks[missing // numbering.width]
+            waits = f"rank {rank} is at {numbering.action(number)} and waits for {numbering.action(missing)}"
+            seen[rank] = waits + (", which comes later in its own list" if owner == rank else f" of rank {owner}")
+            rank = owner
+        steps = list(seen.items())
+        start = [r for r, _ in steps].index(rank)
+        return "; ".join(text for _, text in steps[start:])

@@ -89,17 +89,18 @@ class Bench:
 
     @cached_property
     def _farthest(self) -> int:
-        """The rank that takes longest to reach both its neighbours; one beside which others lie, if there is one."""
-        tokens = self.request.tokens
+        """The rank that takes longest to reach its neighbours."""
+        tokens, ranks = self.request.tokens, range(self.layout.pipe)
 
         def sent(rank: int) -> float:
-            return float(self.cost.transfer(rank, rank + 1, 1, tokens) + self.cost.transfer(rank, rank - 1, 1, tokens))
+            near = [other for other in (rank + 1, rank - 1) if other in ranks]
+            return sum(float(self.cost.transfer(rank, other, 1, tokens)) for other in near)
 
-        return max(range(1, max(2, self.layout.pipe - 1)), key=sent)
+        return max(ranks, key=sent)
 
     def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """A slice's time there, forward and backward and transfers."""
-        return round_trip(self.cost, self.dearest, self._farthest, size, length, context)
+        return round_trip(self.cost, self.dearest, self._farthest, self.layout.pipe, size, length, context)
 
     def grid(self, size: int) -> Grid:
         if size not in self._grids:

@@ -16,8 +16,11 @@ def compare(source: Source, request: Request) -> list[Choice]:
 
     Each is the best of its kind that fits; where none does, the one with the smallest peak, marked as not fitting.
     """
-    if request.order or request.slices or request.chunks:
-        raise ValueError("a comparison tries all orders and slicings; leave out --order, --slices and --chunks")
+    if request.order or request.slices or request.chunks or request.distinct:
+        raise ValueError(
+            "a comparison tries all orders and slicings; leave out --order, --slices, --slice-lengths, --chunks and "
+            "--distinct"
+        )
     layout = candidates(seeds(source, request), source, request)[0].layout
     found = seeds(source, request.fixed(data=layout.data, pipe=layout.pipe, tensor=layout.tensor))
     return [replace(choice, name=name) for name, choice in _rows(found) if choice]

@@ -10,7 +10,7 @@ from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
-from terapipe.planning.profile import Profile
+from terapipe.planning.profile import STATE, Profile
 from terapipe.presets import GPTConfig
 from terapipe.scheduling.orders import ORDERS
 
@@ -104,7 +104,10 @@ class ProfileSource:
         return FittedCost(self.profile, recompute, layout)
 
     def memory(self, layout: Layout, recompute: bool) -> Memory:
-        return ShapeMemory(self.profile.config, recompute=recompute, sharers=layout.sharers)
+        profile = self.profile
+        return ShapeMemory(
+            profile.config, profile.element, STATE[profile.dtype], recompute=recompute, sharers=layout.sharers
+        )
 
     def tensor_degrees(self) -> list[int]:
         return [1]
@@ -160,8 +163,8 @@ class Request:
         whole = self.order in UNSLICED
         if whole and slices is not None and slices not in (1, (self.tokens,)):
             raise ValueError(
-                f"order {self.order!r} takes whole sequences, got --slices {slices}; "
-                "use terapipe or terapipe-1f1b, or leave --slices out"
+                f"order {self.order!r} takes whole sequences, got slices {slices}; "
+                "use terapipe or terapipe-1f1b, or leave slices out"
             )
 
     def fixed(self, **parts: object) -> "Request":

@@ -11,10 +11,11 @@ import numpy as np
 from terapipe.planning.cost import Array, Numbers, Part, Sending
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
-from terapipe.planning.solver import Cuts, solve_table
+from terapipe.planning.solver import solve_table
 from terapipe.scheduling.simulator import measure
 from terapipe.search.choice import Choice
 from terapipe.search.choose import Decision
+from terapipe.search.cuts import uniform
 from terapipe.search.refine import preference
 from terapipe.search.request import Request
 
@@ -42,6 +43,19 @@ class CostTable:
     @property
     def sizes(self) -> list[int]:
         return sorted({size for size, _, _ in self.seconds})
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that could be put together."""
+        return max(length + context for _, length, context in self.seconds)
+
+    def times(self, plan: Plan) -> list[float]:
+        return [self.seconds.get((s.size, s.length, s.context), math.inf) for s in plan.slices]
+
+    def formula(self, plan: Plan) -> float:
+        """All work on one stage, and the wait for the dearest slice on the others; infinite if a row is missing."""
+        times = self.times(plan)
+        return sum(times) + (plan.num_stages - 1) * max(times)
 
     @property
     def unit(self) -> int:
@@ -105,15 +119,17 @@ def choose_by_table(table: CostTable, request: Request) -> Decision:
         raise ValueError("a cost table says nothing of the number of stages; give --pipe")
     if request.order not in (None, *ORDERS):
         raise ValueError(f"with a cost table the order is one of {', '.join(ORDERS)}, got {request.order!r}")
+    _refuse_ignored(request)
     if request.tokens % table.unit:
         raise ValueError(
             f"the sequence must be a multiple of the table's unit of {table.unit} tokens, got {request.tokens}"
         )
+    if request.tokens > table.tokens:
+        raise ValueError(f"no row of the table reaches beyond {table.tokens} tokens, sequences have {request.tokens}")
     layout = Layout(request.data or 1, request.pipe, request.tensor or 1)
-    cuts = _solved(table, request, request.batch // layout.data)
-    plan = Plan(cuts.sizes, cuts.lengths, tuple(range(layout.pipe + 1)))
-    work = sum(table.seconds[s.size, s.length, s.context] for s in plan.slices)
-    flush = Choice(layout, plan, cuts.time, 1 - work / cuts.time if cuts.time else 0.0, 0, True)
+    plan = _plan(table, request, request.batch // layout.data, tuple(range(layout.pipe + 1)))
+    work, step = sum(table.times(plan)), table.formula(plan)
+    flush = Choice(layout, plan, step, 1 - work / step if step else 0.0, 0, True)
     found = [flush]
     if request.order != "terapipe":
         other = replace(plan, order="terapipe-1f1b")
@@ -123,11 +139,38 @@ def choose_by_table(table: CostTable, request: Request) -> Decision:
     return Decision(chosen, tuple(rest))
 
 
-def _solved(table: CostTable, request: Request, batch: int) -> Cuts:
+def _refuse_ignored(request: Request) -> None:
+    """What a table says nothing about, so that asking for it would have no effect."""
+    asked = {
+        "--chunks": request.chunks, "--recompute": request.recompute, "--distinct": request.distinct,
+        "--shard": request.shard or None, "--memory": request.budget,
+    }  # fmt: skip
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"a cost table knows one kind of stage and no memory, so {' and '.join(given)} would have no effect; leave "
+            "it out, or plan with --cluster or --profile"
+        )
+
+
+def _plan(table: CostTable, request: Request, batch: int, boundaries: tuple[int, ...]) -> Plan:
+    """The solver's cuts, or those that are fixed, with the best size of microbatches."""
     sizes = [request.microbatch] if request.microbatch else table.sizes
-    array = table.array(request.tokens, sizes)
-    lengths = range(table.unit, request.tokens + 1, table.unit)
-    if isinstance(request.slices, tuple):
-        allowed = set(request.slices)
-        array[:, [n not in allowed for n in lengths]] = np.inf
-    return solve_table(array, stages=request.pipe or 1, batch=batch, unit=table.unit, sizes=sizes)
+    if request.slices is None:
+        array = table.array(request.tokens, sizes)
+        cuts = solve_table(array, stages=len(boundaries) - 1, batch=batch, unit=table.unit, sizes=sizes)
+        return Plan(cuts.sizes, cuts.lengths, boundaries)
+    lengths = request.slices
+    if isinstance(lengths, int):
+        lengths = uniform(request.tokens, lengths, table.unit)
+        if len(lengths) != request.slices:
+            raise ValueError(f"the table's unit of {table.unit} tokens allows at most {len(lengths)} slices")
+    rows = [tuple(min(size, batch - row) for row in range(0, batch, size)) for size in sizes]
+    best = min((Plan(row, (lengths,) * len(row), boundaries) for row in rows), key=table.formula)
+    if table.formula(best) == math.inf:
+        missing = next(s for s, t in zip(best.slices, table.times(best), strict=True) if t == math.inf)
+        raise ValueError(
+            f"the table has no row for size {missing.size}, length {missing.length}, context {missing.context}, which "
+            "these slices need; measure it, or fix other slices"
+        )
+    return best

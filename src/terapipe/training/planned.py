@@ -18,6 +18,7 @@ from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
 from terapipe.search.cuts import uniform
 from terapipe.search.request import UNSLICED, ProfileSource, Request
+from terapipe.search.saved import SavedPlan
 from terapipe.training.model import Made
 
 LEAST = 64  # tokens of a slice, where nothing is known of its cost
@@ -48,8 +49,25 @@ def ranks_wanted(config: PlanConfig) -> int:
     """How many processes a run starts by itself."""
     if config.ranks:
         return config.ranks
-    pipe = config.pipe or (Plan.from_json(Path(config.file).read_text()).num_ranks if config.file else 1)
-    return (config.data or 1) * pipe * config.tensor
+    if config.file:
+        saved = SavedPlan.from_json(Path(config.file).read_text(encoding="utf-8"))
+        return _of_file(config, saved).devices
+    return (config.data or 1) * (config.pipe or 1) * config.tensor
+
+
+def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
+    """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
+    pipe = saved.plan.num_ranks
+    layout = saved.layout or Layout(config.data or 1, pipe, config.tensor, config.shard and config.data > 1)
+    asked = {"data": config.data or layout.data, "pipe": config.pipe or pipe, "shard": config.shard or layout.shard}
+    asked["tensor"] = config.tensor if config.tensor > 1 else layout.tensor
+    for name, value in asked.items():
+        if value != getattr(layout, name):
+            raise ValueError(
+                f"{config.file} is for {name} {getattr(layout, name)}, plan.{name} says {value}; leave that key out, "
+                "or plan again"
+            )
+    return layout
 
 
 def layout_of(config: PlanConfig, ranks: int, pipe: int) -> Layout:
@@ -71,8 +89,14 @@ def given(config: RunConfig, ranks: int) -> Planned | None:
     """The plan of plan.file."""
     if not config.plan.file:
         return None
-    plan = Plan.from_json(Path(config.plan.file).read_text(encoding="utf-8"))
-    layout = layout_of(config.plan, ranks, plan.num_ranks)
+    saved = SavedPlan.from_json(Path(config.plan.file).read_text(encoding="utf-8"))
+    plan = saved.plan
+    if saved.layout is None:
+        layout = layout_of(config.plan, ranks, plan.num_ranks)
+    else:
+        layout = _of_file(config.plan, saved)
+        if layout.devices != ranks:
+            raise ValueError(f"{config.plan.file} is for {layout}, {layout.devices} processes; there are {ranks}")
     if (plan.batch * layout.data, plan.tokens) != (config.data.batch, config.data.tokens):
         raise ValueError(
             f"{config.plan.file} is for {plan.batch} sequences of {plan.tokens} tokens to each of {layout.data} "
@@ -94,7 +118,8 @@ def kept(config: RunConfig, ranks: int) -> Planned | None:
 
 def keep(config: RunConfig, ranks: int, planned: Planned) -> None:
     found = {"asked": asked(config, ranks), **planned.to_dict()}
-    html.write(config.folder / "plan.json", planned.plan.to_json() + "\n")
+    saved = SavedPlan(planned.plan, planned.layout, config.model.dtype, step_time=planned.seconds)
+    html.write(config.folder / "plan.json", saved.to_json() + "\n")
     html.write(config.folder / FILE, json.dumps(found, indent=1) + "\n")
 
 

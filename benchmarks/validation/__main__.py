@@ -1,0 +1,3 @@
+from benchmarks.validation.measure import main
+
+main()
