@@ -1,6 +1,6 @@
 """Damages checkpoint folders of a finished run at random, resumes it, and sees whether each damage is noticed.
 
-A try: a copy of the run, its newest checkpoint damaged (every fifth time all of them), resumed in this process as
+A try: a copy of the run, its newest checkpoint damaged (every so many times all of them), resumed in this process as
 `terapipe train` would. The damage is noticed if a message names the checkpoint, the file and a reason, and the run goes
 on from the newest whole checkpoint to the losses of the undisturbed run; or if it is refused with such a message where
 no checkpoint is whole.
@@ -32,9 +32,9 @@ class Never:
 
 
 class Damages:
-    def __init__(self, straight: RunConfig, place: Path) -> None:
+    def __init__(self, straight: RunConfig, place: Path, all_every: int = 5) -> None:
         """``straight`` is the finished run, with at least two checkpoints; copies of it are made in ``place``."""
-        self._straight, self._place = straight, place
+        self._straight, self._place, self._all_every = straight, place, all_every
         self._losses = {row["step"]: row["loss"] for row in read(straight.folder) if "loss" in row}
 
     def attempt(self, number: int, dice: random.Random) -> tuple[str, str]:
@@ -45,7 +45,7 @@ class Damages:
         )
         shutil.copytree(self._straight.folder, told.folder)
         found = steps(folder_of(told))
-        hit = found if number % 5 == 4 else found[-1:]
+        hit = found if (number + 1) % self._all_every == 0 else found[-1:]
         damaged = {step: damage(path_of(folder_of(told), step), dice) for step in hit}
         whole = [step for step in found if step not in damaged]
         silent = self._silent(told, damaged, whole)

@@ -137,7 +137,7 @@ class Checkpoint:
 
     def _read(self, state: State, reader: Reader) -> None:
         try:
-            with _alone_is_fine():
+            with alone_is_fine():
                 load(state, storage_reader=reader, planner=TensorsOnly(), process_group=self._transport.everyone)
         except CheckpointException as error:
             causes = dict.fromkeys(reason(cause) for cause, _ in error.failures.values())
@@ -209,7 +209,7 @@ def _fits(saved: object, x: Tensor) -> bool:
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
+def alone_is_fine() -> Iterator[None]:
     """A pipeline of one process needs no torch.distributed, of which torch would warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -70,8 +70,8 @@ def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
     wrong = [name for name, kind in kinds.items() if not isinstance(notes.get(name, ...), kind)]
     if wrong:
         raise ValueError(
-            f"the checkpoint {folder} must have the notes of a training run, but {', '.join(wrong)} in its {NOTES} are "
-            "missing or of another kind; resume from a checkpoint that terapipe train wrote"
+            f"the checkpoint {folder} must have the notes of a training run, but its {NOTES} has no valid "
+            f"{', '.join(wrong)}; resume from a checkpoint that terapipe train wrote"
         )
 
 

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from terapipe.modeling.gpt import GPT
 from terapipe.presets import GPTConfig
+from terapipe.runtime.checkpoint import alone_is_fine
 from terapipe.runtime.folders import put_in_place, recover
 from terapipe.runtime.manifest import damage
 from terapipe.runtime.saved import Reader, TensorsOnly
@@ -42,7 +43,8 @@ def export_gpt(
     if shape.tied:
         names.pop("head.weight")
     state = {name: torch.empty(x.shape, dtype=dtype) for name, x in names.items()}
-    load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
+    with alone_is_fine():
+        load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
     folder = folder.resolve()
     recover(folder)
     put_in_place(folder, write_beside(folder, as_gpt2(state, shape, dtype, end), finish))
