@@ -115,8 +115,8 @@ def test_all_ranks_go_on_from_the_same_whole_checkpoint(ranks: Callable[[int], R
     assert losses(told.folder) == losses(straight.folder)
     said = [row["message"] for row in read(told.folder) if row.get("event") == "damaged"]
     assert [message.split(" is damaged: ")[1] for message in said] == [
-        ".metadata is missing; it was set aside",
-        "__1_0.distcp does not match its checksum; it was set aside",
+        ".metadata is missing; it was renamed to damaged-step-00000003",
+        "__1_0.distcp does not match its checksum; it was renamed to damaged-step-00000002",
     ]
     assert steps(folder) == [3]
     assert not damage(path_of(folder, 3))

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +33,36 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest_whole(folder: Path, crew: Transport, verify: bool) -> tuple[Path | None, list[str]]:
-    """The run's newest checkpoint of which no file is damaged, and what is wrong with newer ones. These are set aside,
-    so that they are not counted among those to keep.
+    """The run's newest checkpoint of which no file is damaged, and what is wrong with newer ones. These are renamed, so
+    that they are not counted among those to keep.
 
     All ranks call it together and get the same answer.
     """
-    damaged: list[Path] = []
-    said: list[str] = []
+    damaged: dict[Path, str] = {}
     for step in reversed(crew.gather(steps(folder), ALL)[0]):
         path = path_of(folder, step)
         wrong = verify_files(path, crew) if verify else ""
         if not wrong:
             if crew.global_rank == 0:
                 _set_aside(damaged)
-            return path, said
-        damaged.append(path)
-        said.append(wrong)
-    if said:
+            return path, [f"{wrong}; it was renamed to {_aside(old).name}" for old, wrong in damaged.items()]
+        damaged[path] = wrong
+    if damaged:
         raise ValueError(
-            f"none of the {len(said)} checkpoints in {folder} is whole: {'; '.join(said)}. Restore one of them, or "
-            "move them away to begin anew"
+            f"none of the {len(damaged)} checkpoints in {folder} is whole: {'; '.join(damaged.values())}. Restore one "
+            "of them, or move them away to begin anew"
         )
     return None, []
 
 
-def _set_aside(damaged: list[Path]) -> None:
+def _set_aside(damaged: Iterable[Path]) -> None:
     for path in damaged:
-        aside = path.with_name(f"damaged-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.rename(_aside(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"damaged-{path.name}")
 
 
 def check_notes(notes: Mapping[str, Any], folder: Path) -> None:

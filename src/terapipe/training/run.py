@@ -109,7 +109,7 @@ class Run:
     def _data(self) -> Data:
         config = self._config.data
         folder = Path(config.cache) if config.cache else self._config.folder / "data"
-        self._on_first(lambda: prepare(config, folder, say=self._console.print))
+        self._on_first(lambda: prepare(config, folder, say=partial(self._console.print, soft_wrap=True)))
         return open_data(config, folder)
 
     def _on_first(self, function: Callable[[], T]) -> T:
@@ -196,7 +196,7 @@ class Run:
             if found:
                 trainer.resume(notes)
                 for wrong in damaged:
-                    trainer.say("damaged", f"{wrong}; it was set aside")
+                    trainer.say("damaged", wrong)
                 trainer.say("resumed", f"went on from {found}")
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
