@@ -20,9 +20,12 @@ from terapipe.runtime.launch import keep_memory
 Contender = Callable[[], object]
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str, **flags: str) -> argparse.Namespace:
+    """``flags`` are further ones, with their help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under a minute, and noisier")
+    for name, said in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=said)
     return parser.parse_args()
 
 
@@ -96,10 +99,19 @@ def best(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def report(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], figures: Mapping[str, object]) -> None:
     """A Markdown table, and as the last line the figures as one JSON object."""
+    table(title, header, rows)
+    summary(figures)
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     print(f"## {title}\n")
     print("| " + " | ".join(header) + " |")
     print("|" + "---|" * len(header))
     for row in rows:
         print("| " + " | ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row) + " |")
-    print(f"\ntorch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, one thread per rank\n")
+    print()
+
+
+def summary(figures: Mapping[str, object]) -> None:
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, one thread per rank\n")
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}))

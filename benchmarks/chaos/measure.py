@@ -3,6 +3,8 @@
 A try: the same run as the undisturbed one, a random rank killed at a random moment, started again. It survives if all
 checkpoints that had been put in place open, if it goes on from one of them, and if the losses of all steps and the
 parameters at the end are those of the undisturbed run: to the last bit, or in another layout to rounding.
+
+Then damages checkpoints at random, see damage.py.
 """
 
 import json
@@ -20,7 +22,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from benchmarks.harness import arguments, report
+from benchmarks.chaos.damage import Damages
+from benchmarks.harness import arguments, summary, table
+from terapipe.config import load
 
 STEPS, EVERY = 20, 2
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
@@ -183,17 +187,38 @@ def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.
             yield f"{prefix}{name}", value
 
 
-def main() -> None:
-    quick = arguments(__doc__ or "").quick
+def killed(folder: Path, *, quick: bool) -> dict[str, int]:
     tries, restarts = (4, 2) if quick else (20, 12)
     dice = random.Random(0)
-    with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(Path(folder))
-        lost = [chaos.attempt(number, dice) for number in range(tries)]
-        went_on = chaos.restarts(restarts, dice)
+    chaos = Chaos(folder)
+    lost = [chaos.attempt(number, dice) for number in range(tries)]
+    went_on = chaos.restarts(restarts, dice)
     rows = [(str(number), what or "nothing lost") for number, what in enumerate(lost)]
-    figures = {"survived": lost.count(""), "tried": tries, "restarts_survived": went_on, "restarts_tried": restarts}
-    report("Killed ranks", ("try", "outcome"), rows, figures)
+    table("Killed ranks", ("try", "outcome"), rows)
+    return {"survived": lost.count(""), "tried": tries, "restarts_survived": went_on, "restarts_tried": restarts}
+
+
+def damaged(folder: Path, *, quick: bool) -> dict[str, int]:
+    """A small run of two ranks, and so of two shards in each of its checkpoints."""
+    changes = ("model.preset=layers=2,hidden=16,heads=2", "data.tokens=32", "plan.slices=2", "schedule.steps=6",
+               "checkpoints.keep=0", "evaluation.every=0")  # fmt: skip
+    file, run = folder / "damaged.toml", folder / "undamaged"
+    file.write_text(CONFIG)
+    changes = (*changes, f"logging.folder={run}", f"data.cache={folder / 'damaged-data'}")
+    subprocess.run([*COMMAND, str(file), *changes], check=True, stdout=subprocess.DEVNULL)
+    damages, dice = Damages(load(file, (*changes, "plan.pipe=1")), folder), random.Random(0)
+    tries = 20 if quick else 100
+    tried = [damages.attempt(number, dice) for number in range(tries)]
+    table("Damaged checkpoints", ("damage", "outcome"), [(what, silent or "noticed") for what, silent in tried])
+    return {"damaged": tries, "noticed": [silent for _, silent in tried].count("")}
+
+
+def main() -> None:
+    told = arguments(__doc__ or "", damage_only="damage checkpoints only, without killing ranks")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = {} if told.damage_only else killed(Path(folder), quick=told.quick)
+        figures |= damaged(Path(folder), quick=told.quick)
+    summary(figures)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class DataConfig:
     shuffle: bool = key(True, "sequences in an order drawn anew for each epoch, the same for the same seed")
     seed: int = key(0, "of the order")
     cache: str = key("", "folder for token files; default: data in the run's folder")
+    verify: bool = key(True, "at the start, compare token files with their checksums: reads them once")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class CheckpointConfig:
         "auto: from the latest in the run's folder, if any; off: begin anew, in a folder that has none; or a "
         "checkpoint's folder, to begin with where the run has none of its own",
     )
+    verify: bool = key(True, "before resuming, compare every file of a checkpoint with its checksum")
     export: str = key("", "at the end, write a Hugging Face model to this folder")
 
 

@@ -92,7 +92,7 @@ def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     index.write_bytes(pickle.dumps(Evil(mark)))
     with pytest.raises(ValueError, match=r"\.metadata is not the index .* it asks for posix\.mkdir"):
-        pipeline().load(tmp_path / "saved")
+        pipeline().load(tmp_path / "saved", verify=False)
     assert not mark.exists()
     pickle.loads(index.read_bytes())
     assert mark.exists(), "by anybody else it would have been run"
@@ -104,7 +104,7 @@ def test_an_index_that_hides_it_among_the_rest_is_refused(tmp_path: Path) -> Non
     found.planner_data = Evil(tmp_path / "mark")
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(ValueError, match=r"posix\.mkdir"):
-        pipeline().load(tmp_path / "saved")
+        pipeline().load(tmp_path / "saved", verify=False)
     assert not (tmp_path / "mark").exists()
 
 
@@ -129,7 +129,7 @@ def test_an_index_that_changes_classes_is_refused(tmp_path: Path, attribute: str
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(text)
     with pytest.raises(ValueError, match=r"\.metadata is not the index of a checkpoint"):
-        pipeline().load(tmp_path)
+        pipeline().load(tmp_path, verify=False)
 
 
 def by_torch(state: dict[str, Any], folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_pickled_values_are_never_read(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     by_torch({"model": {**state, name: Evil(mark)}}, tmp_path / "evil")
     with pytest.raises(ValueError, match=f"model.{name} must be a tensor, got pickled bytes"):
-        pipeline().load(tmp_path / "evil")
+        pipeline().load(tmp_path / "evil", verify=False)
     assert not mark.exists()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,8 +161,8 @@ def test_only_tensors_are_saved(tmp_path: Path) -> None:
     assert not [name for name in found if "param_groups" in name]
 
 
-def test_checkpoints_of_before_still_load(tmp_path: Path) -> None:
-    """They have hyperparameters as pickles, which nobody asks for."""
+def test_checkpoints_by_torch_alone_load_unverified(tmp_path: Path) -> None:
+    """They have no manifest, and hyperparameters as pickles, which nobody asks for."""
     pipe, optimizer = trained(tmp_path / "new")
     module = next(iter(pipe.stages.values()))
     moments = get_optimizer_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -171,7 +171,9 @@ def test_checkpoints_of_before_still_load(tmp_path: Path) -> None:
     assert any(isinstance(kind, BytesStorageMetadata) for kind in kinds)
     other = pipeline()
     loaded = adam(other, lr=0.5)
-    other.load(tmp_path / "old", loaded)
+    with pytest.raises(ValueError, match=r"old is damaged: manifest.json is missing: .* before there were checksums"):
+        other.load(tmp_path / "old", loaded)
+    other.load(tmp_path / "old", loaded, verify=False)
     assert same(snapshot(other, loaded), snapshot(pipe, optimizer))
 
 
@@ -234,7 +236,7 @@ def test_notes_come_back(tmp_path: Path) -> None:
     for text, said in (("{", "must be JSON"), ("[1]", "must hold a JSON object, got list")):
         (tmp_path / "saved" / "notes.json").write_text(text)
         with pytest.raises(ValueError, match=f"notes.json {said}"):
-            pipeline().load(tmp_path / "saved")
+            pipeline().load(tmp_path / "saved", verify=False)
 
 
 def test_extra_tensors_are_filled_where_they_fit(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from terapipe.modeling.split import local
+from terapipe.runtime import manifest
 from terapipe.runtime.failures import is_connection_error
 from terapipe.runtime.folders import beside
 from terapipe.runtime.moments import PART, Moments
-from terapipe.runtime.saved import INDEX, Reader, TensorsOnly, read_notes
+from terapipe.runtime.saved import INDEX, Reader, TensorsOnly, read_notes, reason
 from terapipe.runtime.saving import Saving as Saving
 from terapipe.runtime.saving import begin, known_channel, new_channel
 from terapipe.runtime.transport import ALL, Transport
@@ -115,9 +117,9 @@ class Checkpoint:
     @torch.no_grad()
     def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
         """Into tensors as they are; every rank reads what it holds."""
-        found = next((f for f in (folder, beside(folder, "old")) if (f / INDEX).exists()), None)
+        found = _place(folder)
         if found is None:
-            raise ValueError(f"no checkpoint in {folder}: a folder with a file {INDEX}, as Pipeline.save writes it")
+            raise ValueError(_nothing_in(folder))
         reader, notes = Reader(found), read_notes(found)
         saved = reader.index.state_dict_metadata
         there = {name: x for name, x in extra.items() if _fits(saved.get(f"extra.{name}"), x)}
@@ -135,10 +137,10 @@ class Checkpoint:
 
     def _read(self, state: State, reader: Reader) -> None:
         try:
-            with _alone_is_fine():
+            with alone_is_fine():
                 load(state, storage_reader=reader, planner=TensorsOnly(), process_group=self._transport.everyone)
         except CheckpointException as error:
-            causes = dict.fromkeys(str(cause) for cause, _ in error.failures.values())
+            causes = dict.fromkeys(reason(cause) for cause, _ in error.failures.values())
             raise ValueError(
                 f"the checkpoint in {reader.path} is damaged, or of another model or optimizer: {'; '.join(causes)}"
             ) from None
@@ -146,6 +148,39 @@ class Checkpoint:
             if is_connection_error(error):
                 raise self._transport.lost(error, "loading a checkpoint", self._transport.others(ALL)) from None
             raise
+
+
+def verify_files(folder: Path, transport: Transport) -> str:
+    """What is wrong with a checkpoint's files, compared with its manifest; nothing if it is whole.
+
+    All ranks call it together and get the same answer. Each reads its share of the files.
+    """
+    ranks = list(transport.hosts)
+    part = ranks.index(transport.global_rank)
+    with ThreadPoolExecutor(1) as thread:
+        work = thread.submit(_damage, folder, part, len(ranks))
+        transport.until_all(lambda span: bool(wait([work], span).done))
+    found = dict.fromkeys(wrong for share in transport.gather(work.result(), ALL) for wrong in share)
+    if not found:
+        return ""
+    nothing = _nothing_in(folder)
+    return nothing if nothing in found else f"the checkpoint {folder} is damaged: {'; '.join(found)}"
+
+
+def _damage(folder: Path, part: int, parts: int) -> list[str]:
+    found = _place(folder)
+    return [_nothing_in(folder)] if found is None else manifest.damage(found, part, parts)
+
+
+def _place(folder: Path) -> Path | None:
+    """Where the checkpoint is: a crash while it was replaced may have left it beside."""
+    marks = (manifest.MANIFEST, INDEX)
+    places = (folder, beside(folder, "old"))
+    return next((place for place in places if any((place / mark).exists() for mark in marks)), None)
+
+
+def _nothing_in(folder: Path) -> str:
+    return f"no checkpoint in {folder}: a folder with a file {manifest.MANIFEST}, as Pipeline.save writes it"
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -174,7 +209,7 @@ def _fits(saved: object, x: Tensor) -> bool:
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
+def alone_is_fine() -> Iterator[None]:
     """A pipeline of one process needs no torch.distributed, of which torch would warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

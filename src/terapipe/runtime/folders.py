@@ -1,6 +1,10 @@
 """Folders that are replaced as a whole: written beside, then renamed, so that a crash loses nothing already saved."""
 
+import os
 import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 
@@ -24,3 +28,42 @@ def put_in_place(folder: Path, new: Path) -> None:
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(folder: Path) -> None:
+    """The names in it, to the disk; not all systems can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def flush_files(folder: Path) -> None:
+    """All files in it, and their names: what is renamed into place must not be empty after a power failure."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    flush(folder)
+
+
+def copy_others(folder: Path, new: Path, replaced: Collection[str]) -> None:
+    """What the folder holds, but for the files that the new one will have itself, given as patterns."""
+
+    def left_out(at: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(at) == folder and any(fnmatch(name, pattern) for pattern in replaced)}
+
+    shutil.copytree(folder, new, ignore=left_out)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError that has none: a write to a full disk does not know the file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

@@ -1,11 +1,14 @@
 """Folders in Hugging Face's format, written from any layout."""
 
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatch
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,7 +16,7 @@ from transformers import PreTrainedModel
 
 from terapipe.modeling.hf.build import skeleton
 from terapipe.modeling.hf.stage import DecoderStage
-from terapipe.runtime.folders import beside, put_in_place, recover
+from terapipe.runtime.folders import beside, copy_others, flush_files, naming, put_in_place, recover
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
 
@@ -22,12 +25,17 @@ WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model
 SHARD = "5GB"  # the largest file: while one is written, this process does nothing else, and others wait for it
 
 
-def save_pretrained(pipe: Pipeline, folder: str | Path) -> None:
+def save_pretrained(
+    pipe: Pipeline, folder: str | Path, *, finish: Callable[[Path], None] = lambda partial: None
+) -> None:
     """Saves the whole model and its configuration as transformers' ``save_pretrained`` would.
 
     All ranks call it together, with a folder that all of them see. Each writes its part beside the folder, the first
     makes one model of them and puts it in place when all is written. If a crash leaves no folder, what it held before
     is beside it, named ``.old``.
+
+    ``finish`` is called on the first rank with the folder as it was written, before it is put in place: what it adds,
+    such as a tokenizer, comes with the model or not at all.
     """
     with pipe._telling_others():
         stages = {k: stage for k, stage in pipe.stages.items() if isinstance(stage, DecoderStage)}
@@ -37,13 +45,45 @@ def save_pretrained(pipe: Pipeline, folder: str | Path) -> None:
                 f"only pipelines of Hugging Face models can be saved in their format, got stages of type "
                 f"{', '.join(kinds)}; Pipeline.save writes checkpoints of any model"
             )
-        _Saving(pipe, list(stages.values()), Path(folder).resolve()).run()
+        _Saving(pipe, list(stages.values()), Path(folder).resolve(), finish).run()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Names the folder where the system refuses to write; safetensors tells its reasons in words only."""
+    try:
+        with naming(folder):
+            yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
+
+
+def write_beside(folder: Path, model: PreTrainedModel, finish: Callable[[Path], None]) -> Path:
+    """The model, what ``finish`` adds, and what else the folder holds: all but put in place."""
+    partial = beside(folder, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with writing(folder):
+            if folder.exists():
+                copy_others(folder, partial, WEIGHTS)
+            model.save_pretrained(partial, max_shard_size=SHARD)
+            finish(partial)
+            flush_files(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return partial
 
 
 class _Saving:
-    def __init__(self, pipe: Pipeline, stages: list[DecoderStage], folder: Path) -> None:
+    def __init__(
+        self, pipe: Pipeline, stages: list[DecoderStage], folder: Path, finish: Callable[[Path], None]
+    ) -> None:
         self._pipe, self._stages, self._transport = pipe, stages, pipe._transport
-        self._folder = folder
+        self._folder, self._finish = folder, finish
         self._parts, self._partial = beside(folder, "parts"), beside(folder, "partial")
         # The others hold the same values, or help to make them whole.
         self._writes = self._transport.replica == self._transport.part == 0
@@ -83,7 +123,8 @@ class _Saving:
             if self._writes:
                 state[name] = whole.detach().cpu().contiguous()
         if self._writes:
-            save_file(state, self._part(self._transport.rank))
+            with writing(self._parts):
+                save_file(state, self._part(self._transport.rank))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._pipe.named_parameters()
@@ -117,9 +158,4 @@ class _Saving:
         return model
 
     def _write_whole(self, model: PreTrainedModel) -> None:
-        if self._folder.exists():
-            shutil.copytree(self._folder, self._partial, ignore=self._replaced)
-        model.save_pretrained(self._partial, max_shard_size=SHARD)
-
-    def _replaced(self, at: str, names: list[str]) -> set[str]:
-        return {name for name in names if Path(at) == self._folder and any(fnmatch(name, w) for w in WEIGHTS)}
+        write_beside(self._folder, model, self._finish)

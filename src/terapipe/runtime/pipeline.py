@@ -16,7 +16,7 @@ from terapipe.modeling.split import local
 from terapipe.modeling.stage import IGNORE, Bounded, Predictor, Split, Splittable, Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.agreement import Terms, agree, checksum
-from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving
+from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving, verify_files
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.failures import PipelineError, Record, in_words, is_connection_error
 from terapipe.runtime.intake import Batch, Documents, Intake, Vary, Vocabulary, check_total, lone_checksums
@@ -486,13 +486,20 @@ class Pipeline:
         optimizer: Optimizer | None = None,
         *,
         extra: Mapping[str, Tensor] | None = None,
+        verify: bool = True,
     ) -> Loaded:
         """What ``save`` wrote, in this or any other layout; nothing in it is run, whoever wrote it. Learning rate and
         the like stay as they are. An optimizer of which nothing was saved begins anew.
 
         Fills the ``extra`` tensors that the checkpoint has in the same shape, and leaves the others. Returns the notes,
         a dictionary, whose ``found`` names the extra tensors that were there.
+
+        With ``verify``, all files are first compared with their checksums. If one is damaged or missing, all ranks
+        raise the same ValueError, and model and optimizer are as before.
         """
+        wrong = verify_files(Path(folder), self._transport) if verify else ""
+        if wrong:
+            raise ValueError(wrong)
         with self._telling_others():
             return self._checkpoint(optimizer).load(Path(folder), extra or {})
 

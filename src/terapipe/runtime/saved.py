@@ -62,13 +62,21 @@ def read_notes(folder: Path) -> dict[str, Any]:
     return notes
 
 
+def reason(error: BaseException) -> str:
+    """In one line, never empty. Where a tensor cannot be read, torch advises to run what is there instead."""
+    said = str(error).strip().partition("\n")[0]
+    if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
+        return "a tensor cannot be read"
+    return said or type(error).__name__
+
+
 def _index(path: Path) -> Metadata:
     try:
         found = _unpickled(path)
     except OSError:
         raise
     except Exception as error:  # a pickle can fail in any way
-        raise ValueError(f"{path} is not the index of a checkpoint, or a damaged one: {error}") from None
+        raise ValueError(f"{path} is not the index of a checkpoint, or a damaged one: {reason(error)}") from None
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise ValueError(f"{path} is not the index of a checkpoint: it holds {type(found).__name__}")
     return found

@@ -1,10 +1,11 @@
 """Writes what is to be saved, in a thread of its own and over connections of its own: training may go on."""
 
+import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from terapipe.runtime.failures import is_connection_error
-from terapipe.runtime.folders import beside, put_in_place, recover
+from terapipe.runtime.folders import beside, flush, put_in_place, recover
+from terapipe.runtime.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.saved import NOTES
 from terapipe.runtime.transport import ALL, Transport
 
@@ -113,9 +115,11 @@ def _write(state: dict[str, Any], folder: Path, notes: str, group: dist.ProcessG
     failures: dict[int, BaseException] = {}
     try:
         # Returns on the first rank after its ``finish``, and that runs when it has gathered what all have written.
-        _save(state, _Writer(partial, per_thread_copy_ahead=0), group)
+        writer = _Writer(partial)
+        _save(state, writer, group)
+        sums = _gathered(writer.sums, group)
         if leads:
-            _finish(folder, partial, notes)
+            _finish(folder, partial, notes, sums)
     except CheckpointException as error:
         failures = {rank: cause for rank, (cause, _) in error.failures.items()}
     except Exception as error:
@@ -133,25 +137,26 @@ def _write(state: dict[str, Any], folder: Path, notes: str, group: dist.ProcessG
         raise problem[0]
 
 
-def _finish(folder: Path, partial: Path, notes: str) -> None:
+def _gathered(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str, Sum]:
+    """Those of the files that all ranks have written."""
+    if group is None:
+        return sums
+    found: list[dict[str, Sum]] = [{}] * group.size()
+    dist.all_gather_object(found, sums, group=group)
+    return {name: x for part in found for name, x in part.items()}
+
+
+def _finish(folder: Path, partial: Path, notes: str, sums: dict[str, Sum]) -> None:
     if notes:
-        with (partial / NOTES).open("w", encoding="utf-8") as file:
-            file.write(notes)
+        with SummedFile(partial / NOTES) as file:
+            file.write(notes.encode())
             file.flush()
             os.fsync(file.fileno())
-    _flush(partial)
+        sums = {**sums, NOTES: file.sum}
+    write_manifest(partial, sums)
+    flush(partial)
     put_in_place(folder, partial)
-    _flush(folder.parent)
-
-
-def _flush(folder: Path) -> None:
-    """The names in it, to the disk; not all systems can."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    flush(folder.parent)
 
 
 def _problem(folder: Path, failures: dict[int, BaseException], group: dist.ProcessGroup | None) -> Exception | None:
@@ -179,7 +184,30 @@ def _save(state: dict[str, Any], writer: FileSystemWriter, group: dist.ProcessGr
     writer.finish(index, [writer.write_data(plan, planner).wait()])
 
 
+class _Files(FileSystem):
+    """Takes the checksums of the files that a FileSystemWriter writes, shards and index alike."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        with SummedFile(path) as file:
+            yield file
+        self.sums[Path(path).name] = file.sum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
 class _Writer(FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self.fs = files = _Files()
+        self.sums = files.sums
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """torch's file format hides that the disk is full behind an error of its own."""
         try:

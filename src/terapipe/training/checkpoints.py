@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 
 from terapipe.config import CheckpointConfig, RunConfig
 from terapipe.reporting import html
-from terapipe.runtime.checkpoint import Saving
+from terapipe.runtime.checkpoint import Saving, verify_files
+from terapipe.runtime.folders import recover
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.saved import NOTES
+from terapipe.runtime.transport import ALL, Transport
 
 NAME = re.compile(r"step-(\d{8})")
 BEST = "best.json"
@@ -24,14 +27,53 @@ def folder_of(config: RunConfig) -> Path:
 
 
 def steps(folder: Path) -> list[int]:
-    """Of the checkpoints that are whole."""
-    names = (NAME.fullmatch(f.name) for f in folder.glob("step-*") if (f / ".metadata").is_file())
+    """Of all checkpoints that were put in place. Whether they are still whole, ``newest_whole`` finds out."""
+    names = (NAME.fullmatch(f.name) for f in folder.glob("step-*") if f.is_dir())
     return sorted(int(name[1]) for name in names if name)
 
 
-def latest(folder: Path) -> Path | None:
-    found = steps(folder)
-    return path_of(folder, found[-1]) if found else None
+def newest_whole(folder: Path, crew: Transport, verify: bool) -> tuple[Path | None, list[str]]:
+    """The run's newest checkpoint of which no file is damaged, and what is wrong with newer ones. These are renamed, so
+    that they are not counted among those to keep.
+
+    All ranks call it together and get the same answer.
+    """
+    damaged: dict[Path, str] = {}
+    for step in reversed(crew.gather(steps(folder), ALL)[0]):
+        path = path_of(folder, step)
+        wrong = verify_files(path, crew) if verify else ""
+        if not wrong:
+            if crew.global_rank == 0:
+                _set_aside(damaged)
+            return path, [f"{wrong}; it was renamed to {_aside(old).name}" for old, wrong in damaged.items()]
+        damaged[path] = wrong
+    if damaged:
+        raise ValueError(
+            f"none of the {len(damaged)} checkpoints in {folder} is whole: {'; '.join(damaged.values())}. Restore one "
+            "of them, or move them away to begin anew"
+        )
+    return None, []
+
+
+def _set_aside(damaged: Iterable[Path]) -> None:
+    for path in damaged:
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.rename(_aside(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"damaged-{path.name}")
+
+
+def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
+    """Of a training run, as its trainer needs them."""
+    kinds = {"step": int, "position": int, "skipped": int, "layout": str, "best": float | int | None}
+    wrong = [name for name, kind in kinds.items() if not isinstance(notes.get(name, ...), kind)]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint {folder} must have the notes of a training run, but its {NOTES} has no valid "
+            f"{', '.join(wrong)}; resume from a checkpoint that terapipe train wrote"
+        )
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -39,7 +81,10 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Removes what a crash left in the middle: by name, none of it is a checkpoint."""
+    """Removes what a crash left in the middle: by name, none of it is a checkpoint. One that was about to be replaced
+    gets its name back."""
+    for old in folder.glob("step-*.old"):
+        recover(old.with_suffix(""))
     for left in folder.glob("step-*.*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -58,7 +103,7 @@ class Checkpoints:
         try:
             found = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
             return int(found["step"]), float(found["eval_loss"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def save(
@@ -105,7 +150,7 @@ class Checkpoints:
         self._say("checkpoint", f"saved {path_of(self.folder, step)}")
         if not self._leads:
             return
-        if loss is not None and loss <= notes["best"]:
+        if loss is not None and loss == notes["best"]:
             html.write(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
         kept = {self.best[0]} if self._config.best and self.best else set()
         for old in steps(self.folder)[: -self._config.keep] if self._config.keep else ():

@@ -1,5 +1,6 @@
 """A trained model in Hugging Face's format: such models as they are, and a GPT of ours as the GPT-2 that it is."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from terapipe.modeling.gpt import GPT
 from terapipe.presets import GPTConfig
-from terapipe.runtime.folders import beside, put_in_place
+from terapipe.runtime.checkpoint import alone_is_fine
+from terapipe.runtime.folders import put_in_place, recover
+from terapipe.runtime.manifest import damage
 from terapipe.runtime.saved import Reader, TensorsOnly
 
 
@@ -25,17 +28,26 @@ def check_gpt(shape: GPTConfig) -> None:
         raise ValueError(f"checkpoints.export needs transformers: pip install 'terapipe[hf]' ({error})") from None
 
 
-def export_gpt(checkpoint: Path, shape: GPTConfig, dtype: torch.dtype, end: int, folder: Path) -> None:
-    """From a checkpoint, by one process that has room for the whole model."""
+def export_gpt(
+    checkpoint: Path, shape: GPTConfig, dtype: torch.dtype, end: int, folder: Path, finish: Callable[[Path], None]
+) -> None:
+    """From a checkpoint, by one process that has room for the whole model. ``finish`` adds to the folder before it is
+    put in place; what else is in it stays."""
+    from terapipe.runtime.hf_files import write_beside
+
+    wrong = damage(checkpoint)
+    if wrong:
+        raise ValueError(f"the checkpoint {checkpoint} to be exported is damaged: {'; '.join(wrong)}")
     with torch.device("meta"):
         names = GPT(shape).to(dtype).state_dict()
     if shape.tied:
         names.pop("head.weight")
     state = {name: torch.empty(x.shape, dtype=dtype) for name, x in names.items()}
-    load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
-    partial = beside(folder, "partial")
-    as_gpt2(state, shape, dtype, end).save_pretrained(partial)
-    put_in_place(folder, partial)
+    with alone_is_fine():
+        load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
+    folder = folder.resolve()
+    recover(folder)
+    put_in_place(folder, write_beside(folder, as_gpt2(state, shape, dtype, end), finish))
 
 
 def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end: int) -> Any:

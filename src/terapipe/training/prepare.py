@@ -3,25 +3,32 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from terapipe.config import DataConfig
 from terapipe.runtime.folders import recover
+from terapipe.runtime.manifest import MANIFEST, damage
 from terapipe.training.text import find, pieces
 from terapipe.training.tokenizer import make
 from terapipe.training.tokenizer_files import FILES
-from terapipe.training.tokens import FORMAT, TOKENS, Origin, TokenFile, open_data, wanted
+from terapipe.training.tokens import FORMAT, META, STARTS, TOKENS, Origin, TokenFile, open_data, wanted
 from terapipe.training.writer import Progress, Writer
 
+Say = Callable[[str], None]
 
-def prepare(config: DataConfig, folder: Path, progress: Progress = lambda tokens: None) -> None:
+
+def prepare(
+    config: DataConfig, folder: Path, progress: Progress = lambda tokens: None, say: Say = lambda message: None
+) -> None:
     """Writes the token files and the tokenizer that the configuration asks for, unless they are there.
 
-    One process does it, before any calls ``open_data``. ``progress`` is told how many tokens are written so far.
+    One process does it, before any calls ``open_data``. ``progress`` is told how many tokens are written so far,
+    ``say`` which files were damaged.
     """
     sources = _fingerprint(config)
-    if not _is_ready(config, folder, sources):
+    if not _is_ready(config, folder, sources, say):
         _build(config, folder, sources, progress)
     open_data(config, folder)
 
@@ -57,14 +64,33 @@ def _contents(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _is_ready(config: DataConfig, folder: Path, sources: str) -> bool:
+def _is_ready(config: DataConfig, folder: Path, sources: str, say: Say) -> bool:
     for name in ("tokenizer", "train", "eval"):
         recover(folder / name)
-    origin = Origin(sources, _contents(folder / "tokenizer"))
+    there = [folder / name for name in wanted(config) if _is_ours(folder / name)]
+    damaged = {path: wrong for path in there if (wrong := damage(path, sums=config.verify))}
+    for path, wrong in damaged.items():
+        say(f"the token file {path} is damaged: {'; '.join(wrong)}; it is made again from the texts")
+    if damaged or len(there) < len(wanted(config)):
+        return False
     try:
-        return all(TokenFile.open(folder / name).origin == origin for name in wanted(config))
+        origins = {TokenFile.open(path).origin for path in there}
     except ValueError:
         return False
+    tokenizer = _contents(folder / "tokenizer")
+    if config.tokenizer == "train" and (folder / "tokenizer").exists():
+        known = {origin.tokenizer for origin in origins if origin.sources == sources}
+        _check_tokenizer(folder / "tokenizer", known - {tokenizer})
+    return origins == {Origin(sources, tokenizer)}
+
+
+def _check_tokenizer(folder: Path, others: set[str]) -> None:
+    """The same texts, but not the tokenizer that was trained on them: it would be used as it is."""
+    if others:
+        raise ValueError(
+            f"the tokenizer in {folder} is not the one that made the tokens beside it: it is damaged or was edited; "
+            "restore it, or delete the folder to train another"
+        )
 
 
 def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -> None:
@@ -92,6 +118,11 @@ def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -
         writer.close()
 
 
+def _is_ours(folder: Path) -> bool:
+    """A token file, even if one of its files is lost."""
+    return sum((folder / name).exists() for name in (TOKENS, STARTS, META, MANIFEST)) > 1
+
+
 def _check_ours(folder: Path) -> None:
-    if folder.exists() and not (folder / TOKENS).exists() and any(folder.iterdir()):
+    if folder.exists() and not _is_ours(folder) and any(folder.iterdir()):
         raise ValueError(f"{folder} is to hold tokens, but holds something else; set another data.cache")

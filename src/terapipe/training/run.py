@@ -23,7 +23,7 @@ from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import Transport, local_device, restarts
 from terapipe.training import planned as plans
-from terapipe.training.checkpoints import clean, folder_of, latest, path_of
+from terapipe.training.checkpoints import check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.display import Display
 from terapipe.training.export import check_gpt, export_gpt
 from terapipe.training.journal import Journal
@@ -109,7 +109,7 @@ class Run:
     def _data(self) -> Data:
         config = self._config.data
         folder = Path(config.cache) if config.cache else self._config.folder / "data"
-        self._on_first(lambda: prepare(config, folder))
+        self._on_first(lambda: prepare(config, folder, say=partial(self._console.print, soft_wrap=True)))
         return open_data(config, folder)
 
     def _on_first(self, function: Callable[[], T]) -> T:
@@ -125,6 +125,12 @@ class Run:
             raise ValueError(
                 "checkpoints.export writes what Hugging Face can open, and model.own it cannot; leave it out: "
                 "checkpoints are written in any case"
+            )
+        export = Path(self._config.checkpoints.export).resolve()
+        if export.is_file() or self._config.folder.resolve().is_relative_to(export):
+            what = "a file" if export.is_file() else "a folder that holds the run itself (logging.folder)"
+            raise ValueError(
+                f"checkpoints.export must be a folder of its own, which is replaced as a whole, got {export}, {what}"
             )
         if self._config.model.preset and made.shape is not None:
             check_gpt(made.shape)
@@ -180,16 +186,22 @@ class Run:
             self._compile(pipe)
         optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
         random = seeded(config.data.seed, self._crew.global_rank)
-        found = self._on_first(self._checkpoint)
-        notes = pipe.load(found, optimizer, extra=random) if found else {}
+        found, damaged = self._checkpoint()
+        verify = config.checkpoints.verify and found is not None and found.parent != self._checkpoints
+        notes = pipe.load(found, optimizer, extra=random, verify=verify) if found else {}
+        if found:
+            check_notes(notes, found)
         with self._journal(notes.get("step", 0)) as journal:
             trainer = Trainer(config, pipe, optimizer, data, planned, journal, random)
             if found:
                 trainer.resume(notes)
+                for wrong in damaged:
+                    trainer.say("damaged", wrong)
                 trainer.say("resumed", f"went on from {found}")
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
-                self._export(pipe, data, made, trainer.step)
+                kept = found if found and trainer.step == notes["step"] else path_of(self._checkpoints, trainer.step)
+                self._export(pipe, data, made, kept)
         if self._leads:
             self._end(outcome, trainer.step)
         with suppress(PipelineError):  # all is done: whoever left a moment too early did no harm
@@ -202,18 +214,23 @@ class Run:
         for stage in pipe.stages.values():
             compile_layers(stage)
 
-    def _checkpoint(self) -> Path | None:
-        """To go on from: the run's own latest, or what it was told to begin with."""
-        wanted, folder = self._config.checkpoints.resume, self._checkpoints
+    def _checkpoint(self) -> tuple[Path | None, list[str]]:
+        """To go on from: the run's own newest whole one, or what it was told to begin with. And what is wrong with
+        newer ones."""
+        wanted, folder = self._config.checkpoints, self._checkpoints
+        self._on_first(self._check_begin)
+        self._begun = True
+        found, damaged = newest_whole(folder, self._crew, wanted.verify)
+        return found or (None if wanted.resume in ("auto", "off") else Path(wanted.resume)), damaged
+
+    def _check_begin(self) -> None:
+        folder = self._checkpoints
         clean(folder)
-        found = latest(folder)
-        if found is not None and wanted == "off" and not (self._begun or restarts()):
+        if steps(folder) and self._config.checkpoints.resume == "off" and not (self._begun or restarts()):
             raise ValueError(
                 f"checkpoints.resume = 'off' begins anew, but {folder} holds checkpoints of a run before; take another "
                 "logging.folder, or move them"
             )
-        self._begun = True
-        return found or (None if wanted in ("auto", "off") else Path(wanted))
 
     @contextmanager
     def _journal(self, step: int) -> Iterator[Journal]:
@@ -230,17 +247,15 @@ class Run:
             finally:
                 metrics.close()
 
-    def _export(self, pipe: Pipeline, data: Data, made: Made, step: int) -> None:
-        folder = Path(self._config.checkpoints.export)
+    def _export(self, pipe: Pipeline, data: Data, made: Made, saved: Path) -> None:
+        folder, tokenizer = Path(self._config.checkpoints.export), data.tokenizer
         if self._config.model.preset and made.shape is not None:
-            dtype, end, saved = dtype_of(self._config.model), data.tokenizer.end, path_of(self._checkpoints, step)
-            self._on_first(partial(export_gpt, saved, made.shape, dtype, end, folder))
+            dtype = dtype_of(self._config.model)
+            self._on_first(partial(export_gpt, saved, made.shape, dtype, tokenizer.end, folder, tokenizer.save))
         else:
             from terapipe import hf
 
-            hf.save_pretrained(pipe, folder)
-        if self._leads:
-            data.tokenizer.save(folder)
+            hf.save_pretrained(pipe, folder, finish=tokenizer.save)
 
     def _end(self, outcome: Outcome, step: int) -> None:
         if outcome is not Outcome.REPLAN:

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from terapipe.config import DataConfig
+from terapipe.runtime.manifest import Sum, damage, read_manifest
 from terapipe.training.tokenizer import Tokenizer, load
 
-FORMAT = 1
+FORMAT = 2
 TOKENS, STARTS, META = "tokens.bin", "documents.npy", "meta.json"
 
 
@@ -38,13 +39,17 @@ class TokenFile:
     @staticmethod
     def open(folder: Path) -> "TokenFile":
         """Looks at sizes only: a rank that needs no tokens reads none."""
-        try:
-            meta = json.loads((folder / META).read_bytes())
-            sizes = {name: (folder / name).stat().st_size for name in (TOKENS, STARTS)}
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{folder} holds no token file: {error}; prepare the data first") from None
-        if meta.pop("format", None) != FORMAT or meta.pop("sizes", None) != sizes:
-            raise ValueError(f"{folder} holds a token file that is damaged, or of another version; delete it")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} holds no token file; prepare the data first")
+        wrong = damage(folder, sums=False)
+        if not wrong:
+            text = (folder / META).read_bytes()
+            wrong = [] if Sum().add(text) == read_manifest(folder)[META] else [f"{META} does not match its checksum"]
+        if wrong:
+            raise ValueError(f"{folder} holds a token file that is damaged: {'; '.join(wrong)}; delete it")
+        meta = json.loads(text)
+        if meta.pop("format") != FORMAT:
+            raise ValueError(f"{folder} holds a token file of another version; delete it")
         return TokenFile(folder, origin=Origin(**meta.pop("origin")), **meta)
 
     @cached_property

@@ -108,7 +108,10 @@ class Trainer:
     def _end(self, outcome: Outcome) -> Outcome:
         self._checkpoints.finish()
         if self.step > self._begun and not self._save(wait=True):
-            raise OSError(f"the run is at step {self.step}, which could not be saved; make room and start it again")
+            raise OSError(
+                f"the run is at step {self.step}, which could not be saved in {self._checkpoints.folder}; make room "
+                "and start it again"
+            )
         return outcome
 
     def _any(self, mine: bool) -> bool:
@@ -195,7 +198,7 @@ class Trainer:
         """Whether the loss is the lowest so far."""
         every = self._config.evaluation.every
         self._eval_loss = self._evaluator.run(self.step) if every and self.step % every == 0 else None
-        if self._eval_loss is None or self._eval_loss >= self._best:
+        if self._eval_loss is None or not self._eval_loss < self._best:  # NaN is lower than nothing
             return False
         self._best = self._eval_loss
         return True
@@ -208,7 +211,7 @@ class Trainer:
             "position": self._position,
             "skipped": self._skipped,
             "best": self._best if math.isfinite(self._best) else None,
-            "eval_loss": self._eval_loss,
+            "eval_loss": self._eval_loss if math.isfinite(self._eval_loss or 0.0) else None,
             "layout": str(self._planned.layout),
         }
         for name, state in states(self._rank).items():

@@ -1,5 +1,6 @@
 """Token files as they are written: texts are encoded some at a time, and memory stays bounded."""
 
+import io
 import json
 import os
 import shutil
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.runtime.folders import beside, put_in_place
+from terapipe.runtime.folders import beside, flush_files, naming, put_in_place
+from terapipe.runtime.manifest import Sum, write_manifest
 from terapipe.training.pieces import Piece
 from terapipe.training.text import pieces
 from terapipe.training.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ class Writer:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self.size = 0
+        self._sums = [Sum()]  # of the tokens after each append: some of them may be moved away again
 
     def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
         start = 0
@@ -52,9 +55,11 @@ class Writer:
             raise ValueError(f"there must be at least one document that is not empty, got none in {names}")
 
     def _append(self, tokens: NDArray[Any]) -> None:
-        with (self._partial / TOKENS).open("ab") as file:
+        path = self._partial / TOKENS
+        with naming(path), path.open("ab") as file:
             file.write(tokens.data)
         self.size += len(tokens)
+        self._sums.append(self._sums[-1].add(tokens.data))
 
     def move_end(self, other: "Writer", share: float) -> None:
         """The last documents, about this share of the tokens, become the other file's."""
@@ -63,20 +68,28 @@ class Writer:
         path = self._partial / TOKENS
         other._append(np.memmap(path, self._dtype, "r", offset=place * self._dtype.itemsize))
         other._starts = array("q", [0, *(starts[starts > place] - place).tolist()])
+        self._sums = [_up_to(place * self._dtype.itemsize, self._sums, path)]
         os.truncate(path, place * self._dtype.itemsize)
         self.size, self._starts = place, array("q", starts[starts < place].tolist())
         if place not in starts:  # in the middle of a document
             self._append(np.asarray([self._tokenizer.end], self._dtype))
 
     def close(self) -> None:
-        np.save(self._partial / STARTS, np.asarray(self._starts, np.int64))
-        sizes = {name: (self._partial / name).stat().st_size for name in (TOKENS, STARTS)}
+        starts = io.BytesIO()
+        np.save(starts, np.asarray(self._starts, np.int64))
         made = TokenFile(
             self._folder, self._dtype.str, self._tokenizer.vocab, self.size, len(self._starts), self._origin
         )
-        meta = {"format": FORMAT, "sizes": sizes, **asdict(made)}
+        meta = {"format": FORMAT, **asdict(made)}
         del meta["folder"]
-        (self._partial / META).write_text(json.dumps(meta, indent=1) + "\n")
+        texts = {STARTS: starts.getvalue(), META: (json.dumps(meta, indent=1) + "\n").encode()}
+        for name, text in texts.items():
+            with naming(self._partial / name):
+                (self._partial / name).write_bytes(text)
+        sums = {TOKENS: self._sums[-1], **{name: Sum().add(text) for name, text in texts.items()}}
+        with naming(self._partial):
+            write_manifest(self._partial, sums)
+            flush_files(self._partial)
         put_in_place(self._folder, self._partial)
 
 
@@ -92,6 +105,14 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, length = [], 0
     if batch:
         yield batch
+
+
+def _up_to(size: int, sums: list[Sum], path: Path) -> Sum:
+    """The checksum of the file's beginning, from the nearest that was taken while it was written."""
+    nearest = max(found for found in sums if found.size <= size)
+    with path.open("rb") as file:
+        file.seek(nearest.size)
+        return nearest.add(file.read(size - nearest.size))
 
 
 def _place(starts: NDArray[np.int64], size: int, share: float) -> int:

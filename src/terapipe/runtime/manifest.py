@@ -1,0 +1,110 @@
+"""The manifest of a folder: size and checksum of every file in it, taken while the files are written."""
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+CHUNK = 2**20  # bytes read at a time
+
+
+class Sum(NamedTuple):
+    """Size and CRC-32 of a file, or of its beginning. The CRC guards against accidents, not against forgery."""
+
+    size: int = 0
+    crc32: int = 0
+
+    def add(self, data: "ReadableBuffer") -> "Sum":
+        return Sum(self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc32))
+
+
+class SummedFile(io.BufferedWriter):
+    """A new file whose checksum is known when it has been written, without reading it again."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.sum = Sum()
+
+    def write(self, data: "ReadableBuffer") -> int:
+        self.sum = self.sum.add(data)
+        return super().write(data)
+
+
+def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(_text(files))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Sum]:
+    """Refused unless it is byte for byte what ``write_manifest`` wrote."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{MANIFEST} is missing: it was deleted, or the folder was written before there were checksums"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
+    try:
+        listed = json.loads(text)["files"]
+        files = {name: Sum(size, int(crc, 16)) for name, (size, crc) in listed.items()}
+        whole = _text(files).encode() == text
+    except (ValueError, LookupError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{MANIFEST} is damaged or was edited: it does not match its own checksum")
+    return files
+
+
+def _text(files: Mapping[str, Sum]) -> str:
+    content: dict[str, object] = {
+        "format": FORMAT,
+        "files": {name: [size, f"{crc:08x}"] for name, (size, crc) in sorted(files.items())},
+    }
+    own = zlib.crc32(json.dumps(content).encode())
+    return json.dumps({**content, "crc32": f"{own:08x}"}, indent=1) + "\n"
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1, *, sums: bool = True) -> list[str]:
+    """What is wrong with the files of a folder, or with one of several parts of them: file and reason of each.
+
+    Without ``sums`` only the sizes are compared, and no file but the manifest is read.
+    """
+    try:
+        files = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    found = (_damage(folder / name, files[name], sums) for name in sorted(files)[part::parts])
+    return [wrong for wrong in found if wrong]
+
+
+def _damage(path: Path, wanted: Sum, sums: bool) -> str:
+    try:
+        size = path.stat().st_size
+        if size != wanted.size:
+            return f"{path.name} has {size} bytes instead of {wanted.size}"
+        if sums and _sum(path) != wanted:
+            return f"{path.name} does not match its checksum"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    return ""
+
+
+def _sum(path: Path) -> Sum:
+    found, view = Sum(), memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(view):
+            found = found.add(view[:count])
+    return found
