@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -21,12 +21,15 @@ from terapipe.runtime.failures import PipelineError, Record
 from terapipe.runtime.launch import end_with_parent, take_cores
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.saved import INDEX, read_notes
 from terapipe.runtime.transport import Transport, local_device, restarts
 from terapipe.training import planned as plans
 from terapipe.training.checkpoints import clean, folder_of, latest, path_of
 from terapipe.training.display import Display
 from terapipe.training.export import check_gpt, export_gpt
+from terapipe.training.identity import Identity, compare, identity
 from terapipe.training.journal import Journal
+from terapipe.training.lock import Lock
 from terapipe.training.metrics import Metrics
 from terapipe.training.model import Made, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
@@ -92,14 +95,30 @@ class Run:
         self._checkpoints = folder_of(config)
 
     def run(self) -> None:
+        with Lock(self._config.folder) if self._leads else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         self._begin()
         data = self._data()
         made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
         self._check_export(made)
+        self._on_first(lambda: self._check_same(identity(self._config, data, made)))
         planned = self._first_plan(made)
         while self._train(data, made, planned) is Outcome.REPLAN:
             made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
             planned = self._by_measuring(made)
+
+    def _check_same(self, now: Identity) -> None:
+        """Refuses a checkpoint of another model before anything is measured."""
+        found = self._checkpoint()
+        if found is not None and (found / INDEX).exists():
+            with suppress(OSError):  # loading it says more
+                self._compare(read_notes(found), now, found)
+
+    def _compare(self, notes: Mapping[str, Any], now: Identity, found: Path) -> list[str]:
+        own = found.parent.resolve() == self._checkpoints.resolve()
+        return compare(notes, now, found, own=own)
 
     def _begin(self) -> None:
         if self._leads:
@@ -182,11 +201,15 @@ class Run:
         random = seeded(config.data.seed, self._crew.global_rank)
         found = self._on_first(self._checkpoint)
         notes = pipe.load(found, optimizer, extra=random) if found else {}
+        now = identity(config, data, made)
         with self._journal(notes.get("step", 0)) as journal:
-            trainer = Trainer(config, pipe, optimizer, data, planned, journal, random)
+            trainer = Trainer(config, pipe, optimizer, data, planned, journal, random, now)
             if found:
+                changed = self._compare(notes, now, found)
                 trainer.resume(notes)
                 trainer.say("resumed", f"went on from {found}")
+                if changed:
+                    trainer.say("changed", "; ".join(changed))
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
                 self._export(pipe, data, made, trainer.step)

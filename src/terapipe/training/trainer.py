@@ -20,6 +20,7 @@ from terapipe.training.checkpoints import Checkpoints, folder_of
 from terapipe.training.drift import Drift
 from terapipe.training.evaluator import Evaluator
 from terapipe.training.feed import Feed
+from terapipe.training.identity import NOTE, Identity, same_evaluation
 from terapipe.training.journal import Journal
 from terapipe.training.optimizer import set_lr
 from terapipe.training.planned import Planned
@@ -61,10 +62,11 @@ class Trainer:
         planned: Planned,
         journal: Journal,
         random: dict[str, Tensor],
+        identity: Identity,
     ) -> None:
-        """``random`` are the states of the generators, to be saved and gone on from."""
+        """``random`` are the states of the generators, to be saved and gone on from; ``identity`` is saved, too."""
         self._config, self._pipe, self._optimizer = config, pipe, optimizer
-        self._planned, self._journal, self._random = planned, journal, random
+        self._planned, self._journal, self._random, self._identity = planned, journal, random, identity
         self._predicted = planned.step_time(config.optimizer.accumulate)
         self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
         self._evaluator = Evaluator(config, pipe, data, journal)
@@ -210,6 +212,7 @@ class Trainer:
             "best": self._best if math.isfinite(self._best) else None,
             "eval_loss": self._eval_loss,
             "layout": str(self._planned.layout),
+            NOTE: self._identity,
         }
         for name, state in states(self._rank).items():
             self._random[name].copy_(state)
@@ -219,7 +222,8 @@ class Trainer:
         """After a checkpoint has been loaded into parameters, optimizer and ``random``."""
         self.step = self._begun = notes["step"]
         self._position, self._skipped = notes["position"], notes["skipped"]
-        self._best = math.inf if notes["best"] is None else notes["best"]
+        comparable = notes["best"] is not None and same_evaluation(notes, self._identity)
+        self._best = notes["best"] if comparable else math.inf
         if notes["layout"] == str(self._planned.layout):
             restore(self._random, self._rank)
         else:  # other ranks, other parts: what they would have drawn is nobody's
