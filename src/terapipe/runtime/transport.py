@@ -169,7 +169,8 @@ class Transport:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Along the pipeline."""
         if self.size > 1:
-            with self._waiting(self._peer(source), "the loss"):
+            peers = self.others(PIPE) if source == self.rank else self._peer(source)  # the source waits, too
+            with self._waiting(peers, "the loss"):
                 dist.broadcast(tensor, group=self._groups[PIPE], group_src=source)
         return tensor
 
@@ -187,6 +188,16 @@ class Transport:
         values: list[T | None] = [None] * size
         with self._waiting(self.others(over), "an exchange between all ranks"):
             dist.all_gather_object(values, value, group=self._groups[over])
+        return values  # type: ignore[return-value]
+
+    def collect(self, value: T, over: str = PIPE) -> list[T] | None:
+        """Every rank's value, on the first of them only; None on the others."""
+        place, size = self._place(over)
+        if size == 1:
+            return [value]
+        values: list[T | None] | None = None if place else [None] * size
+        with self._waiting(self.others(over), "what the first rank collects"):
+            dist.gather_object(value, values, group=self._groups[over], group_dst=0)
         return values  # type: ignore[return-value]
 
     def await_one(self, work: Future[T] | None) -> T | None:

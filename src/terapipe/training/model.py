@@ -87,6 +87,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
     if config.recompute == "selective":
         decoder.recompute_layers()
+    decoder.check_slices(decoder.shortest, recompute=config.recompute == "full")
     identity = _identity(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
     return Made(decoder, shape, split, identity, decoder.shortest, decoder.fast)

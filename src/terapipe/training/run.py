@@ -18,7 +18,7 @@ from terapipe.config import RunConfig
 from terapipe.planning.profile import Profile
 from terapipe.reporting import html
 from terapipe.runtime.failures import PipelineError, Record
-from terapipe.runtime.launch import end_with_parent, take_cores
+from terapipe.runtime.launch import end_with_parent, record, take_cores
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.saved import INDEX, read_notes
@@ -76,6 +76,7 @@ def _tell(error: Exception, crew: Transport | None) -> None:
     rank, several = (0, False) if crew is None else (crew.global_rank, crew.size > 1)
     if crew is not None and not isinstance(error, PipelineError):
         crew.fail(Record(rank, f"{type(error).__name__}: {error}"))
+    record(error)
     if isinstance(error, ValueError) and rank:
         return  # the first rank has it too, or hears of it
     expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
@@ -155,7 +156,7 @@ class Run:
         config, ranks = self._config, self._crew.size
         found = self._on_first(lambda: plans.given(config, ranks) or plans.kept(config, ranks))
         if found is None and config.plan.profile:
-            return self._by_costs(Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
+            return self._by_costs(made, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
         if found is None and made.shape is not None and config.plan.seconds:
             return self._by_measuring(made)
         return self._decided(found or plans.evenly(config, made, ranks))
@@ -166,11 +167,11 @@ class Run:
             profile = plans.measure(self._config, made, self._crew.size)
         if self._leads:
             html.write(self._config.folder / "profile.json", profile.to_json() + "\n")
-        return self._by_costs(profile)
+        return self._by_costs(made, profile)
 
-    def _by_costs(self, profile: Profile) -> plans.Planned:
+    def _by_costs(self, made: Made, profile: Profile) -> plans.Planned:
         self._profile = profile
-        return self._decided(self._on_first(lambda: plans.by_costs(self._config, profile, self._crew.size)))
+        return self._decided(self._on_first(lambda: plans.by_costs(self._config, made, profile, self._crew.size)))
 
     def _decided(self, planned: plans.Planned) -> plans.Planned:
         if self._leads:

@@ -158,7 +158,9 @@ class Trainer:
         if made.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
-        self._pipe.zero_grad(set_to_none=False)
+        layout = self._planned.layout
+        # Replicas without shards make every gradient anew and add what was there before, so nothing is left there.
+        self._pipe.zero_grad(set_to_none=layout.data > 1 and not layout.shard)
         return made
 
     def _refuse(self, made: Step) -> None:
@@ -176,11 +178,12 @@ class Trainer:
     # Looking
 
     def _looks(self) -> dict[str, Any]:
-        timeline = self._pipe.timeline()
-        if self._journal.leads:
-            with suppress(OSError):  # the disk is full: metrics say so
-                html.write(self._config.folder / "timeline.json", timeline.to_json())
-        memory = self._pipe.transport.gather(_peak_memory(self._pipe.device), ALL)
+        timeline = self._pipe.timeline_on_first()
+        memory = self._pipe.transport.collect(_peak_memory(self._pipe.device), ALL)
+        if not self._journal.leads or timeline is None:
+            return {}
+        with suppress(OSError):  # the disk is full: metrics say so
+            html.write(self._config.folder / "timeline.json", timeline.to_json())
         return {"idle": timeline.idle, "memory": memory}
 
     def _watch(self, seconds: float) -> None:
