@@ -43,10 +43,13 @@ def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
     from terapipe.runtime.launch import launch_module
     from terapipe.training.lock import Lock
     from terapipe.training.run import ENDED
+    from terapipe.training.terminal import Terminal
 
     with Lock(config.folder):
         pass  # a folder in use is refused here, once, and not by the ranks at each of their restarts
-    failure = launch_module("terapipe", ["train", str(parsed.file), *parsed.replaced], ranks, config.failures.restarts)
+    arguments = ["train", str(parsed.file), *parsed.replaced]
+    with Terminal():
+        failure = launch_module("terapipe", arguments, ranks, config.failures.restarts)
     if failure:
         print(f"terapipe train: {failure}", file=sys.stderr)
         return 1

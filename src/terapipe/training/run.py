@@ -22,7 +22,7 @@ from terapipe.runtime.launch import end_with_parent, record, take_cores
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.saved import INDEX, read_notes
-from terapipe.runtime.transport import Transport, local_device, restarts
+from terapipe.runtime.transport import Transport, local_device, restarts, world
 from terapipe.training import planned as plans
 from terapipe.training.checkpoints import clean, folder_of, latest, path_of
 from terapipe.training.display import Display
@@ -37,6 +37,7 @@ from terapipe.training.prepare import prepare
 from terapipe.training.randomness import seeded
 from terapipe.training.report import write_report
 from terapipe.training.stopping import Stop
+from terapipe.training.terminal import Terminal
 from terapipe.training.tokens import Data, open_data
 from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
 
@@ -48,17 +49,19 @@ ENDED = "ended.json"  # how the run ended: finished or stopped; not there while 
 def run_rank(config: RunConfig) -> int:
     """What every process runs; the exit code."""
     end_with_parent()
-    stop = Stop()
     if local_device().type == "cpu":
         take_cores()
     crew: Transport | None = None
-    try:
-        crew = Transport(local_device(), timeout=config.failures.timeout)
-        Run(config, crew, stop).run()
-    except Exception as error:
-        _tell(error, crew)
-        return _leave(1, crew)
-    return _leave(0, crew)
+    code = 0
+    with Terminal() if world()[0] == 0 else nullcontext() as terminal:
+        stop = Stop(terminal.restore if terminal else lambda: None)
+        try:
+            crew = Transport(local_device(), timeout=config.failures.timeout)
+            Run(config, crew, stop).run()
+        except Exception as error:
+            _tell(error, crew)
+            code = 1
+    return _leave(code, crew)
 
 
 def _leave(code: int, crew: Transport | None) -> int:
@@ -180,7 +183,14 @@ class Run:
             plan = planned.plan
             lengths = ", ".join(map(str, plan.lengths[0]))
             self._console.print(f"{planned.layout}; order {plan.order}; slices of {lengths} tokens")
+            self._doubt_warmup()
         return planned
+
+    def _doubt_warmup(self) -> None:
+        schedule = self._config.schedule
+        if schedule.warmup > schedule.steps:
+            told = f"schedule.warmup {schedule.warmup} is longer than schedule.steps {schedule.steps}"
+            self._console.print(f"{told}: the learning rate stays below optimizer.lr", soft_wrap=True)
 
     def _keep_prediction(self, planned: plans.Planned) -> None:
         path = self._config.folder / "predicted.json"
@@ -213,7 +223,9 @@ class Run:
                     trainer.say("changed", "; ".join(changed))
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
+                trainer.say("export", f"writing a Hugging Face model to {config.checkpoints.export}")
                 self._export(pipe, data, made, trainer.step)
+                trainer.say("export", f"wrote model and tokenizer to {config.checkpoints.export}")
         if self._leads:
             self._end(outcome, trainer.step)
         with suppress(PipelineError):  # all is done: whoever left a moment too early did no harm

@@ -169,9 +169,11 @@ class Trainer:
         limit = self._config.failures.skips
         if self._config.failures.nan == "stop" or self._skipped >= limit:
             many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
+            stops = self._config.failures.nan == "stop"
+            other = "leave such steps out with failures.nan = 'skip'" if stops else f"raise failures.skips from {limit}"
             raise NotFiniteError(
                 f"{what} are not finite{many}; nothing was learned from it. Go on from the last checkpoint with a "
-                "smaller optimizer.lr, or leave such steps out with failures.nan = 'skip'"
+                f"smaller optimizer.lr, or {other}"
             )
         self.say("nan", f"{what} are not finite; the step is left out")
 
@@ -193,8 +195,8 @@ class Trainer:
             if said:
                 self.say("drift", said)
 
-    def say(self, event: str, message: str) -> None:
-        self._journal.row({"step": self.step, "event": event, "message": message})
+    def say(self, event: str, message: str, step: int | None = None) -> None:
+        self._journal.row({"step": self.step if step is None else step, "event": event, "message": message})
 
     def _evaluate_if_due(self) -> bool:
         """Whether the loss is the lowest so far."""
