@@ -79,11 +79,12 @@ def _exit(code: int) -> str:
 
 
 def _quiet() -> None:
-    """Keeps torchelastic's log lines from between ours, which say the same; LOGLEVEL, its own switch, brings them."""
-    if "LOGLEVEL" not in os.environ:
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+    """Keeps torchelastic's warnings from between our lines, which say the same. Who has set LOGLEVEL, its own switch,
+    to another level than its default gets what was asked for."""
+    for name in list(logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        if name.startswith("torch.distributed.elastic") and logger.level == logging.WARNING:
+            logger.setLevel(logging.CRITICAL)
 
 
 def _config(ranks: int, **more: Any) -> LaunchConfig:

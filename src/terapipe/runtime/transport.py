@@ -52,6 +52,12 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def job() -> str:
+    """What torchrun calls the run, the same on all hosts and after restarts; nothing where it was given no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 

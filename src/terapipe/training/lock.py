@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from terapipe.runtime.transport import restarts
+from terapipe.runtime.transport import job, restarts
 
 FILE = "run.lock"
 
@@ -25,14 +25,13 @@ class Holder:
     pid: int
     ticks: str
     since: str
-    job: str  # torchrun's id of the run, and how often it has started it again
+    job: str  # what torchrun calls the run, and how often it has started it again
     restarts: int
 
     @classmethod
     def this(cls) -> "Holder":
         since = datetime.now().astimezone().isoformat(" ", "seconds")
-        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        return cls(platform.node(), os.getpid(), _ticks(os.getpid()), since, job, restarts())
+        return cls(platform.node(), os.getpid(), _ticks(os.getpid()), since, job(), restarts())
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -41,7 +40,7 @@ class Holder:
         """As far as can be told from here: of another host, only if torchrun has started its run again."""
         if self.host == platform.node():
             return _ticks(self.pid) != self.ticks
-        return self.job not in ("", "none") and self.job == Holder.this().job and restarts() > self.restarts
+        return bool(self.job) and self.job == job() and restarts() > self.restarts
 
 
 class Lock:
