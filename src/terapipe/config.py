@@ -5,7 +5,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -47,7 +47,11 @@ class DataConfig:
     eval: tuple[str, ...] = key((), "the same, for evaluation")
     eval_share: float = key(0.0, "without eval: this share of the training documents' tokens, the last ones")
     field: str = key("text", "the field of JSONL lines, or the column of tables, that holds the text")
-    tokenizer: str = key("bytes", 'a Hugging Face tokenizer folder, "bytes", or "train": one trained on the data')
+    tokenizer: str = key(
+        "bytes",
+        'a Hugging Face tokenizer folder, "bytes", or "train": one trained on the data; where it is left out, a '
+        "Hugging Face model has the one in its own folder",
+    )
     vocab: int = key(4096, 'entries of a tokenizer that is trained; with "bytes" there are 257')
     tokens: int = key(1024, "tokens per sequence")
     batch: int = key(1, "sequences per forward and backward, over all replicas")
@@ -201,7 +205,17 @@ def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> R
     made: dict[str, Any] = {part: _section(kind, data.get(part, {}), part, name) for part, kind in sections.items()}
     config = RunConfig(**made)
     _check(config, name)
-    return config
+    return config if "tokenizer" in data.get("data", {}) else _with_own_tokenizer(config)
+
+
+def _with_own_tokenizer(config: RunConfig) -> RunConfig:
+    """A Hugging Face model knows the tokens of one tokenizer only, which lies beside it."""
+    model = config.model
+    if not model.folder and not model.config:
+        return config
+    path = Path(model.folder or model.config)
+    folder = path.parent if path.is_file() else path
+    return replace(config, data=replace(config.data, tokenizer=str(folder)))
 
 
 def _override(data: dict[str, Any], text: str) -> None:
@@ -258,7 +272,7 @@ def _typed(wanted: Any, value: Any, where: str) -> Any:
 
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _POSITIVE = (
-    "data.tokens", "data.batch", "data.vocab", "plan.tensor", "plan.tile", "optimizer.accumulate",
+    "data.tokens", "data.batch", "data.vocab", "plan.tensor", "plan.tile", "plan.slices", "optimizer.accumulate",
     "schedule.steps", "logging.every", "failures.timeout", "failures.skips",
 )  # fmt: skip
 
@@ -268,11 +282,12 @@ def _check(config: RunConfig, name: str) -> None:
     for part in fields(config):
         section = getattr(config, part.name)
         for entry in fields(section):
-            value, place = getattr(section, entry.name), f"{part.name}.{entry.name}"
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                least = "positive" if place in _POSITIVE else "at least 0"
-                if not value >= 0 or (place in _POSITIVE and value == 0):
-                    raise ValueError(f"{name}: {place} must be {least}, got {value!r}")
+            held, place = getattr(section, entry.name), f"{part.name}.{entry.name}"
+            for value in held if isinstance(held, tuple) else (held,):
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    least = "positive" if place in _POSITIVE else "at least 0"
+                    if not value >= 0 or (place in _POSITIVE and value == 0):
+                        raise ValueError(f"{name}: {place} must be {least}, got {value!r}")
     model = config.model
     kinds = [k for k in ("preset", "config", "folder", "own") if getattr(model, k)]
     if len(kinds) != 1:

@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from terapipe.training.batches import Batches
 from terapipe.training.metrics import read
 from terapipe.training.schedule import learning_rate
 from terapipe.training.tokens import open_data
+from tests.commands import Command, started
 from tests.ranks import Ranks
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
@@ -160,72 +160,71 @@ def test_the_curve_is_that_of_a_plain_loop(
 # Going on
 
 
-def command(folder: Path, told: RunConfig, *more: str) -> subprocess.Popen[str]:
+def command(folder: Path, told: RunConfig) -> AbstractContextManager[Command]:
     path = folder.with_suffix(".toml")
     path.write_text(told.to_toml())
-    line = [sys.executable, "-u", "-m", "terapipe", "train", str(path), *more]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return started(["train", str(path)], folder.with_suffix(".txt"))
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not any(row["step"] >= step for row in read(folder)):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def reached(folder: Path, step: int) -> bool:
+    return any(row["step"] >= step for row in read(folder) if "loss" in row)
 
 
-def workers(process: subprocess.Popen[str]) -> list[int]:
-    return [int(w) for w in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+ENDLESS = ("schedule.kind=constant", "schedule.steps=1000000")  # over only when a test says so
 
 
-@pytest.fixture(scope="module")
-def straight(ranks: Callable[[int], Ranks], place: Path) -> list[float]:
-    told = config(place / "straight", "", "schedule.steps=40")
+def straight(ranks: Callable[[int], Ranks], folder: Path, steps: int) -> list[float]:
+    """The curve of as many steps, undisturbed."""
+    told = config(folder.with_name(f"{folder.name}-straight"), "", "schedule.kind=constant", f"schedule.steps={steps}")
     ranks(2)(train, told)
     return losses(told.folder)
 
 
-def test_a_killed_rank_is_survived(place: Path, straight: list[float]) -> None:
+def test_a_killed_rank_is_survived(ranks: Callable[[int], Ranks], place: Path) -> None:
     """By itself, from the last checkpoint, to the last bit."""
     folder = place / "killed"
-    told = config(folder, "", "schedule.steps=40", "checkpoints.every=5", "plan.pipe=2", "failures.restarts=1")
-    process = command(folder, told)
-    wait_for_step(folder, 12, process)
-    os.kill(workers(process)[1], signal.SIGKILL)
-    said = process.communicate(timeout=90)[0]
-    assert process.returncode == 0, said
-    assert "went on from" in said
-    assert "rank 1 is gone" in said
-    assert losses(folder) == straight
+    told = config(folder, "", *ENDLESS, "checkpoints.every=5", "plan.pipe=2", "failures.restarts=1")
+    with command(folder, told) as run:
+        run.until(lambda: reached(folder, 12))
+        os.kill(run.workers()[1], signal.SIGKILL)
+        run.until(lambda: any("loss" in row for row in _after_resuming(folder)))
+        run.signal(signal.SIGINT)
+        assert run.end() == 0, run.said
+        assert "went on from" in run.said
+        assert "rank 1 is gone" in run.said
+    assert losses(folder) == straight(ranks, folder, len(losses(folder)))
 
 
-def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path, straight: list[float]) -> None:
-    folder, steps = place / "moved", "schedule.steps=40"
-    ranks(2)(train, config(folder, "", steps), 11)
-    ranks(3)(train, config(folder, "", steps, "plan.order=terapipe", "plan.slices=[5,12,7]"), 9)
-    ranks(4)(train, config(folder, "", steps, "plan.data=2", "plan.shard=true"), 8)
+def _after_resuming(folder: Path) -> list[dict[str, Any]]:
+    rows = read(folder)
+    return rows[next((at for at, row in enumerate(rows) if row.get("event") == "resumed"), len(rows)) :]
+
+
+def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) -> None:
+    folder, steps = place / "moved", ("schedule.kind=constant", "schedule.steps=40")
+    ranks(2)(train, config(folder, "", *steps), 11)
+    ranks(3)(train, config(folder, "", *steps, "plan.order=terapipe", "plan.slices=[5,12,7]"), 9)
+    ranks(4)(train, config(folder, "", *steps, "plan.data=2", "plan.shard=true"), 8)
     assert len(losses(folder)) == 28
-    ranks(1)(train, config(folder, "", steps))
-    assert losses(folder) == pytest.approx(straight, rel=1e-9)
+    ranks(1)(train, config(folder, "", *steps))
+    assert losses(folder) == pytest.approx(straight(ranks, folder, 40), rel=1e-9)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_asked_to_stop_it_saves_and_ends_well(place: Path, straight: list[float], size: int) -> None:
+def test_asked_to_stop_it_saves_and_ends_well(ranks: Callable[[int], Ranks], place: Path, size: int) -> None:
     folder = place / f"stopped{size}"
-    told = config(folder, "", "schedule.steps=40", f"plan.pipe={size}")
-    process = command(folder, told)
-    wait_for_step(folder, 3, process)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, said
-    assert "SIGINT" in said
-    reached = len(losses(folder))
-    assert 3 <= reached < 40
-    again = command(folder, told)
-    said = again.communicate(timeout=60)[0]
-    assert again.returncode == 0, said
-    assert losses(folder) == (straight if size == 2 else pytest.approx(straight, rel=1e-9))
+    told = config(folder, "", *ENDLESS, f"plan.pipe={size}")
+    with command(folder, told) as run:
+        run.until(lambda: reached(folder, 3))
+        run.signal(signal.SIGINT)
+        assert run.end() == 0, run.said
+        assert "SIGINT" in run.said
+    steps = len(losses(folder)) + 4
+    ranks(size)(train, config(folder, "", ENDLESS[0], f"schedule.steps={steps}", f"plan.pipe={size}"))
+    found = losses(folder)
+    assert len(found) == steps
+    wanted = straight(ranks, folder, steps)
+    assert found == (wanted if size == 2 else pytest.approx(wanted, rel=1e-9))
 
 
 def test_beginning_anew_and_from_another_run(ranks: Callable[[int], Ranks], place: Path) -> None:
@@ -257,8 +256,8 @@ def test_what_is_not_finite_is_not_learned(ranks: Callable[[int], Ranks], place:
 
 def test_bad_input_is_one_message(place: Path) -> None:
     folder = place / "bad"
-    process = command(folder, config(folder, "", "plan.pipe=2", f"data.train={place / 'nothing.txt'}"))
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 1
-    assert "nothing.txt" in said
-    assert "Traceback" not in said
+    told = config(folder, "", "plan.pipe=2", f"data.train={place / 'nothing.txt'}")
+    with command(folder, told) as run:
+        assert run.end() == 1
+        assert "nothing.txt" in run.said
+        assert "Traceback" not in run.said

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from terapipe.cli.options import Verbs
@@ -40,15 +41,21 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
     from terapipe.runtime.launch import launch_module
+    from terapipe.training.lock import Lock
     from terapipe.training.run import ENDED
+    from terapipe.training.terminal import Terminal
 
-    failure = launch_module("terapipe", ["train", str(parsed.file), *parsed.replaced], ranks, config.failures.restarts)
+    with Lock(config.folder):
+        pass  # a folder in use is refused here, once, and not by the ranks at each of their restarts
+    arguments = ["train", str(parsed.file), *parsed.replaced]
+    with Terminal():
+        failure = launch_module("terapipe", arguments, ranks, config.failures.restarts)
     if failure:
-        print(f"terapipe train: {failure}")
+        print(f"terapipe train: {failure}", file=sys.stderr)
         return 1
     try:
         ended = json.loads((config.folder / ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        print("terapipe train: ended before it could save; what was saved before is whole")
+        print("terapipe train: ended before it could save; what was saved before is whole", file=sys.stderr)
         return 1
     return 0 if ended["how"] in ("finished", "stopped") else 1

@@ -1,19 +1,22 @@
 """Starts the ranks of this machine, and gives each its share of the cores."""
 
 import ctypes
+import logging
 import os
+import re
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.transport import local_rank, local_ranks
 
 PATIENCE = 3600  # seconds that processes asked to stop have to finish their step and save
@@ -31,18 +34,57 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
     to save and end. At a second one this process ends, and they with it (see ``end_with_parent``).
     """
     config = _config(ranks, max_restarts=restarts, shutdown_timeout=PATIENCE)
+    _quiet()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except SignalException:
         return ""
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return f"rank {rank} ended first, with {_exit(failure.exitcode)}"
+        return blame(error.failures)
     return ""
+
+
+def record(error: Exception) -> None:
+    """Keeps why this rank fails for the process that started it, where torchelastic looks for it."""
+    with suppress(OSError):
+        get_error_handler().record_exception(error)
+
+
+def blame(failures: Mapping[int, ProcessFailure]) -> str:
+    """What ended a run, in one line: of several ranks that failed, the one whose failure the others only noticed.
+
+    What a signal ended may have been ended by torchelastic, after another rank had failed; so it is blamed only if the
+    others say that it was gone, or say nothing.
+    """
+    told = {rank: text for rank, f in sorted(failures.items()) if (text := _told(f))}
+    noticed = f"{PipelineError.__name__}: "
+    own = [f"rank {rank} stopped: {text}" for rank, text in told.items() if not text.startswith(noticed)]
+    heard = [_WAITS.split(text.removeprefix(noticed))[0] for text in told.values() if text.startswith(noticed)]
+    ended = {rank: f"rank {rank} ended with {_exit(f.exitcode)}" for rank, f in sorted(failures.items())}
+    gone = [text for rank, text in ended.items() if any(re.match(rf"rank {rank} (on .+? )?is gone", h) for h in heard)]
+    by_signal = [text for rank, text in ended.items() if failures[rank].exitcode < 0]
+    return next(iter([*own, *gone, *heard, *by_signal, *ended.values()]))
+
+
+_WAITS = re.compile(r"; rank \d+ (?:on .+? )?(?:waited|was waiting) ")  # who noticed it, in a PipelineError
+
+
+def _told(failure: ProcessFailure) -> str:
+    data: Any = failure.error_file_data.get("message")
+    return str(data["message"]) if isinstance(data, dict) and "extraInfo" in data and "message" in data else ""
 
 
 def _exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _quiet() -> None:
+    """Keeps torchelastic's warnings from between our lines, which say the same. Who has set LOGLEVEL, its own switch,
+    to another level than its default gets what was asked for."""
+    for name in list(logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        if name.startswith("torch.distributed.elastic") and logger.level == logging.WARNING:
+            logger.setLevel(logging.CRITICAL)
 
 
 def _config(ranks: int, **more: Any) -> LaunchConfig:

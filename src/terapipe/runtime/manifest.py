@@ -88,6 +88,14 @@ def damage(folder: Path, part: int = 0, parts: int = 1, *, sums: bool = True) ->
     return [wrong for wrong in found if wrong]
 
 
+def is_whole(folder: Path, name: str) -> bool:
+    """Whether one file of a folder is there as it was written."""
+    try:
+        return not _damage(folder / name, read_manifest(folder)[name], sums=True)
+    except (ValueError, KeyError):
+        return False
+
+
 def _damage(path: Path, wanted: Sum, sums: bool) -> str:
     try:
         size = path.stat().st_size

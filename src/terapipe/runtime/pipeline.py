@@ -27,7 +27,7 @@ from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_devic
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.proof import proved
-from terapipe.scheduling.timeline import Timeline
+from terapipe.scheduling.timeline import Event, Timeline
 
 T = TypeVar("T")
 
@@ -526,5 +526,14 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """What every rank did in the last step, and when. All ranks must call it together."""
         assert self._executor is not None
-        events = self.gather(self._executor.events())
+        return self._timeline(self.gather(self._executor.events()))
+
+    def timeline_on_first(self) -> Timeline | None:
+        """The same, on the pipeline's first rank only: the events of many ranks need not go to all of them."""
+        assert self._executor is not None
+        events = self._transport.collect(self._executor.events())
+        return None if events is None else self._timeline(events)
+
+    def _timeline(self, events: list[list[Event]]) -> Timeline:
+        assert self._executor is not None
         return Timeline.of(self._executor.plan, [event for rank in events for event in rank])

@@ -52,6 +52,12 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def job() -> str:
+    """What torchrun calls the run, the same on all hosts and after restarts; nothing where it was given no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
@@ -171,8 +177,10 @@ class Transport:
     # Together
 
     def broadcast(self, tensor: Tensor, source: int, why: str, over: str = PIPE) -> Tensor:
-        if self._place(over)[1] > 1:
-            with self._waiting((self._ranks(over)[source],), why):
+        place, size = self._place(over)
+        if size > 1:
+            peers = self.others(over) if place == source else (self._ranks(over)[source],)  # the source waits, too
+            with self._waiting(peers, why):
                 dist.broadcast(tensor, group=self._groups[over], group_src=source)
         return tensor
 
@@ -203,6 +211,16 @@ class Transport:
             dist.all_gather(found, mine, group=self._groups[over])
         rows: list[list[int]] = torch.stack(found).tolist()
         return rows
+
+    def collect(self, value: T, over: str = PIPE) -> list[T] | None:
+        """Every rank's value, on the first of them only; None on the others."""
+        place, size = self._place(over)
+        if size == 1:
+            return [value]
+        values: list[T | None] | None = None if place else [None] * size
+        with self._waiting(self.others(over), "what the first rank collects"):
+            dist.gather_object(value, values, group=self._groups[over], group_dst=0)
+        return values  # type: ignore[return-value]
 
     def await_one(self, work: Future[T] | None) -> T | None:
         """Waits for what one rank does in a thread, however long it takes: ranks hear of each other all the while.

@@ -1,7 +1,7 @@
 """Sequences from a token file. Which ones come next is a pure function of one number, so a run can go on anywhere."""
 
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from terapipe.modeling.stage import IGNORE
-from terapipe.training.tokens import TokenFile
+from terapipe.training.tokens import TOKENS, TokenFile
 
 Packing = Literal["joined", "separate", "alone"]
 Documents = tuple[tuple[int, ...], ...]
@@ -59,12 +59,23 @@ class Batches:
         labels = np.full((count, self._tokens), IGNORE, np.int64)
         for row, place in enumerate(self._places(first, count)):
             start, stop = self._alone(place) if self._packing == "alone" else self._window(place)
-            tokens = self._file.tokens[start:stop]
+            tokens = self._read(start, stop)
             ids[row, : len(tokens)] = tokens[: self._tokens]
             labels[row, : len(tokens) - 1] = tokens[1:]
             if self._packing == "separate":
                 labels[row, self._borders(place) - 1] = IGNORE
         return Rows(torch.from_numpy(ids), torch.from_numpy(labels), self.documents(first, count))
+
+    def _read(self, start: int, stop: int) -> NDArray[Any]:
+        tokens: NDArray[Any] = self._file.tokens[start:stop]
+        if tokens.max() >= self._file.vocab:
+            place = start + int((tokens >= self._file.vocab).argmax())
+            raise ValueError(
+                f"every token of {self._file.folder / TOKENS} must be below the vocabulary of {self._file.vocab}, the "
+                f"one at place {place} is {self._file.tokens[place]}; the file is damaged: delete {self._file.folder}, "
+                "and it is made again"
+            )
+        return tokens
 
     def documents(self, first: int, count: int) -> Documents | None:
         """Where documents begin in the same sequences. Reads no tokens."""

@@ -92,8 +92,8 @@ def clean(folder: Path) -> None:
 class Checkpoints:
     """All ranks have one; only the first looks after the folder."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, leads: bool, say: Callable[[str, str], None]) -> None:
-        """``say`` is told what kind of thing happened, and what."""
+    def __init__(self, folder: Path, config: CheckpointConfig, leads: bool, say: Callable[..., None]) -> None:
+        """``say`` is told what kind of thing happened, and what, and of which step if not of the current one."""
         self.folder, self._config, self._leads, self._say = folder, config, leads, say
         self._saving: tuple[Mapping[str, Any], Saving] | None = None
 
@@ -147,7 +147,7 @@ class Checkpoints:
 
     def _saved(self, notes: Mapping[str, Any]) -> None:
         step, loss = int(notes["step"]), notes.get("eval_loss")
-        self._say("checkpoint", f"saved {path_of(self.folder, step)}")
+        self._say("checkpoint", f"saved {path_of(self.folder, step)}", step)
         if not self._leads:
             return
         if loss is not None and loss == notes["best"]:

@@ -102,6 +102,8 @@ class Display:
             known["recent"] = fmean(self._losses)
         self._seconds.append(row["seconds"])
         known["median"] = median(self._seconds)
+        if "tokens_per_second" in row and known["median"]:  # of the same steps as the time beside it
+            known["tokens_per_second"] = row["tokens_per_second"] * row["seconds"] / known["median"]
         if row.get("predicted"):
             known["forecast"] = f"{seconds(row['predicted'])} ({known['median'] / row['predicted']:.2f} x)"
         if row.get("skipped"):

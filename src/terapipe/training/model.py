@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ class Made:
     model: Splittable
     shape: GPTConfig | None  # None: nothing is known, and it cannot be measured
     split: Callable[[int], tuple[int, ...]]  # boundaries of so many stages
+    identity: dict[str, Any]  # its configuration: another one is another model, whatever its weights
+    shortest: int = 1  # tokens that a slice must have
+    recomputes: bool = True  # whether slices can be computed again
 
 
 def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
@@ -33,13 +37,32 @@ def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
 
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
-    """With as many tokens and positions as the data have."""
-    named = model(config.preset)
-    shape = replace(named, vocab=vocab, max_tokens=max(named.max_tokens, data.tokens))
+    """With as many tokens and positions as the data have, unless a shape says how many."""
+    shape = model(config.preset)
+    given = {item.partition("=")[0].strip() for item in config.preset.split(",")}
+    if "vocab" not in given:
+        shape = replace(shape, vocab=vocab)
+    if "max_tokens" not in given:
+        shape = replace(shape, max_tokens=max(shape.max_tokens, data.tokens))
+    _check_vocab(shape.vocab, vocab, f"vocab={vocab} in model.preset")
+    if shape.max_tokens < data.tokens:
+        raise ValueError(
+            f"the model must have a position for every token of a sequence, got max_tokens={shape.max_tokens} in "
+            f"model.preset and data.tokens {data.tokens}; raise the one or lower the other"
+        )
     with torch.device("meta"):
         selective = config.recompute == "selective"
         gpt = GPT(shape, seed=config.seed, recompute="selective" if selective else "off").to(dtype_of(config))
-    return Made(gpt, shape, lambda stages: split_layers(shape, stages, data.tokens))
+    identity = {**asdict(shape), "kind": "gpt", "kv_heads": shape.num_kv_heads, "ffn": shape.ffn_hidden}
+    return Made(gpt, shape, lambda stages: split_layers(shape, stages, data.tokens), identity)
+
+
+def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
+    if model < tokenizer:
+        raise ValueError(
+            f"the model must know every token of the tokenizer, got a model of {model} and a tokenizer of {tokenizer}; "
+            f"take the model's own tokenizer (data.tokenizer), or {remedy}"
+        )
 
 
 def _hugging_face(config: ModelConfig, vocab: int) -> Made:
@@ -61,14 +84,26 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         found = Saved(path.parent if path.is_file() else path, dtype).config()
         decoder = hf.Decoder.from_config(found, config.seed, dtype)
     shape = shape_of(decoder)
-    if shape.vocab < vocab:
-        raise ValueError(
-            f"the model must know every token of the tokenizer, got a model of {shape.vocab} and a tokenizer of "
-            f"{vocab}; take the model's own tokenizer, or another vocab_size"
-        )
+    _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
     if config.recompute == "selective":
         decoder.recompute_layers()
-    return Made(decoder, shape, lambda stages: hf.split_layers(decoder, stages))
+    decoder.check_slices(decoder.shortest, recompute=config.recompute == "full")
+    identity = _identity(decoder.model.config.to_dict())
+    split = partial(hf.split_layers, decoder)
+    return Made(decoder, shape, split, identity, decoder.shortest, decoder.fast)
+
+
+# In a Hugging Face configuration, what may change without another model.
+_VOLATILE = (
+    "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions",
+    "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id",
+)  # fmt: skip
+
+
+def _identity(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a Hugging Face configuration and those inside it."""
+    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
+    return {key: _identity(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _own(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
@@ -82,7 +117,7 @@ def _own(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
         )
     if config.recompute == "selective":
         raise ValueError("selective recomputation is the model's own business; take recompute = 'full' or 'off'")
-    return Made(made, None, lambda stages: balance([1.0] * made.num_layers, stages))
+    return Made(made, None, lambda stages: balance([1.0] * made.num_layers, stages), {"kind": "own"})
 
 
 def _found(place: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -140,34 +141,45 @@ def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
     batch = config.data.batch // layout.data
     size = wanted.microbatch or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
-    lengths = (tokens,) if order in UNSLICED else _lengths(wanted, tokens, layout)
+    lengths = (tokens,) if order in UNSLICED else _lengths(wanted, tokens, layout, made.shortest)
     recompute = config.model.recompute == "full"
     plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pipe * chunks), order, chunks, recompute)
     return Planned(layout, plan)
 
 
-def _lengths(wanted: PlanConfig, tokens: int, layout: Layout) -> tuple[int, ...]:
+def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
     if len(wanted.slices) > 1:
         return wanted.slices
     count = wanted.slices[0] if wanted.slices else max(1, min(4 * layout.pipe, tokens // LEAST))
-    tile = wanted.tile if tokens >= wanted.tile * count else 1
-    return uniform(tokens, count, tile)
+    tile = _tile(wanted, tokens, shortest)
+    return uniform(tokens, count, tile if tokens >= tile * count else 1)
 
 
 def measure(config: RunConfig, made: Made, ranks: int) -> Profile:
     """All ranks together; each gets the first one's account."""
-    layers = max(1, made.model.num_layers // ranks)
-    sizes = (config.plan.microbatch or 1,)
-    profiler = Profiler(made.model, layers=layers, tokens=config.data.tokens, sizes=sizes, shape=made.shape)
+    layers, tokens = max(1, made.model.num_layers // ranks), config.data.tokens
+    sizes = (config.plan.microbatch,) if config.plan.microbatch else _sizes(config)
+    profiler = Profiler(made.model, layers=layers, tokens=tokens, sizes=sizes, shape=made.shape)
+    # Of larger microbatches only what holds no more than one whole sequence does: short slices, which gain by merging.
+    profiler.points = [p for p in profiler.points if p.size == sizes[0] or p.size * (p.length + p.context) <= tokens]
     return profiler.transport.gather(profiler.run(config.plan.seconds))[0]
 
 
-def by_costs(config: RunConfig, profile: Profile, ranks: int) -> Planned:
-    """The fastest by simulation. Devices that share an operator are planned for as one, which has all of its costs:
-    slices compare alike, steps are predicted too long."""
+def _sizes(config: RunConfig) -> tuple[int, ...]:
+    """Of microbatches to measure: by one alone, the planner could not know what merging sequences gains."""
+    batch = config.data.batch // (config.plan.data or 1)
+    return (1,) if batch == 1 else (1, 4 if batch >= 4 else 2)
+
+
+def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Planned:
+    """The fastest by simulation that the model can run. Devices that share an operator are planned for as one, which
+    has all of its costs: slices compare alike, steps are predicted too long."""
     wanted, tensor = config.plan, config.plan.tensor
     if ranks % tensor:
         raise ValueError(f"plan.tensor must divide the number of processes, got {tensor} and {ranks}")
+    recompute = {"auto": None if made.recomputes else False, "full": True}.get(config.model.recompute, False)
+    tile = _tile(wanted, config.data.tokens, made.shortest)
+    slices = (wanted.slices if len(wanted.slices) > 1 else wanted.slices[0]) if wanted.slices else None
     request = Request(
         batch=config.data.batch,
         tokens=config.data.tokens,
@@ -175,18 +187,28 @@ def by_costs(config: RunConfig, profile: Profile, ranks: int) -> Planned:
         pipe=wanted.pipe or None,
         tensor=1,
         order=wanted.order or None,
-        slices=(wanted.slices if len(wanted.slices) > 1 else wanted.slices[0]) if wanted.slices else None,
+        slices=slices,
         microbatch=wanted.microbatch or None,
         chunks=wanted.chunks or None,
-        recompute={"auto": None, "full": True}.get(config.model.recompute, False),
+        recompute=recompute,
         shard=wanted.shard,
-        tile=max(wanted.tile, tensor),
+        tile=tile,
         budget=nbytes(wanted.memory) if wanted.memory else None,
     )
     chosen = choose(ProfileSource(profile, ranks // tensor), request).chosen
     layout = replace(chosen.layout, tensor=tensor)
     makespan = predicted(profile, layout, chosen.plan).makespan
     return Planned(layout, chosen.plan, chosen.step_time, max(0.0, chosen.step_time - makespan))
+
+
+def _tile(wanted: PlanConfig, tokens: int, shortest: int) -> int:
+    """What slices are multiples of: of the devices too that share out their tokens, and never shorter than the model
+    takes them, the last one, which has what is left over, included."""
+    unit = lcm(wanted.tile, wanted.tensor)
+    for tile in range(unit, tokens, unit):
+        if tile >= shortest and (tokens % tile == 0 or tokens % tile >= shortest):
+            return tile
+    return tokens  # whole sequences
 
 
 def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:

@@ -65,6 +65,9 @@ class SlowTokenizer:
             self._tokenizer = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of many kinds
             raise ValueError(f"transformers finds no tokenizer in {folder}: {error}") from error
+        # Where the file with the vocabulary is missing, transformers makes a tokenizer that knows no text.
+        if set(self._tokenizer.get_vocab()) <= set(self._tokenizer.all_special_tokens):
+            raise ValueError(f"the tokenizer in {folder} has no vocabulary; add the file that holds it")
         if self._tokenizer.eos_token_id is None:
             raise _endless(folder)
         self.end = int(self._tokenizer.eos_token_id)

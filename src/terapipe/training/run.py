@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -18,15 +18,19 @@ from terapipe.config import RunConfig
 from terapipe.planning.profile import Profile
 from terapipe.reporting import html
 from terapipe.runtime.failures import PipelineError, Record
-from terapipe.runtime.launch import end_with_parent, take_cores
+from terapipe.runtime.launch import end_with_parent, record, take_cores
+from terapipe.runtime.manifest import is_whole
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.transport import Transport, local_device, restarts
+from terapipe.runtime.saved import NOTES, read_notes
+from terapipe.runtime.transport import Transport, local_device, restarts, world
 from terapipe.training import planned as plans
 from terapipe.training.checkpoints import check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.display import Display
 from terapipe.training.export import check_gpt, export_gpt
+from terapipe.training.identity import Identity, compare, identity
 from terapipe.training.journal import Journal
+from terapipe.training.lock import Lock
 from terapipe.training.metrics import Metrics
 from terapipe.training.model import Made, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
@@ -34,6 +38,7 @@ from terapipe.training.prepare import prepare
 from terapipe.training.randomness import seeded
 from terapipe.training.report import write_report
 from terapipe.training.stopping import Stop
+from terapipe.training.terminal import Terminal
 from terapipe.training.tokens import Data, open_data
 from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
 
@@ -45,17 +50,19 @@ ENDED = "ended.json"  # how the run ended: finished or stopped; not there while 
 def run_rank(config: RunConfig) -> int:
     """What every process runs; the exit code."""
     end_with_parent()
-    stop = Stop()
     if local_device().type == "cpu":
         take_cores()
     crew: Transport | None = None
-    try:
-        crew = Transport(local_device(), timeout=config.failures.timeout)
-        Run(config, crew, stop).run()
-    except Exception as error:
-        _tell(error, crew)
-        return _leave(1, crew)
-    return _leave(0, crew)
+    code = 0
+    with Terminal() if world()[0] == 0 else nullcontext() as terminal:
+        stop = Stop(terminal.restore if terminal else lambda: None)
+        try:
+            crew = Transport(local_device(), timeout=config.failures.timeout)
+            Run(config, crew, stop).run()
+        except Exception as error:
+            _tell(error, crew)
+            code = 1
+    return _leave(code, crew)
 
 
 def _leave(code: int, crew: Transport | None) -> int:
@@ -73,6 +80,7 @@ def _tell(error: Exception, crew: Transport | None) -> None:
     rank, several = (0, False) if crew is None else (crew.global_rank, crew.size > 1)
     if crew is not None and not isinstance(error, PipelineError):
         crew.fail(Record(rank, f"{type(error).__name__}: {error}"))
+    record(error)
     if isinstance(error, ValueError) and rank:
         return  # the first rank has it too, or hears of it
     expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
@@ -88,18 +96,34 @@ class Run:
         self._leads = crew.global_rank == 0
         self._console = Console(quiet=not self._leads, highlight=False)
         self._profile: Profile | None = None
-        self._begun = False
         self._checkpoints = folder_of(config)
 
     def run(self) -> None:
+        with Lock(self._config.folder) if self._leads else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         self._begin()
+        self._on_first(self._check_begin)
         data = self._data()
         made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
         self._check_export(made)
+        self._on_first(lambda: self._check_same(identity(self._config, data, made)))
         planned = self._first_plan(made)
         while self._train(data, made, planned) is Outcome.REPLAN:
             made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
             planned = self._by_measuring(made)
+
+    def _check_same(self, now: Identity) -> None:
+        """Refuses a checkpoint of another model before anything is measured. A damaged one is dealt with later."""
+        saved, told = steps(self._checkpoints), self._config.checkpoints.resume
+        found = path_of(self._checkpoints, saved[-1]) if saved else Path(told)
+        if (saved or told not in ("auto", "off")) and is_whole(found, NOTES):
+            self._compare(read_notes(found), now, found)
+
+    def _compare(self, notes: Mapping[str, Any], now: Identity, found: Path) -> list[str]:
+        own = found.parent.resolve() == self._checkpoints.resolve()
+        return compare(notes, now, found, own=own)
 
     def _begin(self) -> None:
         if self._leads:
@@ -142,7 +166,7 @@ class Run:
         config, ranks = self._config, self._crew.size
         found = self._on_first(lambda: plans.given(config, ranks) or plans.kept(config, ranks))
         if found is None and config.plan.profile:
-            return self._by_costs(Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
+            return self._by_costs(made, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
         if found is None and made.shape is not None and config.plan.seconds:
             return self._by_measuring(made)
         return self._decided(found or plans.evenly(config, made, ranks))
@@ -153,11 +177,11 @@ class Run:
             profile = plans.measure(self._config, made, self._crew.size)
         if self._leads:
             html.write(self._config.folder / "profile.json", profile.to_json() + "\n")
-        return self._by_costs(profile)
+        return self._by_costs(made, profile)
 
-    def _by_costs(self, profile: Profile) -> plans.Planned:
+    def _by_costs(self, made: Made, profile: Profile) -> plans.Planned:
         self._profile = profile
-        return self._decided(self._on_first(lambda: plans.by_costs(self._config, profile, self._crew.size)))
+        return self._decided(self._on_first(lambda: plans.by_costs(self._config, made, profile, self._crew.size)))
 
     def _decided(self, planned: plans.Planned) -> plans.Planned:
         if self._leads:
@@ -166,7 +190,14 @@ class Run:
             plan = planned.plan
             lengths = ", ".join(map(str, plan.lengths[0]))
             self._console.print(f"{planned.layout}; order {plan.order}; slices of {lengths} tokens")
+            self._doubt_warmup()
         return planned
+
+    def _doubt_warmup(self) -> None:
+        schedule = self._config.schedule
+        if schedule.warmup > schedule.steps:
+            told = f"schedule.warmup {schedule.warmup} is longer than schedule.steps {schedule.steps}"
+            self._console.print(f"{told}: the learning rate stays below optimizer.lr", soft_wrap=True)
 
     def _keep_prediction(self, planned: plans.Planned) -> None:
         path = self._config.folder / "predicted.json"
@@ -191,17 +222,23 @@ class Run:
         notes = pipe.load(found, optimizer, extra=random, verify=verify) if found else {}
         if found:
             check_notes(notes, found)
+        now = identity(config, data, made)
         with self._journal(notes.get("step", 0)) as journal:
-            trainer = Trainer(config, pipe, optimizer, data, planned, journal, random)
+            trainer = Trainer(config, pipe, optimizer, data, planned, journal, random, now)
             if found:
+                changed = self._compare(notes, now, found)
                 trainer.resume(notes)
                 for wrong in damaged:
                     trainer.say("damaged", wrong)
                 trainer.say("resumed", f"went on from {found}")
+                if changed:
+                    trainer.say("changed", "; ".join(changed))
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
+                trainer.say("export", f"writing a Hugging Face model to {config.checkpoints.export}")
                 kept = found if found and trainer.step == notes["step"] else path_of(self._checkpoints, trainer.step)
                 self._export(pipe, data, made, kept)
+                trainer.say("export", f"wrote model and tokenizer to {config.checkpoints.export}")
         if self._leads:
             self._end(outcome, trainer.step)
         with suppress(PipelineError):  # all is done: whoever left a moment too early did no harm
@@ -217,16 +254,14 @@ class Run:
     def _checkpoint(self) -> tuple[Path | None, list[str]]:
         """To go on from: the run's own newest whole one, or what it was told to begin with. And what is wrong with
         newer ones."""
-        wanted, folder = self._config.checkpoints, self._checkpoints
-        self._on_first(self._check_begin)
-        self._begun = True
-        found, damaged = newest_whole(folder, self._crew, wanted.verify)
+        wanted = self._config.checkpoints
+        found, damaged = newest_whole(self._checkpoints, self._crew, wanted.verify)
         return found or (None if wanted.resume in ("auto", "off") else Path(wanted.resume)), damaged
 
     def _check_begin(self) -> None:
         folder = self._checkpoints
         clean(folder)
-        if steps(folder) and self._config.checkpoints.resume == "off" and not (self._begun or restarts()):
+        if steps(folder) and self._config.checkpoints.resume == "off" and not restarts():
             raise ValueError(
                 f"checkpoints.resume = 'off' begins anew, but {folder} holds checkpoints of a run before; take another "
                 "logging.folder, or move them"

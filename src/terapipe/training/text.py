@@ -1,5 +1,6 @@
 """Documents from files: plain text, JSON lines, parquet, and folders that Hugging Face datasets saved."""
 
+import codecs
 import glob
 import gzip
 import io
@@ -50,8 +51,10 @@ def pieces(paths: Iterable[Path], field: str) -> Iterator[Piece]:
     for path in paths:
         try:
             yield from _reader(path)(path, field)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"text must be UTF-8, {path} is not: {error}; convert it, for instance by iconv") from None
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"text must be UTF-8, {path} is not: {_bad_byte(path)}; convert it, for instance by iconv"
+            ) from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} is damaged or not a gzip file: {error}") from None
 
@@ -64,6 +67,22 @@ def _reader(path: Path) -> Reader:
             return reader
     known = ", ".join(READERS)
     raise ValueError(f"text is read from files that end in {known}, and from folders of datasets, got {path}")
+
+
+def _bad_byte(path: Path) -> str:
+    """The first that is none of UTF-8, and its place in the file, or in what a compressed file holds."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with _opened(path) as file:
+        while True:
+            block, left = file.read(PIECE), decoder.getstate()[0]
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                place = read - len(left) + error.start
+                return f"byte 0x{error.object[error.start]:02x} at place {place} ({error.reason})"
+            read += len(block)
+            if not block:
+                return "it is of another encoding"
 
 
 def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
@@ -91,6 +110,8 @@ def _lines(path: Path, field: str) -> Iterator[Piece]:
 def _entry(line: bytes, field: str, where: str) -> Any:
     try:
         entry = json.loads(line)
+    except UnicodeDecodeError:
+        raise
     except ValueError as error:
         raise ValueError(f"{where}: every line must be JSON, this one is not: {error}") from None
     if not isinstance(entry, dict) or field not in entry:

@@ -104,10 +104,20 @@ def make(spec: str, vocab: int, texts: Callable[[], Iterator[str]], folder: Path
     return load(spec, folder)
 
 
+# The names of files that a tokenizer may be made of; a few kinds have no vocabulary, but all have some of these.
+_NAMES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "special_tokens_map.json")
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
-            f'data.tokenizer must be "bytes", "train" or a folder with a Hugging Face tokenizer, got {str(folder)!r}, '
-            f"and there is no such folder in {Path.cwd()}; one from the Hub must be downloaded before: "
-            f"hf download NAME --local-dir FOLDER"
+            f'data.tokenizer must be "bytes", "train" or a folder with a Hugging Face tokenizer (by default that of '
+            f"the model), got {str(folder)!r}, and there is no such folder in {Path.cwd()}; one from the Hub must be "
+            f"downloaded before: hf download NAME --local-dir FOLDER"
+        )
+    if not any(True for name in _NAMES for _ in folder.glob(name)):
+        raise ValueError(
+            f"{folder} holds no tokenizer (there is no tokenizer.json, vocab.json, tokenizer.model or the like), and a "
+            "model knows only the tokens that it was trained with; save its tokenizer there, or set data.tokenizer to "
+            'its folder; "bytes" and "train" are for models that begin with random weights'
         )

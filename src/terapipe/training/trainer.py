@@ -20,6 +20,7 @@ from terapipe.training.checkpoints import Checkpoints, folder_of
 from terapipe.training.drift import Drift
 from terapipe.training.evaluator import Evaluator
 from terapipe.training.feed import Feed
+from terapipe.training.identity import NOTE, Identity, same_evaluation
 from terapipe.training.journal import Journal
 from terapipe.training.optimizer import set_lr
 from terapipe.training.planned import Planned
@@ -61,10 +62,11 @@ class Trainer:
         planned: Planned,
         journal: Journal,
         random: dict[str, Tensor],
+        identity: Identity,
     ) -> None:
-        """``random`` are the states of the generators, to be saved and gone on from."""
+        """``random`` are the states of the generators, to be saved and gone on from; ``identity`` is saved, too."""
         self._config, self._pipe, self._optimizer = config, pipe, optimizer
-        self._planned, self._journal, self._random = planned, journal, random
+        self._planned, self._journal, self._random, self._identity = planned, journal, random, identity
         self._predicted = planned.step_time(config.optimizer.accumulate)
         self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
         self._evaluator = Evaluator(config, pipe, data, journal)
@@ -159,7 +161,9 @@ class Trainer:
         if made.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
-        self._pipe.zero_grad(set_to_none=False)
+        layout = self._planned.layout
+        # Replicas without shards make every gradient anew and add what was there before, so nothing is left there.
+        self._pipe.zero_grad(set_to_none=layout.data > 1 and not layout.shard)
         return made
 
     def _refuse(self, made: Step) -> None:
@@ -168,20 +172,23 @@ class Trainer:
         limit = self._config.failures.skips
         if self._config.failures.nan == "stop" or self._skipped >= limit:
             many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
+            stops = self._config.failures.nan == "stop"
+            other = "leave such steps out with failures.nan = 'skip'" if stops else f"raise failures.skips from {limit}"
             raise NotFiniteError(
                 f"{what} are not finite{many}; nothing was learned from it. Go on from the last checkpoint with a "
-                "smaller optimizer.lr, or leave such steps out with failures.nan = 'skip'"
+                f"smaller optimizer.lr, or {other}"
             )
         self.say("nan", f"{what} are not finite; the step is left out")
 
     # Looking
 
     def _looks(self) -> dict[str, Any]:
-        timeline = self._pipe.timeline()
-        if self._journal.leads:
-            with suppress(OSError):  # the disk is full: metrics say so
-                html.write(self._config.folder / "timeline.json", timeline.to_json())
-        memory = self._pipe.transport.gather(_peak_memory(self._pipe.device), ALL)
+        timeline = self._pipe.timeline_on_first()
+        memory = self._pipe.transport.collect(_peak_memory(self._pipe.device), ALL)
+        if not self._journal.leads or timeline is None:
+            return {}
+        with suppress(OSError):  # the disk is full: metrics say so
+            html.write(self._config.folder / "timeline.json", timeline.to_json())
         return {"idle": timeline.idle, "memory": memory}
 
     def _watch(self, seconds: float) -> None:
@@ -191,8 +198,8 @@ class Trainer:
             if said:
                 self.say("drift", said)
 
-    def say(self, event: str, message: str) -> None:
-        self._journal.row({"step": self.step, "event": event, "message": message})
+    def say(self, event: str, message: str, step: int | None = None) -> None:
+        self._journal.row({"step": self.step if step is None else step, "event": event, "message": message})
 
     def _evaluate_if_due(self) -> bool:
         """Whether the loss is the lowest so far."""
@@ -213,6 +220,7 @@ class Trainer:
             "best": self._best if math.isfinite(self._best) else None,
             "eval_loss": self._eval_loss if math.isfinite(self._eval_loss or 0.0) else None,
             "layout": str(self._planned.layout),
+            NOTE: self._identity,
         }
         for name, state in states(self._rank).items():
             self._random[name].copy_(state)
@@ -222,7 +230,8 @@ class Trainer:
         """After a checkpoint has been loaded into parameters, optimizer and ``random``."""
         self.step = self._begun = notes["step"]
         self._position, self._skipped = notes["position"], notes["skipped"]
-        self._best = math.inf if notes["best"] is None else notes["best"]
+        comparable = notes["best"] is not None and same_evaluation(notes, self._identity)
+        self._best = notes["best"] if comparable else math.inf
         if notes["layout"] == str(self._planned.layout):
             restore(self._random, self._rank)
         else:  # other ranks, other parts: what they would have drawn is nobody's
