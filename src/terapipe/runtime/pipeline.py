@@ -283,7 +283,7 @@ class Pipeline:
         return torch.tensor(1.0 / count, dtype=self._wide, device=self.device)
 
     def _sum_tied_gradients(self) -> None:
-        if not self._tied:
+        if not self._tied or not self._trains_tied():
             return
         for p in self._tied:
             if p.grad is None:
@@ -296,6 +296,20 @@ class Pipeline:
             first.copy_(self._transport.exchange(first, self.plan.last_rank if self.is_first else 0))
         for copy in copies:
             copy.copy_(first)
+
+    def _trains_tied(self) -> bool:
+        """Whether the shared parameter has a gradient; frozen, it has none, and no optimizer moves it."""
+        found = torch.tensor([sum(p.requires_grad for p in self._tied), len(self._tied)], device=self.device)
+        with self._telling_others():
+            if not (self.is_first and self.is_last):
+                found = self._transport.exchange(found, self.plan.last_rank if self.is_first else 0)
+            trained, copies = found.tolist()
+            if 0 < trained < copies:
+                raise ValueError(
+                    f"{' and '.join(self.tied)} are one parameter, which must be frozen under all its names or under "
+                    "none; some copies are frozen; call requires_grad_ on the first and on the last stage alike"
+                )
+        return bool(trained)
 
     # Generating text
 

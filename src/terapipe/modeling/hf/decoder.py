@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
+from terapipe.modeling.hf.adapters import without_wrapper
+from terapipe.modeling.hf.anatomy import AFTER, Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
 from terapipe.modeling.hf.check import BOUND, check, recomputed_error
-from terapipe.modeling.hf.seam import NAME, RefusedError
+from terapipe.modeling.hf.refusals import refuse_headless, refuse_reentrant, refuse_unfit
+from terapipe.modeling.hf.seam import RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.stage import DecoderStage
 from terapipe.modeling.stage import Split
@@ -18,7 +20,8 @@ from terapipe.modeling.stage import Split
 class Decoder:
     """A causal LM that a ``Pipeline`` can take apart.
 
-    A model that has its weights is shared by its stages. Of one on the meta device, as the two ways to make one below
+    Stages share the weights of a model that has them, and leave it as it is otherwise; pass a model in the mode,
+    training or evaluation, that stages shall begin with. Of one on the meta device, as the two ways to make one below
     build it, each stage makes its own part real. ``fast`` chooses the seam; by default a small copy of the model is cut
     and compared with the whole, which tells what is exact, or refuses the model.
     """
@@ -31,8 +34,8 @@ class Decoder:
         fast: bool | None = None,
         weights: Weights | None = None,
     ) -> None:
-        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
+        model = without_wrapper(model)
+        refuse_unfit(model)
         self.model: PreTrainedModel = model
         self.weights = weights or Drawn()
         self.shortest = 1  # tokens of a slice
@@ -43,9 +46,13 @@ class Decoder:
                 if not verdict.exact:
                     raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
                 fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
-            self.parts: Anatomy = parts or anatomy(small_model(small))
+            copied = small_model(small)
+            refuse_headless(model, copied)
+            self.parts: Anatomy = (parts or anatomy(copied)).of(model)
         self.fast = fast
-        if getattr(model, "is_gradient_checkpointing", False):
+        self._recomputes = model.is_gradient_checkpointing
+        if self._recomputes:
+            refuse_reentrant(model)
             self._check_recompute()
 
     def check_slices(self, shortest: int, recompute: bool) -> None:
@@ -60,7 +67,7 @@ class Decoder:
         """Keeps only the inputs of layers: backwards compute them again, by the model's own gradient checkpointing.
         That works in training mode only; in evaluation mode all is kept."""
         self._check_recompute()
-        self.model.gradient_checkpointing_enable()
+        self._recomputes = True
 
     def _check_recompute(self) -> None:
         """Proved on a small copy, too, which takes another second."""
@@ -106,8 +113,9 @@ class Decoder:
             sum(p.numel() * self.visited(name) for name, p in layer.named_parameters())
             for layer in self.model.get_submodule(self.parts.layers).children()
         ]
-        after = (self.model.get_submodule(name) for name in self.parts.after)
-        return layers, float(sum(p.numel() for module in after for p in module.parameters(recurse=False)))
+        names = (name for name, p in self.model.named_parameters(remove_duplicate=False))
+        after = (name for name in names if self.parts.place(name.rpartition(".")[0]) == AFTER)
+        return layers, float(sum(self.model.get_parameter(name).numel() for name in after))
 
     def visited(self, name: str) -> float:
         """The share of a layer's parameter that a token is multiplied with: of experts, those that it is sent to."""
@@ -128,12 +136,8 @@ class Decoder:
         model = self.model
         if any(p.is_meta for p in model.parameters()):
             model = self.weights.fill(model, Share(model, self.parts, first, last))
-            if self.model.is_gradient_checkpointing and not model.is_gradient_checkpointing:
-                model.gradient_checkpointing_enable()  # a model that is read from files knows nothing of it
-        if self.fast:
-            model.set_attn_implementation(NAME)
         with device:  # weights of zero take no memory where they are made, but would if moved there
-            stage = DecoderStage(model, self.parts, first, last, self.fast).to(device)
+            stage = DecoderStage(model, self.parts, first, last, self.fast, self._recomputes).to(device)
         if split is not None:
             stage.split(split)
         return stage
