@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
-from terapipe.modeling.hf.seam import NAME
 from terapipe.modeling.hf.shrink import small_model
 from terapipe.modeling.hf.stage import DecoderStage
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Split
 
 BOUND = 1e-4  # relative; what is left comes from norms and softmaxes that models compute in float32
 TOKENS = 29
@@ -105,15 +105,21 @@ def _plainly(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
 
 
 def _cut(
-    model: PreTrainedModel, parts: Anatomy, fast: bool, stages: int, cuts: Sequence[int]
+    model: PreTrainedModel,
+    parts: Anatomy,
+    fast: bool,
+    stages: int,
+    cuts: Sequence[int],
+    split: Split | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """All stages in this process, slice by slice: forwards, then backwards in reverse."""
-    if fast:
-        model.set_attn_implementation(NAME)
     ids, labels = _batch(model)
     count = len(list(model.get_submodule(parts.layers).children()))
     edges = [count * k // stages for k in range(stages + 1)]
     line = [DecoderStage(model, parts, a, b, fast) for a, b in pairwise(edges)]
+    if split is not None:
+        for stage in line:
+            stage.split(split)
     caches = [stage.make_cache(len(ids), TOKENS) for stage in line]
     done: list[list[tuple[Tensor, Tensor]]] = []  # for each slice and stage: what it took and what it gave
     starts = [0, *accumulate(cuts)][:-1]
@@ -139,13 +145,17 @@ def _cut(
 
 
 def _summed(line: Sequence[DecoderStage]) -> dict[str, Tensor]:
-    """Gradients by name; a shared parameter has one name in the whole model."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Gradients by name; a shared parameter has one name in the whole model, and split operators copies of it."""
+    gradients: dict[str, Tensor] = {}
+    tied, seen = line[0].parts.tied, set[nn.Parameter]()
     for stage in line:
         for name, p in stage.named_parameters():
-            if p.grad is not None:
-                found.setdefault(id(p), (name, p.grad))
-    return dict(found.values())
+            if p.grad is not None and p not in seen:
+                seen.add(p)
+                name = tied[0] if name in tied else name
+                gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return gradients
 
 
 def _batch(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe.modeling.hf.adapters import without_wrapper
 from terapipe.modeling.hf.anatomy import AFTER, Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
-from terapipe.modeling.hf.check import BOUND, check, recomputed_error
+from terapipe.modeling.hf.check import BOUND, Verdict, check, recomputed_error
 from terapipe.modeling.hf.refusals import refuse_headless, refuse_reentrant, refuse_unfit
 from terapipe.modeling.hf.seam import RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.modeling.hf.tensor_check import prove_tensor_parallel
+from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.modeling.stage import Split
 
 
@@ -34,6 +36,8 @@ class Decoder:
         fast: bool | None = None,
         weights: Weights | None = None,
     ) -> None:
+        self._adapted = bool(getattr(model, "peft_config", None))
+        self._proved: set[int] = set()  # degrees of tensor parallel
         model = without_wrapper(model)
         refuse_unfit(model)
         self.model: PreTrainedModel = model
@@ -133,6 +137,8 @@ class Decoder:
     def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> "DecoderStage":
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
+        if split is not None:
+            self._check_split(split)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
             model = self.weights.fill(model, Share(model, self.parts, first, last))
@@ -141,3 +147,14 @@ class Decoder:
         if split is not None:
             stage.split(split)
         return stage
+
+    def _check_split(self, split: Split) -> None:
+        """Refuses, on all devices that share operators alike, a plan of the model's own that is not exact."""
+        degree, name = split.mesh.size(), type(self.model).__name__
+        if self._adapted:
+            raise RefusedError(f"the adapters in {name} cannot be split over devices; take tensor 1")
+        refuse_uneven_heads(self.model, degree)
+        if degree not in self._proved:
+            seam = Verdict(name, self.seam, 0.0, self.shortest, "", self.parts)
+            prove_tensor_parallel(seam, shrunken(self.model.config), split.mesh)
+            self._proved.add(degree)

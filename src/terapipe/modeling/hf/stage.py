@@ -7,22 +7,19 @@ what its last layer gives is taken: whatever the model does around its layers, i
 """
 
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.hf.anatomy import BEFORE, LAYERS, Anatomy, Passing, hollow, owned_copy, text_config, with_layers
 from terapipe.modeling.hf.refusals import LateCheckpointing
 from terapipe.modeling.hf.seam import NAME, RefusedError, computing, current, keep_outside
 from terapipe.modeling.hf.states import StateCache, ViewCache, told
+from terapipe.modeling.hf.tensor_parallel import parallelize
 from terapipe.modeling.stage import IGNORE, Split
 
 _PREFIX = "model."
@@ -32,24 +29,6 @@ def _depends_on_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     found = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in found)
-
-
-def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """For norms of which each device sees its own heads. Transformers would sum what a parameter has accumulated after
-    each backward, and so count earlier slices several times; this sums what each adds."""
-    plain, hooked = module.forward, set()
-
-    def total(gradient: Tensor) -> Tensor:
-        return DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        for p in module.parameters(recurse=False):
-            if torch.is_grad_enabled() and p.requires_grad and id(p) not in hooked:
-                p.register_hook(total)  # type: ignore[no-untyped-call]
-                hooked.add(id(p))
-        return plain(*arguments, **named)
-
-    module.forward = forward
 
 
 class DecoderStage(nn.Module):
@@ -134,15 +113,7 @@ class DecoderStage(nn.Module):
 
     def split(self, split: Split) -> None:
         """Shares the operators out by the model's own plan for that."""
-        plan = self.model.tp_plan
-        if not plan:
-            raise RefusedError(f"{type(self.model).__name__} has no tp_plan of its own; take tensor 1")
-        partial = [name for name, style in plan.items() if style == "replicated_with_grad_allreduce"]
-        rest = {name: style for name, style in plan.items() if name not in partial}
-        apply_tensor_parallelism(self.model, split.mesh, rest)  # type: ignore[no-untyped-call]
-        for name, module in self.model.named_modules():
-            if any(fnmatch(name, pattern) for pattern in partial):
-                _sum_gradients(module, split.mesh)
+        parallelize(self.model, self.parts, split.mesh)
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of a layer's forward that was compiled: see compiling.py."""

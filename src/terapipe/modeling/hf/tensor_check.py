@@ -1,0 +1,68 @@
+"""Proves on a small copy that a model's plan for tensor parallel changes nothing, as ``check`` does for slices."""
+
+import copy
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from terapipe.modeling.hf import check as slices
+from terapipe.modeling.hf.check import BOUND, Verdict
+from terapipe.modeling.hf.seam import RefusedError
+from terapipe.modeling.hf.shrink import HEAD_COUNTS, KV_HEADS, small_model
+from terapipe.modeling.stage import Split
+
+
+def check_tensor_parallel(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> Verdict:
+    """What ``check`` found for this small configuration, and whether that is so with tensor parallel over this mesh.
+    All its ranks call it together, and get the same."""
+    degree = mesh.size()
+    groups: dict[str, float] = {}
+    reason = ""
+    try:
+        groups = _errors(verdict, _widened(config, degree), mesh)
+    except Exception as error:  # whatever a model's own code raises, or DTensor
+        reason = slices._first_line(error)
+    found: list[Any] = [None] * degree
+    dist.all_gather_object(found, (groups, reason), group=mesh.get_group())
+    reason = next((why for _, why in found if why), "")
+    if reason:
+        return replace(verdict, seam="", worst=float("nan"), reason=f"tensor {degree}: {reason}")
+    groups = {group: max(errors[group] for errors, _ in found) for group in groups}
+    worst = max(groups, key=lambda group: groups[group])
+    if groups[worst] > BOUND:
+        reason = f"tensor {degree}: gradients of {worst} differ by {groups[worst]:.1e}"
+        return replace(verdict, seam="", worst=groups[worst], reason=reason)
+    return replace(verdict, worst=max(verdict.worst, groups[worst]), groups=tuple(sorted(groups.items())))
+
+
+def prove_tensor_parallel(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> None:
+    """Refuses a model, on all ranks alike, whose plan is not exact."""
+    found = check_tensor_parallel(verdict, config, mesh)
+    if not found.exact:
+        raise RefusedError(
+            f"tensor parallel by the tp_plan of {found.model} is not exact: {found.reason}; take tensor 1"
+        )
+
+
+def _errors(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> dict[str, float]:
+    assert verdict.parts is not None
+    with slices._quietly():
+        model = small_model(config)
+        wanted = slices._plainly(model)
+        cuts = slices.lengths(4, verdict.shortest)
+        fast = verdict.seam == "fast"
+        return slices._errors(wanted, slices._cut(copy.deepcopy(model), verdict.parts, fast, 2, cuts, Split(mesh)))
+
+
+def _widened(config: PretrainedConfig, degree: int) -> PretrainedConfig:
+    """With so many heads that they can be split over the devices. Small copies have 1, 2 or 4 of keys and values."""
+    factor = degree // gcd(degree, 2)
+    if factor == 1:
+        return config
+    values = config.to_dict()
+    wide = {name: factor * values[name] for name in f"{HEAD_COUNTS} {KV_HEADS}".split() if values.get(name)}
+    return type(config).from_dict(values | wide)
