@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--all", action="store_true", help="every causal-LM type of the installed transformers")
     parser.add_argument("--stages", type=int, default=2, help="stages (default 2)")
     parser.add_argument("--slices", type=int, default=4, help="slices of 29 tokens (default 4)")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor parallel over so many processes, by the model's own plan (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -35,13 +39,15 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError("give one model, or --all")
     if parsed.stages < 1:
         raise ValueError(f"--stages must be at least 1, got {parsed.stages}")
+    if parsed.tp < 1:
+        raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     load()
-    from terapipe.modeling.hf.check import check, lengths
+    from terapipe.modeling.hf.check import lengths
 
     lengths(parsed.slices, 1)  # refuses before anything is built
     if parsed.all:
         return _all(parsed)
-    verdict = check(parsed.model, config_of(parsed.model), stages=parsed.stages, slices=parsed.slices)
+    verdict = next(iter(_found({parsed.model: _small(parsed.model)}, parsed)))
     if parsed.json:
         print(json.dumps(verdict.to_dict()))
     else:
@@ -72,22 +78,70 @@ def config_of(model: str) -> Any:
     return small_config(model)
 
 
+def _small(model: str) -> Any:
+    from terapipe.modeling.hf.shrink import shrunken
+
+    config = config_of(model)
+    return shrunken(config) if Path(model).exists() else config
+
+
 def sweep(stages: int = 2, slices: int = 4) -> Iterator["Verdict"]:
-    from terapipe.modeling.hf.check import Verdict, check
+    """What `check` finds for every type."""
+    return _checked(_all_configs(), stages, slices)
+
+
+def _all_configs() -> dict[str, Any]:
+    """Of each type, a small configuration, or why there is none."""
     from terapipe.modeling.hf.shrink import causal_lm_types, small_config
 
+    found: dict[str, Any] = {}
     for name in causal_lm_types():
         try:
-            config = small_config(name)
+            found[name] = small_config(name)
         except Exception as error:  # a type whose own defaults are invalid
-            yield Verdict(name, reason=str(error).strip().replace("\n", " "))
-            continue
-        yield check(name, config, stages=stages, slices=slices)
+            found[name] = str(error).strip().replace("\n", " ")
+    return found
+
+
+def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["Verdict"]:
+    from terapipe.modeling.hf.check import Verdict, check
+
+    for name, config in configs.items():
+        known = not isinstance(config, str)
+        yield check(name, config, stages=stages, slices=slices) if known else Verdict(name, reason=config)
+
+
+def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["Verdict"]:
+    if parsed.tp == 1:
+        return _checked(configs, parsed.stages, parsed.slices)
+    from terapipe.runtime.launch import launch
+
+    return iter(launch(_with_tensor_parallel, parsed.tp, configs, parsed.stages, parsed.slices))
+
+
+def _with_tensor_parallel(configs: dict[str, Any], stages: int, slices: int) -> list["Verdict"]:
+    """On every process that `launch` starts."""
+    import torch
+    from torch import distributed as dist
+
+    from terapipe.modeling.hf.tensor_check import check_tensor_parallel
+    from terapipe.planning.layout import Layout
+    from terapipe.runtime.mesh import device_mesh
+
+    torch.set_num_threads(1)
+    load()
+    degree = int(os.environ["WORLD_SIZE"])
+    mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tensor"]
+    try:
+        verdicts = _checked(configs, stages, slices)
+        return [check_tensor_parallel(v, configs[v.model], mesh) if v.exact else v for v in verdicts]
+    finally:
+        dist.destroy_process_group()
 
 
 def _all(parsed: argparse.Namespace) -> int:
     verdicts = []
-    for verdict in sweep(parsed.stages, parsed.slices):
+    for verdict in _found(_all_configs(), parsed):
         verdicts.append(verdict)
         if not parsed.json:
             show.console.print(_line(verdict), markup=False)
@@ -115,5 +169,8 @@ def _print(verdict: "Verdict", parsed: argparse.Namespace) -> None:
         table = Table("parameters", "largest relative error", box=None, pad_edge=False)
         for group, error in verdict.groups:
             table.add_row(group, f"{error:.1e}")
-        show.console.print(f"\nA small copy in {parsed.stages} stages and {parsed.slices} slices, against one piece:")
+        over = f", with tensor parallel {parsed.tp}" if parsed.tp > 1 else ""
+        show.console.print(
+            f"\nA small copy in {parsed.stages} stages and {parsed.slices} slices{over}, against one piece:"
+        )
         show.console.print(table)

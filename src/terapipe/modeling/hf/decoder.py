@@ -45,14 +45,13 @@ class Decoder:
         self.shortest = 1  # tokens of a slice
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)
+            refuse_headless(model, skeleton(small))
             if fast is None:
                 verdict = check(type(model).__name__, small)
                 if not verdict.exact:
                     raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
                 fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
-            copied = small_model(small)
-            refuse_headless(model, copied)
-            self.parts: Anatomy = (parts or anatomy(copied)).of(model)
+            self.parts: Anatomy = (parts or anatomy(small_model(small))).of(model)
         self.fast = fast
         self._recomputes = model.is_gradient_checkpointing
         if self._recomputes:

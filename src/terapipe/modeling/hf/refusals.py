@@ -39,7 +39,7 @@ def refuse_unfit(model: Any) -> None:
 
 
 def refuse_headless(model: PreTrainedModel, like: PreTrainedModel) -> None:
-    """``like`` is a small copy of the causal LM of the same configuration."""
+    """``like`` is a causal LM of the same kind of configuration."""
     if not isinstance(model, type(like)):
         raise RefusedError(
             f"a Decoder takes a causal LM, {type(model).__name__} is not the {type(like).__name__} of its "

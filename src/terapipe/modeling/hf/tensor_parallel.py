@@ -35,6 +35,7 @@ def refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
 
 def parallelize(model: PreTrainedModel, parts: Anatomy, mesh: DeviceMesh) -> None:
     """Changes the model of a stage; its parameters then share no memory with those that they are made of."""
+    refuse_uneven_heads(model, mesh.size())
     plan = _plan(model, parts)
     ties = shared_names(model)
     summed = [name for name, style in plan.items() if style == SUMMED]
