@@ -1,4 +1,4 @@
-"""Hugging Face models that stages once got wrong without a word: exact now, or refused by name before the first step."""
+"""Hugging Face models that stages once got wrong without a word: exact now, or refused by name in time."""
 
 import copy
 import warnings

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,10 +115,10 @@ def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["Ver
         return _checked(configs, parsed.stages, parsed.slices)
     from terapipe.runtime.launch import launch
 
-    return iter(launch(_with_tensor_parallel, parsed.tp, configs, parsed.stages, parsed.slices))
+    return iter(launch(_with_tensor_parallel, parsed.tp, parsed.tp, configs, parsed.stages, parsed.slices))
 
 
-def _with_tensor_parallel(configs: dict[str, Any], stages: int, slices: int) -> list["Verdict"]:
+def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list["Verdict"]:
     """On every process that `launch` starts."""
     import torch
     from torch import distributed as dist
@@ -130,7 +129,6 @@ def _with_tensor_parallel(configs: dict[str, Any], stages: int, slices: int) -> 
 
     torch.set_num_threads(1)
     load()
-    degree = int(os.environ["WORLD_SIZE"])
     mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tensor"]
     try:
         verdicts = _checked(configs, stages, slices)
