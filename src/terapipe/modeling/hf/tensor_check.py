@@ -31,7 +31,7 @@ def check_tensor_parallel(verdict: Verdict, config: PretrainedConfig, mesh: Devi
         return replace(verdict, seam="", worst=float("nan"), reason=f"tensor {degree}: {reason}")
     groups = dict(zip(groups, _largest(list(groups.values()), mesh), strict=True))
     worst = max(groups, key=lambda group: groups[group])
-    if groups[worst] > BOUND:
+    if not groups[worst] <= BOUND:
         reason = f"tensor {degree}: gradients of {worst} differ by {groups[worst]:.1e}"
         return replace(verdict, seam="", worst=groups[worst], reason=reason)
     return replace(verdict, worst=max(verdict.worst, groups[worst]), groups=tuple(sorted(groups.items())))
@@ -51,9 +51,9 @@ def _errors(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> dic
     with slices._quietly():
         model = small_model(config)
         wanted = slices._plainly(model)
+        parts, fast = verdict.parts.of(model), verdict.seam == "fast"
         cuts = slices.lengths(4, verdict.shortest)
-        fast = verdict.seam == "fast"
-        return slices._errors(wanted, slices._cut(copy.deepcopy(model), verdict.parts, fast, 2, cuts, Split(mesh)))
+        return slices._errors(wanted, slices._cut(copy.deepcopy(model), parts, fast, 2, cuts, Split(mesh)))
 
 
 def _largest(mine: list[float], mesh: DeviceMesh) -> list[float]:
