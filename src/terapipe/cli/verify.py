@@ -28,6 +28,9 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--all", action="store_true", help="every causal-LM type of the installed transformers")
     parser.add_argument("--stages", type=int, default=2, help="stages (default 2)")
     parser.add_argument("--slices", type=int, default=4, help="slices of 29 tokens (default 4)")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor parallel over so many processes, by the model's own plan (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -37,14 +40,15 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError("give one model, or --all")
     if parsed.stages < 1:
         raise ValueError(f"--stages must be at least 1, got {parsed.stages}")
+    if parsed.tp < 1:
+        raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     load()
-    from terapipe.modeling.hf.check import check
     from terapipe.modeling.hf.trial import lengths
 
     lengths(parsed.slices, 1)  # refuses before anything is built
     if parsed.all:
         return _all(parsed)
-    verdict = check(parsed.model, config_of(parsed.model), stages=parsed.stages, slices=parsed.slices)
+    verdict = next(iter(_found({parsed.model: config_of(parsed.model)}, parsed)))
     if parsed.json:
         print(json.dumps(verdict.to_dict()))
     else:
@@ -77,20 +81,63 @@ def config_of(model: str) -> Any:
 
 def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[str, float]]]:
     """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
-    from terapipe.modeling.hf.check import Verdict, check, confirm
-    from terapipe.modeling.hf.shrink import causal_lm_types
+    from terapipe.modeling.hf.check import confirm
 
-    for name in causal_lm_types():
-        try:
-            config = config_of(name)
-        except Exception as error:  # a type whose own defaults are invalid
-            yield Verdict(name, reason=str(error).strip().replace("\n", " ")), {}
-            continue
-        verdict = check(name, config, stages=stages, slices=slices)
+    configs = _all_configs()
+    for verdict in _checked(configs, stages, slices):
+        config = configs[verdict.model]
         found = confirm(verdict, config) if verdict.exact else {}
         if verdict.exact and verdict.seam == "fast":
             found["dropout"] = _recomputed(verdict, config)
         yield verdict, found
+
+
+def _all_configs() -> dict[str, Any]:
+    """Of each type, a small configuration, or why there is none."""
+    from terapipe.modeling.hf.shrink import causal_lm_types
+
+    found: dict[str, Any] = {}
+    for name in causal_lm_types():
+        try:
+            found[name] = config_of(name)
+        except Exception as error:  # a type whose own defaults are invalid
+            found[name] = str(error).strip().replace("\n", " ")
+    return found
+
+
+def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["Verdict"]:
+    from terapipe.modeling.hf.check import Verdict, check
+
+    for name, config in configs.items():
+        known = not isinstance(config, str)
+        yield check(name, config, stages=stages, slices=slices) if known else Verdict(name, reason=config)
+
+
+def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["Verdict"]:
+    if parsed.tp == 1:
+        return _checked(configs, parsed.stages, parsed.slices)
+    from terapipe.runtime.launch import launch
+
+    return iter(launch(_with_tensor_parallel, parsed.tp, parsed.tp, configs, parsed.stages, parsed.slices))
+
+
+def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list["Verdict"]:
+    """On every process that `launch` starts."""
+    import torch
+    from torch import distributed as dist
+
+    from terapipe.modeling.hf.tensor_check import check_tensor_parallel
+    from terapipe.planning.layout import Layout
+    from terapipe.runtime.mesh import device_mesh
+
+    torch.set_num_threads(1)
+    load()
+    mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tensor"]
+    try:
+        verdicts = _checked(configs, stages, slices)
+        return [check_tensor_parallel(v, configs[v.model], mesh) if v.exact else v for v in verdicts]
+    finally:
+        dist.destroy_process_group()
 
 
 def _recomputed(verdict: "Verdict", config: Any) -> float:
@@ -126,32 +173,39 @@ def _all(parsed: argparse.Namespace) -> int:
     from terapipe.modeling.hf.check import BOUND
 
     verdicts, wrong, same = [], Counter[str](), 0
-    for verdict, found in sweep(parsed.stages, parsed.slices):
+    alone = ((verdict, dict[str, float]()) for verdict in _found(_all_configs(), parsed))
+    for verdict, found in sweep(parsed.stages, parsed.slices) if parsed.tp == 1 else alone:
         verdicts.append(verdict)
         unconfirmed = [use for use, error in found.items() if not error <= (0 if use == "dropout" else BOUND)]
         wrong.update(unconfirmed)
         same += "dropout" in found
         if not parsed.json:
             show.console.print(_line(verdict) + "".join(f", WRONG: {use}" for use in unconfirmed), markup=False)
-    counts = _counts(verdicts, same, wrong)
+    counts = _counts(verdicts, same, wrong) if parsed.tp == 1 else _exact(verdicts)
     if parsed.json:
         rows = [{key: value for key, value in v.to_dict().items() if key != "groups"} for v in verdicts]
         print(json.dumps({"transformers": metadata.version("transformers"), **counts, "models": rows}))
     else:
         seams = f"{counts['fast']} by the fast seam, {counts['general']} by the general"
         show.console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({seams})")
-        show.console.print(_sum_up("packed documents", counts["documents"]))
-        show.console.print(_sum_up("dropout, computed again", counts["dropout"]))
+        for use, title in (("documents", "packed documents"), ("dropout", "dropout, computed again")):
+            if use in counts:
+                show.console.print(_sum_up(title, counts[use]))
     return 1 if wrong else 0
 
 
-def _counts(verdicts: Sequence["Verdict"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
+def _exact(verdicts: Sequence["Verdict"]) -> dict[str, Any]:
+    """By seam, and of whole sequences."""
     counts: dict[str, Any] = {seam: sum(v.exact and v.seam == seam for v in verdicts) for seam in ("fast", "general")}
-    for use, exact in (
-        ("whole", sum(v.exact for v in verdicts)),
-        ("documents", sum(v.documents_exact for v in verdicts)),
-        ("dropout", recomputed),
-    ):
+    exact = sum(v.exact for v in verdicts)
+    return {**counts, "whole": {"exact": exact, "refused": len(verdicts) - exact, "wrong": 0}}
+
+
+def _counts(verdicts: Sequence["Verdict"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
+    """And of other uses; ``wrong`` are those that were not confirmed."""
+    counts = _exact(verdicts)
+    documents = sum(v.documents_exact for v in verdicts)
+    for use, exact in (("whole", counts["whole"]["exact"]), ("documents", documents), ("dropout", recomputed)):
         failed = wrong.get(use, 0)
         counts[use] = {"exact": exact - failed, "refused": len(verdicts) - exact, "wrong": failed}
     return counts
@@ -175,5 +229,8 @@ def _print(verdict: "Verdict", parsed: argparse.Namespace) -> None:
         table = Table("parameters", "largest relative error", box=None, pad_edge=False)
         for group, error in verdict.groups:
             table.add_row(group, f"{error:.1e}")
-        show.console.print(f"\nA small copy in {parsed.stages} stages and {parsed.slices} slices, against one piece:")
+        over = f", with tensor parallel {parsed.tp}" if parsed.tp > 1 else ""
+        show.console.print(
+            f"\nA small copy in {parsed.stages} stages and {parsed.slices} slices{over}, against one piece:"
+        )
         show.console.print(table)

@@ -4,7 +4,8 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.seam import RefusedError
 
+BEFORE, LAYERS, AFTER = "before", "layers", "after"  # where in a model a module is
 RETURNS = (0, 3, 2, 1)  # what a layer may return: a tensor, or a tuple of so many that begins with it
 
 
@@ -26,6 +28,29 @@ class Anatomy:
     returns: int
     takes_positions: bool
     tied: tuple[str, ...]  # the names of a parameter that both have
+
+    def place(self, name: str) -> str:
+        """Where a module with parameters is; what adapters add to a module, or wrap it with, is where that is.
+        Nowhere ("") if it is part of none: the model then has more than its configuration says."""
+        around = f"{self.layers}."
+        if name.startswith(around):
+            return LAYERS
+        while name not in self.before and name not in self.after:
+            name = name.rpartition(".")[0]
+            if not name or around.startswith(f"{name}."):
+                return ""
+        return BEFORE if name in self.before else AFTER
+
+    def of(self, model: PreTrainedModel) -> "Anatomy":
+        """The same for a model of which this describes a small copy. Weights may be tied, or untied, by hand."""
+        known = {name: self.place(name) for name, m in model.named_modules() if _has_parameters(m)}
+        strange = [name for name, place in known.items() if not place]
+        if strange:
+            raise RefusedError(
+                f"{type(model).__name__} has parameters that its configuration does not describe, and of which it is "
+                f"unknown what stage needs them: {', '.join(strange[:3])}; remove them, or put them inside its layers"
+            )
+        return replace(self, tied=_across(model, self.layers, self.place))
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -98,7 +123,7 @@ def anatomy(small: PreTrainedModel) -> Anatomy:
             except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, KeyError) as error:
                 faults.append(f"{type(error).__name__}: {error}")
                 continue
-            return Anatomy(layers, before, after, returns, takes_positions, _across(small, before, after))
+            return Anatomy(layers, before, after, returns, takes_positions, ()).of(small)
     raise RefusedError(f"its layers cannot be replaced: {faults[0]}")
 
 
@@ -108,9 +133,7 @@ def _order(
     """Which modules with parameters are called before the first layer and which after the last."""
     stand_in = Passing(returns)
     empty = with_layers(model, layers, lambda i, layer: hollow(layer, stand_in))
-    names = [
-        n for n, m in empty.named_modules() if m._parameters and any(p is not None for p in m._parameters.values())
-    ]
+    names = [name for name, module in empty.named_modules() if _has_parameters(module)]
     called: list[str] = []
     with _watched(
         empty, [*names, *(f"{layers}.{i}" for i in range(len(list(model.get_submodule(layers).children()))))], called
@@ -140,16 +163,48 @@ def _watched(model: nn.Module, names: list[str], called: list[str]) -> Iterator[
             hook.remove()
 
 
-def _across(model: PreTrainedModel, before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values())
+
+
+def _across(model: PreTrainedModel, layers: str, place: Callable[[str], str]) -> tuple[str, ...]:
     """Names of the parameter that the first and the last stage share; one within a stage is that stage's own."""
     found = []
     for names in shared_names(model):
-        ends = [next((n for n in names if n.rpartition(".")[0] in modules), None) for modules in (before, after)]
-        if all(ends):
-            found.append(tuple(name for name in ends if name))
+        places = {name: _exact_place(name, layers, place) for name in names}
+        if len(set(places.values())) == 1:
+            continue
+        if set(places.values()) != {BEFORE, AFTER}:
+            raise RefusedError(
+                f"a parameter may be shared by the first and the last stage, or within a layer; {type(model).__name__} "
+                f"has one for {' and '.join(names[:3])}, which may be on several stages; give each its own"
+            )
+        found.append(tuple(next(n for n in names if places[n] == end) for end in (BEFORE, AFTER)))
     if len(found) > 1:
-        raise RefusedError(f"the first and the last stage share more than one parameter: {found}")
+        raise RefusedError(
+            f"the first and the last stage may share one parameter, those of {type(model).__name__} share "
+            f"{len(found)}: {', '.join(map(' = '.join, found))}; untie all but one"
+        )
     return found[0] if found else ()
+
+
+def _exact_place(name: str, layers: str, place: Callable[[str], str]) -> str:
+    """A layer is one of several, which may be on different stages."""
+    module = name.rpartition(".")[0]
+    where = place(module)
+    return f"{LAYERS}.{module.removeprefix(f'{layers}.').partition('.')[0]}" if where == LAYERS else where
+
+
+def owned_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with modules and a configuration of its own, and with the same tensors."""
+    tensors = chain(model.parameters(), model.buffers())
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:  # whatever a module that was put into the model raises
+        raise RefusedError(
+            f"the modules of {type(model).__name__} cannot be copied, and stages need their own: {error}; undo what "
+            "was added to the model"
+        ) from None
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:

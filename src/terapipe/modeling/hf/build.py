@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import Anatomy, shared_names
+from terapipe.modeling.hf.anatomy import AFTER, BEFORE, Anatomy, shared_names
 from terapipe.modeling.hf.seam import RefusedError
 
 LISTED = 12  # names in a message
@@ -35,9 +35,9 @@ class Share:
     """What a stage needs of a model, by the names of modules."""
 
     def __init__(self, model: PreTrainedModel, parts: Anatomy, first: int, last: int) -> None:
-        self._layers, self._held = f"{parts.layers}.", range(first, last)
+        self._parts, self._layers, self._held = parts, f"{parts.layers}.", range(first, last)
         ends = last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
-        self._others = {*(parts.before if first else ()), *(() if ends else parts.after)}
+        self._others = {*((BEFORE,) if first else ()), *(() if ends else (AFTER,))}
         # A stage that holds a weight under one of several names gets the modules of all: transformers then ties them
         # as in a whole model, and a file may have the weight under any of the names. It costs no memory.
         self.tied = [names for names in shared_names(model) if any(self._holds(_module(name)) for name in names)]
@@ -51,7 +51,7 @@ class Share:
         return name in self._shared or self._is_near(name)
 
     def _holds(self, name: str) -> bool:
-        return name not in self._others and self._is_near(name)
+        return self._parts.place(name) not in self._others and self._is_near(name)
 
     def _is_near(self, name: str) -> bool:
         layer = name.removeprefix(self._layers).partition(".")[0]

@@ -6,21 +6,26 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import Anatomy, anatomy, text_config
+from terapipe.modeling.hf.adapters import without_wrapper
+from terapipe.modeling.hf.anatomy import AFTER, Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
 from terapipe.modeling.hf.check import BOUND, Verdict, check, recomputed_error
 from terapipe.modeling.hf.randomness import auxiliary_loss, untrainable
+from terapipe.modeling.hf.refusals import refuse_headless, refuse_reentrant, refuse_unfit
 from terapipe.modeling.hf.rope import depends_on_length
-from terapipe.modeling.hf.seam import NAME, RefusedError
+from terapipe.modeling.hf.seam import RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.modeling.hf.tensor_check import prove_tensor_parallel
+from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.modeling.stage import Split
 
 
 class Decoder:
     """A causal LM that a ``Pipeline`` can take apart.
 
-    A model that has its weights is shared by its stages. Of one on the meta device, as the two ways to make one below
+    Stages share the weights of a model that has them, and leave it as it is otherwise; pass a model in the mode,
+    training or evaluation, that stages shall begin with. Of one on the meta device, as the two ways to make one below
     build it, each stage makes its own part real. ``fast`` chooses the seam; by default a small copy of the model is cut
     and compared with the whole, which tells what is exact, or refuses the model.
     """
@@ -33,8 +38,10 @@ class Decoder:
         fast: bool | None = None,
         weights: Weights | None = None,
     ) -> None:
-        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
+        self._adapted = bool(getattr(model, "peft_config", None))
+        self._proved: set[int] = set()  # degrees of tensor parallel
+        model = without_wrapper(model)
+        refuse_unfit(model)
         self.model: PreTrainedModel = model
         self.weights = weights or Drawn()
         self.shortest = 1  # tokens of a slice
@@ -43,14 +50,17 @@ class Decoder:
             raise RefusedError(f"{type(model).__name__} cannot be cut exactly: {reason}")
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)
+            refuse_headless(model, skeleton(small))
             if fast is None:
                 verdict = self._verdict = check(type(model).__name__, small, kind=type(model))
                 if not verdict.exact:
                     raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
                 fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
-            self.parts: Anatomy = parts or anatomy(small_model(small, kind=type(model)))
+            self.parts: Anatomy = (parts or anatomy(small_model(small, kind=type(model)))).of(model)
         self.fast = fast
-        if getattr(model, "is_gradient_checkpointing", False):
+        self._recomputes = model.is_gradient_checkpointing
+        if self._recomputes:
+            refuse_reentrant(model)
             self._check_recompute()
 
     def check_slices(self, shortest: int, recompute: bool) -> None:
@@ -88,7 +98,7 @@ class Decoder:
         """Keeps only the inputs of layers: backwards compute them again, by the model's own gradient checkpointing.
         That works in training mode only; in evaluation mode all is kept."""
         self._check_recompute()
-        self.model.gradient_checkpointing_enable()
+        self._recomputes = True
 
     def _check_recompute(self) -> None:
         """Proved on a small copy, too, which takes another second."""
@@ -134,8 +144,9 @@ class Decoder:
             sum(p.numel() * self.visited(name) for name, p in layer.named_parameters())
             for layer in self.model.get_submodule(self.parts.layers).children()
         ]
-        after = (self.model.get_submodule(name) for name in self.parts.after)
-        return layers, float(sum(p.numel() for module in after for p in module.parameters(recurse=False)))
+        names = (name for name, p in self.model.named_parameters(remove_duplicate=False))
+        after = (name for name in names if self.parts.place(name.rpartition(".")[0]) == AFTER)
+        return layers, float(sum(self.model.get_parameter(name).numel() for name in after))
 
     def visited(self, name: str) -> float:
         """The share of a layer's parameter that a token is multiplied with: of experts, those that it is sent to."""
@@ -153,15 +164,24 @@ class Decoder:
     def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> "DecoderStage":
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
+        if split is not None:
+            self._check_split(split)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
             model = self.weights.fill(model, Share(model, self.parts, first, last))
-            if self.model.is_gradient_checkpointing and not model.is_gradient_checkpointing:
-                model.gradient_checkpointing_enable()  # a model that is read from files knows nothing of it
-        if self.fast:
-            model.set_attn_implementation(NAME)
         with device:  # weights of zero take no memory where they are made, but would if moved there
-            stage = DecoderStage(model, self.parts, first, last, self.fast).to(device)
+            stage = DecoderStage(model, self.parts, first, last, self.fast, self._recomputes).to(device)
         if split is not None:
             stage.split(split)
         return stage
+
+    def _check_split(self, split: Split) -> None:
+        """Refuses, on all devices that share operators alike, a plan of the model's own that is not exact."""
+        degree, name = split.mesh.size(), type(self.model).__name__
+        if self._adapted:
+            raise RefusedError(f"the adapters in {name} cannot be split over devices; take tensor 1")
+        refuse_uneven_heads(self.model, degree)
+        if degree not in self._proved:
+            seam = Verdict(name, self.seam, 0.0, self.shortest, "", self.parts)
+            prove_tensor_parallel(seam, shrunken(self.model.config), split.mesh)
+            self._proved.add(degree)

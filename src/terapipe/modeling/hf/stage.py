@@ -1,28 +1,26 @@
 """Some layers of a Hugging Face causal LM: the model's own forward, with other stages' layers left out.
 
-Each stage is the whole model, hollowed out: layers it does not hold hand on what they get, other modules it does not
-hold have weights of zero. What the stage before sent is put in front of its first layer, and what its last layer gives
-is taken: whatever the model does around its layers, it does itself.
+Each stage is the whole model, hollowed out, in modules of its own: layers it does not hold hand on what they get, other
+modules it does not hold have weights of zero. The model it is made of shares its tensors with it and is left as it was,
+so that several pipelines can be made of one model. What the stage before sent is put in front of its first layer, and
+what its last layer gives is taken: whatever the model does around its layers, it does itself.
 """
 
-import copy
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.hf.anatomy import Anatomy, Passing, hollow, text_config, with_layers
+from terapipe.modeling.hf.anatomy import BEFORE, LAYERS, Anatomy, Passing, hollow, owned_copy, text_config, with_layers
+from terapipe.modeling.hf.refusals import LateCheckpointing
 from terapipe.modeling.hf.rope import depends_on_length, forgotten, remember
-from terapipe.modeling.hf.seam import RefusedError, computing, current, keep_outside
+from terapipe.modeling.hf.seam import NAME, RefusedError, computing, current, keep_outside
 from terapipe.modeling.hf.states import StateCache, ViewCache, told
+from terapipe.modeling.hf.tensor_parallel import parallelize
 from terapipe.modeling.stage import IGNORE, Split
 
 _PREFIX = "model."
@@ -34,26 +32,10 @@ def _rows(module: nn.Module | None) -> int | None:
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
-def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """For norms of which each device sees its own heads. Transformers would sum what a parameter has accumulated after
-    each backward, and so count earlier slices several times; this sums what each adds."""
-    plain, hooked = module.forward, set()
-
-    def total(gradient: Tensor) -> Tensor:
-        return DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        for p in module.parameters(recurse=False):
-            if torch.is_grad_enabled() and p.requires_grad and id(p) not in hooked:
-                p.register_hook(total)  # type: ignore[no-untyped-call]
-                hooked.add(id(p))
-        return plain(*arguments, **named)
-
-    module.forward = forward
-
-
 class DecoderStage(nn.Module):
-    def __init__(self, model: PreTrainedModel, parts: Anatomy, first: int, last: int, fast: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, parts: Anatomy, first: int, last: int, fast: bool, recomputes: bool = False
+    ) -> None:
         super().__init__()
         self.fast = fast
         ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -62,8 +44,15 @@ class DecoderStage(nn.Module):
         self.is_first, self.is_last = first == 0, last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
         idle = Passing(parts.returns)
         self.model: Any = with_layers(
-            model, parts.layers, lambda i, layer: layer if first <= i < last else hollow(layer, idle)
+            owned_copy(model), parts.layers, lambda i, layer: layer if first <= i < last else hollow(layer, idle)
         )
+        if fast:
+            self.model.set_attn_implementation(NAME)
+        if recomputes and not self.model.is_gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self._late = LateCheckpointing(model, self.model)
+        embedding: Any = self.model.get_input_embeddings()
+        self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])
         self._empty_modules()
         self._given: Tensor | None = None
         self._taken: Tensor | None = None
@@ -87,29 +76,18 @@ class DecoderStage(nn.Module):
         return list(self.model.get_submodule(self.parts.layers))[self.first : self.last]
 
     def _empty_modules(self) -> None:
-        """Weights of zero, which take no memory, in modules that other stages hold."""
-        others = (() if self.is_first else self.parts.before) + (() if self.is_last else self.parts.after)
-        for name in others:
-            path, _, leaf = name.rpartition(".")
-            module = self.model.get_submodule(name)
-            twin = copy.copy(module)
+        """Weights of zero, which take no memory, in modules that other stages hold, and in what adapters put there."""
+        for name, module in self.model.named_modules():
             weights = {k: p for k, p in module._parameters.items() if p is not None}
+            if not weights or self._holds(self.parts.place(name)):
+                continue
+            module._parameters = {k: None for k in module._parameters if k not in weights}
             zeros = {k: torch.zeros((), dtype=p.dtype).expand(p.shape) for k, p in weights.items()}
-            absent = {k: None for k in module._parameters if k not in weights}
-            twin.__dict__ = {**module.__dict__, "_parameters": absent, "_buffers": {**module._buffers, **zeros}}
-            twin.__dict__["_non_persistent_buffers_set"] = {*module._non_persistent_buffers_set, *zeros}
-            self._own_path(path)._modules[leaf] = twin
+            module._buffers.update(zeros)
+            module._non_persistent_buffers_set |= zeros.keys()
 
-    def _own_path(self, path: str) -> nn.Module:
-        """The module there, after all on the way to it are this stage's own copies."""
-        module: nn.Module = self.model
-        for step in path.split(".") if path else ():
-            child = copy.copy(module._modules[step])
-            assert child is not None
-            child.__dict__ = {**child.__dict__, "_modules": dict(child._modules)}
-            module._modules[step] = child
-            module = child
-        return module
+    def _holds(self, place: str) -> bool:
+        return place == LAYERS or (self.is_first if place == BEFORE else self.is_last)
 
     def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         # Where a layer is computed again during a backward, what it was given the first time is in the cache.
@@ -144,15 +122,7 @@ class DecoderStage(nn.Module):
 
     def split(self, split: Split) -> None:
         """Shares the operators out by the model's own plan for that."""
-        plan = self.model.tp_plan
-        if not plan:
-            raise RefusedError(f"{type(self.model).__name__} has no tp_plan of its own; take tensor 1")
-        partial = [name for name, style in plan.items() if style == "replicated_with_grad_allreduce"]
-        rest = {name: style for name, style in plan.items() if name not in partial}
-        apply_tensor_parallelism(self.model, split.mesh, rest)  # type: ignore[no-untyped-call]
-        for name, module in self.model.named_modules():
-            if any(fnmatch(name, pattern) for pattern in partial):
-                _sum_gradients(module, split.mesh)
+        parallelize(self.model, self.parts, split.mesh)
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of a layer's forward that was compiled: see compiling.py."""
@@ -171,6 +141,7 @@ class DecoderStage(nn.Module):
         return self._vocabulary
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        self._late.refuse()
         base = self.model.get_submodule(self.parts.layers.partition(".")[0])
         self._given, self._length = x, cache.longest
         size, length = x.shape[:2]
@@ -204,9 +175,8 @@ class DecoderStage(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def _zeros(self, size: int, length: int, like: Tensor) -> Tensor:
-        width = self.model.get_input_embeddings().embedding_dim
         dtype = next(self.parameters()).dtype
-        return torch.zeros(size, length, width, dtype=dtype, device=like.device)
+        return torch.zeros(size, length, self._width, dtype=dtype, device=like.device)
 
     def _places(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
         if not self.parts.takes_positions:

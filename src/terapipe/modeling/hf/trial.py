@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from terapipe.modeling.hf.anatomy import Anatomy, text_config
 from terapipe.modeling.hf.rope import depends_on_length
-from terapipe.modeling.hf.seam import NAME
 from terapipe.modeling.hf.stage import DecoderStage
 from terapipe.modeling.stage import IGNORE, Split
 
@@ -106,8 +105,6 @@ class CutModel:
         self._line = [self._stage(copy.deepcopy(model), cut, a, b) for a, b in pairwise(edges) if a < b]
 
     def _stage(self, model: PreTrainedModel, cut: Cut, first: int, last: int) -> DecoderStage:
-        if cut.fast:
-            model.set_attn_implementation(NAME)
         stage = DecoderStage(model, cut.parts, first, last, cut.fast)
         if cut.split is not None:
             stage.split(cut.split)

@@ -1,0 +1,99 @@
+"""Tensor parallel for a Hugging Face stage, by the model's own ``tp_plan``."""
+
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism, get_kv_heads_per_rank
+
+from terapipe.modeling.hf.anatomy import Anatomy, shared_names, text_config
+from terapipe.modeling.hf.seam import RefusedError
+from terapipe.modeling.split import laid_out_like, local
+
+SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each device sees its own heads
+
+
+def refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
+    """Refuses a model without a plan, and heads that cannot be split in equal parts."""
+    name, plan = type(model).__name__, model.tp_plan
+    if not plan:
+        raise RefusedError(f"{name} has no tp_plan of its own; take tensor 1")
+    config = text_config(model.config)
+    heads = getattr(config, "num_attention_heads", None) or degree
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    per_rank: Any = get_kv_heads_per_rank
+    if any(per_rank(plan, count, degree) is None for count in (heads, kv_heads)):
+        raise RefusedError(
+            f"{name} has {heads} heads of queries and {kv_heads} of keys and values, which cannot be split over "
+            f"{degree} devices in equal parts; take a tensor degree that divides both"
+        )
+
+
+def parallelize(model: PreTrainedModel, parts: Anatomy, mesh: DeviceMesh) -> None:
+    """Changes the model of a stage; its parameters then share no memory with those that they are made of."""
+    refuse_uneven_heads(model, mesh.size())
+    plan = _plan(model, parts)
+    ties = shared_names(model)
+    summed = [name for name, style in plan.items() if style == SUMMED]
+    rest = {name: style for name, style in plan.items() if name not in summed}
+    apply_tensor_parallelism(model, mesh, rest)  # type: ignore[no-untyped-call]
+    _tie_again(model, ties)
+    _own_parameters(model)
+    for name, module in model.named_modules():
+        if any(fnmatch(name, pattern) for pattern in summed):
+            _sum_gradients(module, mesh)
+
+
+def _plan(model: PreTrainedModel, parts: Anatomy) -> dict[str, str]:
+    """The model's own. A tied weight is split in both its places or in none, or its gradients could not be summed."""
+    plan = dict(model.tp_plan)
+    ends = [name.rpartition(".")[0] for name in parts.tied]
+    if any(end not in plan for end in ends):
+        plan = {name: style for name, style in plan.items() if name not in ends}
+    return plan
+
+
+def _tie_again(model: PreTrainedModel, ties: list[list[str]]) -> None:
+    """Each of a shared parameter's modules was given its own."""
+    for names in ties:
+        first, *others = (model.get_parameter(name) for name in names)
+        for name, other in zip(names[1:], others, strict=True):
+            if getattr(other, "placements", None) != getattr(first, "placements", None):
+                raise RefusedError(
+                    f"its tp_plan shares out {name} otherwise than {names[0]}, with which it is one weight"
+                )
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = first
+
+
+def _own_parameters(model: nn.Module) -> None:
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None or p.is_meta:
+                continue
+            if p not in made:
+                made[p] = nn.Parameter(laid_out_like(p.detach(), local(p.detach()).clone()), p.requires_grad)
+            module._parameters[name] = made[p]
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """For norms of which each device sees its own heads. Transformers would sum what a parameter has accumulated after
+    each backward, and so count earlier slices several times; this sums what each adds."""
+    plain, hooked = module.forward, set()
+
+    def total(gradient: Tensor) -> Tensor:
+        return DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        for p in module.parameters(recurse=False):
+            if torch.is_grad_enabled() and p.requires_grad and id(p) not in hooked:
+                p.register_hook(total)  # type: ignore[no-untyped-call]
+                hooked.add(id(p))
+        return plain(*arguments, **named)
+
+    module.forward = forward
