@@ -66,7 +66,10 @@ def config_of(model: str) -> Any:
 
     path = Path(model)
     if path.exists():
-        return AutoConfig.from_pretrained(path)
+        try:
+            return AutoConfig.from_pretrained(path)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but of another kind
+            raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
     if model not in causal_lm_types():
         raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
     return small_config(model)

@@ -55,6 +55,6 @@ class Timeline:
             data: Any = json.loads(text)
             plan = Plan.from_dict(data["plan"])
             rows = [(int(r), Action.from_text(a, plan), float(t0), float(t1)) for r, a, t0, t1 in data["events"]]
-        except (TypeError, KeyError, json.JSONDecodeError):
+        except (TypeError, KeyError, json.JSONDecodeError, RecursionError):
             raise ValueError("a timeline is a JSON object with the keys 'plan' and 'events'") from None
         return cls(plan, tuple(Event(*row) for row in rows))
