@@ -48,6 +48,8 @@ class Files:
             "samples": self._changed(made().to_json(), samples=[{"kind": "forward"}]),
             "model": self._changed(made().to_json(), model={"layers": "four"}),
             "sizes": self._changed(plan.to_json(), sizes=["x"]), "order": self._changed(plan.to_json(), order="none"),
+            "rank": self._changed(Path(self.timeline).read_text(), events=[[99, "F 0 0.0", 0.0, 1.0]]),
+            "time": self._changed(Path(self.timeline).read_text(), events=[[0, "F 0 0.0", 0.0, "x"]]),
             "beside": self._changed(Path(self.plan).read_text(), planned={"layout": {"data": 0}}),
         }  # fmt: skip
         self.wrong = [self._write(f"{name}.wrong", text) for name, text in wrong.items()]
