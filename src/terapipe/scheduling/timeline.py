@@ -68,6 +68,6 @@ class Timeline:
             raise ValueError("a timeline is a JSON object with the keys 'plan' and 'events'") from None
         if any(not 0 <= rank < plan.num_ranks or not 0 <= end - start < inf for rank, _, start, end in rows):
             raise ValueError(
-                f"the events of a timeline are of ranks 0 to {plan.num_ranks - 1} and end after they begin"
+                f"a timeline has events of ranks 0 to {plan.num_ranks - 1} that end after they begin"
             )
         return cls(plan, tuple(Event(*row) for row in rows))
