@@ -180,6 +180,8 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     assert found.layout == Layout(2, 2, 2)
     with pytest.raises(ValueError, match=r"is for tensor 2, plan.tensor says 4"):
         ranks_wanted(parse(text, ["plan.tensor=4"]).plan)
+    with pytest.raises(ValueError, match=r"plan.order would have no effect beside plan.file"):
+        ranks_wanted(parse(text, ["plan.order=gpipe"]).plan)
     with pytest.raises(ValueError, match="8 processes; there are 4"):
         given(config, 4)
 

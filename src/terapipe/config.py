@@ -72,7 +72,7 @@ class PlanConfig:
 
     file: str = key(
         "",
-        "a plan that `terapipe plan --save` wrote, with its layout; of [plan] nothing else counts",
+        "a plan that `terapipe plan --save` wrote, with its layout; order and cuts are in it",
     )
     profile: str = key("", "what `terapipe profile` wrote; without it the model is measured at start")
     seconds: float = key(20.0, "to measure for, at start; 0: do not measure, cut into equal slices")

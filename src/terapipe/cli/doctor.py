@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from rich.markup import escape
@@ -32,7 +33,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.ranks < 1 or not parsed.timeout > 0:
+    if parsed.ranks < 1 or not 0 < parsed.timeout < inf:
         raise ValueError(f"--ranks and --timeout must be positive, got {parsed.ranks} and {parsed.timeout}")
     if not 0 < parsed.port < 2**16:
         raise ValueError(f"--port must be between 1 and 65535, got {parsed.port}")

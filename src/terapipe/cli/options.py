@@ -1,9 +1,10 @@
 """Options that several verbs share, and what becomes of them."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from terapipe.config import nbytes
 from terapipe.planning.hardware import HOSTS, cluster
@@ -11,6 +12,8 @@ from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS, GPTConfig, model
 from terapipe.scheduling.orders import ORDERS
 from terapipe.search.request import UNSLICED, ClusterSource, ProfileSource, Request, Source
+
+T = TypeVar("T")
 
 TILE = 8  # tokens that slice lengths are multiples of, unless --tile says otherwise or sequences are shorter
 
@@ -71,7 +74,7 @@ def source_of(parsed: argparse.Namespace) -> Source:
     """The source of costs that was asked for."""
     if parsed.profile is not None:
         refuse_with("--profile", parsed, "layers_only")
-        profile = Profile.from_json(read(parsed.profile))
+        profile = load(parsed.profile, Profile.from_json)
         if parsed.model is not None:
             profile.check_model(model(parsed.model))
         ranks = (getattr(parsed, "data", None) or 1) * (getattr(parsed, "pipe", None) or 0) or profile.ranks
@@ -118,14 +121,15 @@ def _refuse_conflicts(parsed: argparse.Namespace) -> None:
     if parsed.slice_lengths is not None:
         refuse_with("--slice-lengths", parsed, "tile", "distinct")
     if parsed.order in UNSLICED:
-        refuse_with(f"--order {parsed.order}, which takes whole sequences,", parsed, "tile", "distinct")
+        refuse_with(f"--order {parsed.order}, which takes whole sequences", parsed, "tile", "distinct")
     if parsed.data == 1:
         refuse_with("--data 1", parsed, "shard")
 
 
 def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
     """An option that has no effect beside another is refused, never ignored."""
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(parsed, name, None) not in (None, False)]
+    found = {f"--{name.replace('_', '-')}": getattr(parsed, name, None) for name in names}
+    given = [option for option, value in found.items() if value is not None and value is not False]
     if given:
         raise ValueError(f"{' and '.join(given)} would have no effect with {chosen}; leave out one or the other")
 
@@ -145,8 +149,16 @@ def _lengths(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"lengths are whole numbers such as 704,688,656, got {text!r}") from None
 
 
+def load(path: Path, parse: Callable[[str], T]) -> T:
+    """What a file holds; a refusal names the file."""
+    try:
+        return parse(read(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file") from None
+        raise ValueError("this is not a text file") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs, add_launch, add_request, add_source, read, refuse_with, request_of, source_of
+from terapipe.cli.options import Verbs, add_launch, add_request, add_source, load, refuse_with, request_of, source_of
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
@@ -74,7 +74,7 @@ def decide(parsed: argparse.Namespace) -> Planned:
     began = time.perf_counter()
     request = request_of(parsed)
     if parsed.cost_table is not None:
-        source, decision = None, choose_by_table(CostTable.from_json(read(parsed.cost_table)), request)
+        source, decision = None, choose_by_table(load(parsed.cost_table, CostTable.from_json), request)
     else:
         source = source_of(parsed)
         decision = choose(source, request)
@@ -85,7 +85,7 @@ def _refuse_ignored(parsed: argparse.Namespace) -> None:
     if parsed.cost_table is not None:
         refuse_with("--cost-table", parsed, "model", "layers_only", "tile", "sensitivity")
     if parsed.profile is not None:
-        refuse_with("--profile, whose costs were measured,", parsed, "sensitivity")
+        refuse_with("--profile, whose costs were measured", parsed, "sensitivity")
     if parsed.image is not None and parsed.kubernetes is None:
         raise ValueError("--image is for the containers of --kubernetes FILE; give both, or neither")
 
@@ -100,11 +100,12 @@ def _machine(source: Source | None) -> Cluster | Profile | None:
 def _launch(parsed: argparse.Namespace, layout: Layout, hosts: Hosts) -> Launch | None:
     """A plan that cannot be spread over the hosts is still a plan; only a job for it is refused."""
     defaults = {"script": "train.py", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
-    launch = launch_of(layout, hosts, **{name: getattr(parsed, name) or usual for name, usual in defaults.items()})
+    given = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
+    launch = launch_of(layout, hosts, **{**defaults, **given})
     if launch is None and (parsed.slurm or parsed.kubernetes):
         raise ValueError(uneven(layout, hosts))
     if launch is not None and launch.hosts == 1:
-        refuse_with("a plan for one host, whose processes need no meeting place,", parsed, "endpoint")
+        refuse_with("a plan for one host, whose processes need no meeting place", parsed, "endpoint")
         if not (parsed.slurm or parsed.kubernetes):
             refuse_with("a plan for one host and no job to write", parsed, "name")
     return launch

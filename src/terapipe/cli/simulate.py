@@ -9,7 +9,7 @@ from typing import Any
 
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs, add_request, add_source, read, refuse_with, request_of, source_of
+from terapipe.cli.options import Verbs, add_request, add_source, load, refuse_with, request_of, source_of
 from terapipe.config import nbytes
 from terapipe.planning.layout import Layout
 from terapipe.reporting import html, svg, text, units
@@ -57,7 +57,7 @@ def run(parsed: argparse.Namespace) -> int:
     timeline = simulate(schedule(choice.plan), bench.cost)
     shown = [shown_of("predicted", timeline, bench)]
     if parsed.measured:
-        measured = Timeline.from_json(read(parsed.measured))
+        measured = load(parsed.measured, Timeline.from_json)
         if measured.plan != choice.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
         shown.append(shown_of("measured", measured, bench))
@@ -77,12 +77,12 @@ def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None
         source, request = source_of(parsed), request_of(parsed)
         choice = choose(source, request).chosen
         return Bench(source, request, choice.layout, choice.plan.recompute), choice, None
-    saved = SavedPlan.from_json(read(parsed.plan))
+    saved = load(parsed.plan, SavedPlan.from_json)
     plan, layout = saved.plan, _layout(parsed, saved)
     parsed.seq, parsed.data, parsed.pipe = plan.tokens, layout.data, layout.pipe
     named = parsed.cluster is not None or parsed.profile is not None
     if not named:
-        refuse_with("the costs that are saved with the plan, and no --cluster,", parsed, "model", "layers_only")
+        refuse_with("the costs that are saved with the plan, and no --cluster", parsed, "model", "layers_only")
     source = source_of(parsed) if named else saved.source()
     if plan.num_layers != source.layers:
         raise ValueError(f"the plan splits {plan.num_layers} layers, the model has {source.layers}")
@@ -98,7 +98,7 @@ def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None
 
 def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     """The plan's own; what was given must agree with it. A bare plan has none: then it must be given."""
-    refuse_with("a saved plan, which fixes them,", parsed, *FIXED)
+    refuse_with("a saved plan, which fixes all that", parsed, *FIXED)
     if saved.layout is None:
         if parsed.data is None or parsed.tensor is None:
             raise ValueError(f"{parsed.plan} is a bare plan, without its layout; give --data and --tensor")
@@ -111,7 +111,7 @@ def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     known = {**asdict(layout), "batch": batch, "seq": tokens}
     for name, value in known.items():
         asked = getattr(parsed, name)
-        if asked not in (None, False, value):
+        if asked is not None and asked is not False and asked != value:
             raise ValueError(f"{parsed.plan} is for {name} {value}, got --{name} {asked}; leave it out, or plan again")
     return layout
 

@@ -73,7 +73,11 @@ def config_of(model: str) -> Any:
 
     path = Path(model)
     if path.exists():
-        return shrunken(AutoConfig.from_pretrained(path))
+        try:
+            config = AutoConfig.from_pretrained(path)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but of another kind
+            raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
+        return shrunken(config)
     if model not in causal_lm_types():
         raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
     return shrunken(default_config(model))

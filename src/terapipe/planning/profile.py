@@ -97,7 +97,7 @@ class Profile:
     def from_json(cls, text: str) -> Self:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
                 f"a profile must be whole JSON, this one is damaged or cut off: {error}; run `terapipe profile` again"
             ) from None
@@ -105,6 +105,8 @@ class Profile:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"this version reads profiles of format {FORMAT}, got {found!r}; run `terapipe profile`")
         try:
+            if not isinstance(data["machine"], dict) or not isinstance(data["versions"], dict):
+                raise TypeError("machine or versions")
             samples = tuple(_sample(row) for row in data["samples"])
             transfers = tuple(_transfer(row) for row in data["transfers"])
             return cls(

@@ -208,7 +208,7 @@ class Plan:
     def from_json(cls, text: str) -> Self:
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a plan must be a JSON object, this is not JSON: {error}") from None
         return cls.from_dict(data)
 

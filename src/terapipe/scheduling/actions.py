@@ -140,7 +140,7 @@ class Schedule:
         try:
             data: Any = json.loads(text)
             plan, ranks = data["plan"], [list(rank) for rank in data["ranks"]]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError("a schedule is a JSON object with the keys 'plan' and 'ranks'") from None
         parsed = Plan.from_dict(plan)
         return cls(parsed, tuple(tuple(Action.from_text(a, parsed) for a in rank) for rank in ranks))

@@ -30,15 +30,14 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
     during, change = _tables(plan, memory)
     place = {s: i for i, s in enumerate(plan.slices)}
     out: list[list[tuple[float, float]]] = []
-    for rank, level in enumerate(_static(plan, memory)):
+    for events, level in zip(timeline.by_rank, _static(plan, memory), strict=True):
         steps = [(0.0, level)]
-        for event in timeline.computations:
-            if event.rank == rank:
-                op, stage, s = event.action
-                key = (stage, COMPUTATIONS.index(op), place[s])
-                steps.append((event.start, level + float(during[key])))
-                level += float(change[key])
-                steps.append((event.end, level))
+        for event in events:
+            op, stage, s = event.action
+            key = (stage, COMPUTATIONS.index(op), place[s])
+            steps.append((event.start, level + float(during[key])))
+            level += float(change[key])
+            steps.append((event.end, level))
         out.append(steps)
     return out
 

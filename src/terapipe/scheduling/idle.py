@@ -23,11 +23,11 @@ def idle_by_cause(timeline: Timeline) -> tuple[Idle, ...]:
     """One entry for each rank; all of them together are ``timeline.idle`` of all ranks' time."""
     ends = {settles(e.action): e.end for e in timeline.computations}
     found = []
-    for rank in range(timeline.plan.num_ranks):
+    for events in timeline.by_rank:
         idle = Idle()
         clock = 0.0
         begun: set[bool] = set()
-        for _, action, start, end in (e for e in timeline.computations if e.rank == rank):
+        for _, action, start, end in events:
             gap = max(0.0, start - clock)
             ready = min(max(_ready(action, timeline, ends), clock), start)
             forward = action.op is Op.F

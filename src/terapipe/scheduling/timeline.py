@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple, Self
 
 from terapipe.planning.slices import Plan
@@ -36,6 +37,14 @@ class Timeline:
         return tuple(e for e in self.events if e.action.op in COMPUTE)
 
     @cached_property
+    def by_rank(self) -> tuple[tuple[Event, ...], ...]:
+        """Each rank's computations."""
+        found: list[list[Event]] = [[] for _ in range(self.plan.num_ranks)]
+        for event in self.computations:
+            found[event.rank].append(event)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def makespan(self) -> float:
         return max((e.end for e in self.computations), default=0.0)
 
@@ -55,6 +64,8 @@ class Timeline:
             data: Any = json.loads(text)
             plan = Plan.from_dict(data["plan"])
             rows = [(int(r), Action.from_text(a, plan), float(t0), float(t1)) for r, a, t0, t1 in data["events"]]
-        except (TypeError, KeyError, json.JSONDecodeError):
+        except (TypeError, KeyError, json.JSONDecodeError, RecursionError):
             raise ValueError("a timeline is a JSON object with the keys 'plan' and 'events'") from None
+        if any(not 0 <= rank < plan.num_ranks or not 0 <= end - start < inf for rank, _, start, end in rows):
+            raise ValueError(f"a timeline has events of ranks 0 to {plan.num_ranks - 1} that end after they begin")
         return cls(plan, tuple(Event(*row) for row in rows))

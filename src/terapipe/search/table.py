@@ -32,7 +32,7 @@ class CostTable:
     def from_json(cls, text: str) -> Self:
         try:
             rows = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a cost table must be whole JSON, this one is damaged or cut off: {error}") from None
         if not isinstance(rows, list) or not rows:
             raise ValueError(

@@ -58,8 +58,10 @@ def ranks_wanted(config: PlanConfig) -> int:
 
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
-    pipe = saved.plan.num_ranks
-    layout = saved.layout or Layout(config.data or 1, pipe, config.tensor, config.shard and config.data > 1)
+    pipe, fixed = saved.plan.num_ranks, ("profile", "order", "slices", "microbatch", "chunks", "memory")
+    if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
+        raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
+    layout = saved.layout or Layout(config.data or 1, pipe, config.tensor, config.shard)
     asked = {"data": config.data or layout.data, "pipe": config.pipe or pipe, "shard": config.shard or layout.shard}
     asked["tensor"] = config.tensor if config.tensor > 1 else layout.tensor
     for name, value in asked.items():
@@ -92,12 +94,11 @@ def given(config: RunConfig, ranks: int) -> Planned | None:
         return None
     saved = SavedPlan.from_json(Path(config.plan.file).read_text(encoding="utf-8"))
     plan = saved.plan
+    layout = _of_file(config.plan, saved)
     if saved.layout is None:
         layout = layout_of(config.plan, ranks, plan.num_ranks)
-    else:
-        layout = _of_file(config.plan, saved)
-        if layout.devices != ranks:
-            raise ValueError(f"{config.plan.file} is for {layout}, {layout.devices} processes; there are {ranks}")
+    elif layout.devices != ranks:
+        raise ValueError(f"{config.plan.file} is for {layout}, {layout.devices} processes; there are {ranks}")
     if (plan.batch * layout.data, plan.tokens) != (config.data.batch, config.data.tokens):
         raise ValueError(
             f"{config.plan.file} is for {plan.batch} sequences of {plan.tokens} tokens to each of {layout.data} "
