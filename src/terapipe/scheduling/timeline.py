@@ -67,7 +67,5 @@ class Timeline:
         except (TypeError, KeyError, json.JSONDecodeError, RecursionError):
             raise ValueError("a timeline is a JSON object with the keys 'plan' and 'events'") from None
         if any(not 0 <= rank < plan.num_ranks or not 0 <= end - start < inf for rank, _, start, end in rows):
-            raise ValueError(
-                f"a timeline has events of ranks 0 to {plan.num_ranks - 1} that end after they begin"
-            )
+            raise ValueError(f"a timeline has events of ranks 0 to {plan.num_ranks - 1} that end after they begin")
         return cls(plan, tuple(Event(*row) for row in rows))
