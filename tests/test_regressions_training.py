@@ -287,7 +287,7 @@ def tell_the_loss(told: Path) -> str:
             time.sleep(0.01)
         return ""
     try:
-        transport.broadcast(torch.zeros(1 << 20), 1)
+        transport.broadcast(torch.zeros(1 << 20), 1, "the loss")
     except PipelineError as error:
         return str(error)
     finally:

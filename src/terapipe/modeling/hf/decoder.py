@@ -11,7 +11,7 @@ from terapipe.modeling.hf.anatomy import AFTER, Anatomy, anatomy, text_config
 from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
 from terapipe.modeling.hf.check import BOUND, Verdict, check, recomputed_error
 from terapipe.modeling.hf.randomness import auxiliary_loss, untrainable
-from terapipe.modeling.hf.refusals import refuse_headless, refuse_reentrant, refuse_unfit
+from terapipe.modeling.hf.refusals import refuse_reentrant, refuse_unfit
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.seam import RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
@@ -50,7 +50,6 @@ class Decoder:
             raise RefusedError(f"{type(model).__name__} cannot be cut exactly: {reason}")
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)
-            refuse_headless(model, skeleton(small))
             if fast is None:
                 verdict = self._verdict = check(type(model).__name__, small, kind=type(model))
                 if not verdict.exact:

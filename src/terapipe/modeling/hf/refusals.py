@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation.utils import GenerationMixin
 
 from terapipe.modeling.hf.seam import RefusedError
 
@@ -19,6 +20,7 @@ def refuse_unfit(model: Any) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise RefusedError(f"a Decoder takes a PreTrainedModel of transformers, got {name}")
+    _refuse_headless(model)
     if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
         raise RefusedError(
             f"{name} has quantized weights, which are not supported; load it without quantization, and save it again "
@@ -38,12 +40,11 @@ def refuse_unfit(model: Any) -> None:
             )
 
 
-def refuse_headless(model: PreTrainedModel, like: PreTrainedModel) -> None:
-    """``like`` is a causal LM of the same kind of configuration."""
-    if not isinstance(model, type(like)):
+def _refuse_headless(model: PreTrainedModel) -> None:
+    """In transformers, what predicts tokens can also generate them, and no other model can."""
+    if not isinstance(model, GenerationMixin):
         raise RefusedError(
-            f"a Decoder takes a causal LM, {type(model).__name__} is not the {type(like).__name__} of its "
-            "configuration; load it with AutoModelForCausalLM"
+            f"a Decoder takes a causal LM, which {type(model).__name__} is not; load it with AutoModelForCausalLM"
         )
 
 
