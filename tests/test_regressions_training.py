@@ -209,10 +209,16 @@ def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: 
     assert ranks(1)(sizes_measured, config) == [{1, 4}]
 
 
-def test_no_slices_are_refused(tmp_path: Path) -> None:
-    """A division by zero."""
-    with pytest.raises(ValueError, match=r"plan\.slices must be positive, got 0"):
-        told(tmp_path, GPT, "plan.slices=0")
+def test_a_number_of_slices_and_their_lengths_are_two_keys(tmp_path: Path) -> None:
+    """``slices = [2048]`` was 2,048 slices, ``slices = [1024, 1024]`` two, and ``slices = 0`` a division by zero."""
+    made = make_model(told(tmp_path, GPT).model, told(tmp_path, GPT).data, 257)
+    for change, lengths in (("slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
+        assert planned.evenly(told(tmp_path, GPT, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
+    planned.evenly(told(tmp_path, GPT, "plan.slices=0"), made, 1)  # as many as seem right
+    with pytest.raises(ValueError, match=r"plan\.slice_lengths must be positive, got 0"):
+        told(tmp_path, GPT, "plan.slice_lengths=0")
+    with pytest.raises(ValueError, match=r"plan\.slices is a number .* give one"):
+        told(tmp_path, GPT, "plan.slices=2", "plan.slice_lengths=[8,8]")
 
 
 def watched(config: RunConfig) -> list[bool]:

@@ -82,7 +82,8 @@ class PlanConfig:
     tensor: int = key(1, "devices to each operator")
     shard: bool = key(False, "replicas share out parameters, gradients and optimizer state (FSDP2)")
     order: str = key("", f"one of {', '.join(ORDERS)}")
-    slices: tuple[int, ...] = key((), "lengths, or one number: so many equal slices")
+    slices: int = key(0, "so many equal slices")
+    slice_lengths: tuple[int, ...] = key((), "or the lengths of slices, such as [704, 688, 656]")
     microbatch: int = key(0, "sequences per microbatch")
     chunks: int = key(0, "chunks of layers per rank")
     tile: int = key(8, "slice lengths are multiples of it")
@@ -272,7 +273,7 @@ def _typed(wanted: Any, value: Any, where: str) -> Any:
 
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _POSITIVE = (
-    "data.tokens", "data.batch", "data.vocab", "plan.tensor", "plan.tile", "plan.slices", "optimizer.accumulate",
+    "data.tokens", "data.batch", "data.vocab", "plan.tensor", "plan.tile", "plan.slice_lengths", "optimizer.accumulate",
     "schedule.steps", "logging.every", "failures.timeout", "failures.skips",
 )  # fmt: skip
 
@@ -297,6 +298,8 @@ def _check(config: RunConfig, name: str) -> None:
         )
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
+    if config.plan.slices and config.plan.slice_lengths:
+        raise ValueError(f"{name}: plan.slices is a number of equal slices, plan.slice_lengths their lengths; give one")
     if config.plan.order and config.plan.order not in ORDERS:
         _refuse_unknown({config.plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
     if config.plan.memory:

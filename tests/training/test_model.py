@@ -75,7 +75,7 @@ def test_a_hugging_face_model_is_trained_and_exported(ranks: Callable[[int], Ran
 
 
 def test_a_model_of_ones_own_is_trained(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    config = told(tmp_path, f"model.own={OWN}:Decoder", "evaluation.sample=0", "plan.slices=[12,20]")
+    config = told(tmp_path, f"model.own={OWN}:Decoder", "evaluation.sample=0", "plan.slice_lengths=[12,20]")
     ranks(2)(train, config)
     assert losses(config.folder)[-1] < losses(config.folder)[0]
 

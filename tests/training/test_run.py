@@ -129,7 +129,7 @@ def plainly(told: RunConfig, steps: int) -> list[float]:
 LAYOUTS = {
     "one process": (1, ()),
     "2 stages": (2, ("plan.order=1f1b",)),
-    "3 stages sliced": (3, ("plan.order=terapipe", "plan.slices=[9,1,14]")),
+    "3 stages sliced": (3, ("plan.order=terapipe", "plan.slice_lengths=[9,1,14]")),
     "2 replicas x 2 stages": (4, ("plan.data=2", "plan.slices=3")),
     "2 replicas x 2 stages, sharded": (4, ("plan.data=2", "plan.shard=true", "plan.order=terapipe-1f1b")),
 }
@@ -203,7 +203,7 @@ def _after_resuming(folder: Path) -> list[dict[str, Any]]:
 def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) -> None:
     folder, steps = place / "moved", ("schedule.kind=constant", "schedule.steps=40")
     ranks(2)(train, config(folder, "", *steps), 11)
-    ranks(3)(train, config(folder, "", *steps, "plan.order=terapipe", "plan.slices=[5,12,7]"), 9)
+    ranks(3)(train, config(folder, "", *steps, "plan.order=terapipe", "plan.slice_lengths=[5,12,7]"), 9)
     ranks(4)(train, config(folder, "", *steps, "plan.data=2", "plan.shard=true"), 8)
     assert len(losses(folder)) == 28
     ranks(1)(train, config(folder, "", *steps))

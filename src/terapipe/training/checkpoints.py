@@ -74,6 +74,9 @@ def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
             f"the checkpoint {folder} must have the notes of a training run, but its {NOTES} has no valid "
             f"{', '.join(wrong)}; resume from a checkpoint that terapipe train wrote"
         )
+    named = NAME.fullmatch(folder.name)
+    if named and int(named[1]) != notes["step"]:
+        raise ValueError(f"the checkpoint {folder} is of step {notes['step']}; rename it, or move it away")
 
 
 def path_of(folder: Path, step: int) -> Path:

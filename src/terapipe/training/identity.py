@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.config import RunConfig
+from terapipe.runtime.manifest import read_manifest
 from terapipe.training.model import Made
 from terapipe.training.tokenizer_files import FILES
-from terapipe.training.tokens import Data, TokenFile
+from terapipe.training.tokens import STARTS, TOKENS, Data, TokenFile
 
 NOTE = "trained_as"  # among a checkpoint's notes
 MODEL, TOKENIZER, OBJECTIVE, DATA, KEYS = "model", "tokenizer", "objective", "data", "keys"
@@ -55,7 +56,9 @@ def _contents(folder: Path) -> str:
 
 
 def _fingerprint(file: TokenFile) -> dict[str, Any]:
-    return {"tokens": file.num_tokens, "documents": file.num_documents, "sources": file.origin.sources}
+    sums = read_manifest(file.folder)
+    contents = [sums[name].crc32 for name in (TOKENS, STARTS)]
+    return {"tokens": file.num_tokens, "documents": file.num_documents, "contents": contents}
 
 
 def compare(before: Mapping[str, Any], now: Identity, place: Path, *, own: bool) -> list[str]:
@@ -109,4 +112,4 @@ def _counted(file: Mapping[str, Any] | None) -> str:
 
 def _same_size(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
     alike = old and new and (old["tokens"], old["documents"]) == (new["tokens"], new["documents"])
-    return " of other files, or newer ones" if alike else ""
+    return ", others than before" if alike else ""

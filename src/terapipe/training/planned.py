@@ -58,7 +58,10 @@ def ranks_wanted(config: PlanConfig) -> int:
 
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
-    pipe, fixed = saved.plan.num_ranks, ("profile", "order", "slices", "microbatch", "chunks", "memory")
+    pipe, fixed = (
+        saved.plan.num_ranks,
+        ("profile", "order", "slices", "slice_lengths", "microbatch", "chunks", "memory"),
+    )
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
     layout = saved.layout or Layout(config.data or 1, pipe, config.tensor, config.shard)
@@ -149,9 +152,9 @@ def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
 
 
 def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
-    if len(wanted.slices) > 1:
-        return wanted.slices
-    count = wanted.slices[0] if wanted.slices else max(1, min(4 * layout.pipe, tokens // LEAST))
+    if wanted.slice_lengths:
+        return wanted.slice_lengths
+    count = wanted.slices or max(1, min(4 * layout.pipe, tokens // LEAST))
     tile = _tile(wanted, tokens, shortest)
     return uniform(tokens, count, tile if tokens >= tile * count else 1)
 
@@ -180,7 +183,6 @@ def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Pla
         raise ValueError(f"plan.tensor must divide the number of processes, got {tensor} and {ranks}")
     recompute = {"auto": None if made.recomputes else False, "full": True}.get(config.model.recompute, False)
     tile = _tile(wanted, config.data.tokens, made.shortest)
-    slices = (wanted.slices if len(wanted.slices) > 1 else wanted.slices[0]) if wanted.slices else None
     request = Request(
         batch=config.data.batch,
         tokens=config.data.tokens,
@@ -188,7 +190,7 @@ def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Pla
         pipe=wanted.pipe or None,
         tensor=1,
         order=wanted.order or None,
-        slices=slices,
+        slices=wanted.slice_lengths or wanted.slices or None,
         microbatch=wanted.microbatch or None,
         chunks=wanted.chunks or None,
         recompute=recompute,
