@@ -33,6 +33,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     started: dict[int, Ranks] = {}
 
     def of_size(size: int) -> Ranks:
+        if size in started and not started[size].usable:
+            started.pop(size).close()
         if size not in started:
             started[size] = Ranks(size)
         return started[size]

@@ -22,7 +22,7 @@ class Ranks:
     """``ranks(function, *args)`` calls it on every rank and returns the results in order of rank."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.usable = size, True
         self.folder = tempfile.TemporaryDirectory()
         pipes = [_context.Pipe() for _ in range(size)]
         store = Path(self.folder.name) / "store"
@@ -50,6 +50,7 @@ class Ranks:
         results = self.results()
         for result in results:
             if isinstance(result, Exception):
+                self.usable = isinstance(result, ValueError)  # others may have left groups on some ranks only
                 raise result
         return results
 

@@ -22,6 +22,8 @@ class Terms(NamedTuple):
     ids: int = 0  # checksum of token ids, and ...
     labels: int = 0  # ... of labels, where a rank has only one of the two
     counted: int = 0  # labels that are not ignored
+    tied: int = 0  # copies of the parameter that the first and the last stage share, and ...
+    trained: int = 0  # ... how many of them are not frozen
 
 
 def agree(transport: Transport, mine: Terms, error: Exception | None, description: str) -> list[Terms]:

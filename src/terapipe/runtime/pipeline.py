@@ -300,9 +300,15 @@ class Pipeline:
                 counted = int((batch.labels != IGNORE).sum())
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
-        mine = Terms(error is not None, self._transport.replica, checksum(work), ids, targets, counted)
+        trained = sum(p.requires_grad for p in self._tied)
+        mine = Terms(error is not None, self.replica, checksum(work), ids, targets, counted, len(self._tied), trained)
         terms = agree(self._transport, mine, error, work)
         assert batch is not None
+        if 0 < sum(t.trained for t in terms) < sum(t.tied for t in terms):
+            raise ValueError(
+                f"{' and '.join(self.tied)} are one parameter, which must be frozen under all its names or under none; "
+                "call requires_grad_ on the first and on the last stage alike"
+            )
         return batch._replace(scale=self._scale(sum(t.counted for t in terms), total))
 
     def _scale(self, counted: int, total: float | None) -> Tensor:
@@ -327,7 +333,7 @@ class Pipeline:
             return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
 
     def _sum_tied_gradients(self) -> None:
-        if not self._tied or not self._trains_tied():
+        if not any(p.requires_grad for p in self._tied):  # frozen: no gradient, so that no optimizer moves it
             return
         for p in self._tied:
             if p.grad is None:
@@ -340,20 +346,6 @@ class Pipeline:
             first.copy_(self._transport.exchange(first, self.plan.last_rank if self.is_first else 0))
         for copy in copies:
             copy.copy_(first)
-
-    def _trains_tied(self) -> bool:
-        """Whether the shared parameter has a gradient; frozen, it has none, and no optimizer moves it."""
-        found = torch.tensor([sum(p.requires_grad for p in self._tied), len(self._tied)], device=self.device)
-        with self._telling_others():
-            if not (self.is_first and self.is_last):
-                found = self._transport.exchange(found, self.plan.last_rank if self.is_first else 0)
-            trained, copies = found.tolist()
-            if 0 < trained < copies:
-                raise ValueError(
-                    f"{' and '.join(self.tied)} are one parameter, which must be frozen under all its names or under "
-                    "none; some copies are frozen; call requires_grad_ on the first and on the last stage alike"
-                )
-        return bool(trained)
 
     # Generating text
 
