@@ -59,7 +59,7 @@ def laid_out(
     config: GPTConfig, layout: Layout, plan: Plan, ids: Tensor, labels: Tensor, dtype: torch.dtype, shard: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
     """This rank's loss and its gradients in full, where each replica has its rows of the batch."""
-    pipe = Pipeline(make_model(config, dtype), plan, mesh=mesh_of(layout), shard=shard, timeout=20.0)
+    pipe = Pipeline(make_model(config, dtype), plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
     rows = slice(pipe.replica * plan.batch, (pipe.replica + 1) * plan.batch)
     loss = pipe.step(ids[rows] if pipe.is_first else None, labels[rows] if pipe.is_last else None)
     return loss.item(), gradients(pipe)
@@ -78,7 +78,7 @@ def piped(
     config: GPTConfig, plan: Plan, ids: Tensor, labels: Tensor, dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor]]:
     """This rank's loss and gradients."""
-    pipe = Pipeline(make_model(config, dtype), plan, timeout=20.0)
+    pipe = Pipeline(make_model(config, dtype), plan, timeout=300.0)
     loss = pipe.step(ids if pipe.is_first else None, labels if pipe.is_last else None)
     return loss.item(), {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 

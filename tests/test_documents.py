@@ -32,7 +32,7 @@ def alone(rows: list[tuple[Tensor, Tensor, tuple[int, ...]]]) -> tuple[float, di
 
 
 def packed(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...]) -> tuple[float, dict[str, Tensor]]:
-    pipe = Pipeline(make_model(CONFIG), PLAN, timeout=20.0)
+    pipe = Pipeline(make_model(CONFIG), PLAN, timeout=300.0)
     pipe.step(ids, labels)  # as one document each: nothing of that may stay
     pipe.zero_grad()
     evaluated = pipe.evaluate(ids, labels, documents).item()
@@ -57,7 +57,7 @@ def test_starts_that_make_no_sense_are_refused(documents: tuple[tuple[int, ...],
 
 
 def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...], plan: Plan) -> object:
-    pipe = Pipeline(make_model(CONFIG), PLAN, timeout=20.0)
+    pipe = Pipeline(make_model(CONFIG), PLAN, timeout=300.0)
     loss = pipe.step(ids, labels, documents, plan=plan).item()
     with pytest.raises(ValueError, match="must leave the stages on their ranks"):
         pipe._intake.own_plan(Plan((2,), ((512,),), (0, 2, 3)))

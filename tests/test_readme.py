@@ -16,7 +16,7 @@ def run(number: int, folder: Path) -> str:
     code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[number]
     (folder / "train.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

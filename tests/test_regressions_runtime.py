@@ -43,7 +43,7 @@ def with_dropout() -> GPT:
 
 def dropped(plan: Plan, layout: Layout | None = None, seed: int = 7) -> dict[str, Tensor]:
     mesh = None if layout is None else mesh_of(layout)
-    pipe = Pipeline(with_dropout(), plan, mesh=mesh, timeout=20.0)
+    pipe = Pipeline(with_dropout(), plan, mesh=mesh, timeout=300.0)
     torch.manual_seed(seed + pipe.rank)
     pipe.step(*make_batch(TINY, plan.batch, plan.tokens, ignored=True))
     return gradients(pipe)
@@ -89,7 +89,7 @@ class Spoken(nn.Module):
 
 def drawn_in_parts(plan: Plan) -> list[float]:
     torch.manual_seed(torch.distributed.get_rank())  # as every trainer does it
-    pipe = Pipeline(make_model(TINY), plan, mesh=mesh_of(Layout(1, 1, 2)), timeout=20.0)
+    pipe = Pipeline(make_model(TINY), plan, mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
     spoken = Spoken(pipe.stages[0])
     assert pipe._executor is not None
     pipe._executor._stages = {0: _as_stage(spoken)}  # type: ignore[dict-item]
@@ -138,7 +138,7 @@ def test_labels_that_were_not_shifted_are_refused() -> None:
 
 def from_its_end(ids: Tensor) -> list[str]:
     """Token ids on the first rank only and labels on the last only."""
-    pipe = Pipeline(make_model(TINY), PLAN, timeout=20.0)
+    pipe = Pipeline(make_model(TINY), PLAN, timeout=300.0)
     good = next_token_labels(ids)
     said = [refused(lambda: pipe.step(ids if pipe.is_first else None, ids if pipe.is_last else None))]
     said.append(refused(lambda: pipe.step(ids if pipe.is_first else None, good if pipe.is_last else None)))
@@ -153,7 +153,7 @@ def test_unshifted_labels_on_another_rank_are_noticed(ranks: Callable[[int], Ran
 
 def misused() -> list[tuple[str, bool]]:
     """What each misuse says on this rank, and whether gradients were left alone; then a good step."""
-    pipe = Pipeline(make_model(TINY), PLAN, vary="replan", timeout=20.0)
+    pipe = Pipeline(make_model(TINY), PLAN, vary="replan", timeout=300.0)
     ids, labels = make_batch(TINY, 2, 29, ignored=True)
     pipe.step(ids, labels)
     before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}

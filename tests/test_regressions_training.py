@@ -65,7 +65,7 @@ every = 0
 folder = "{folder / "run"}"
 tensorboard = false
 [failures]
-timeout = 30
+timeout = 300
 """
     return parse(lines, replaced)
 

@@ -24,7 +24,7 @@ def selective(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
 
 
 def piped(layout: Layout, plan: Plan, shard: bool) -> tuple[float, dict[str, Tensor]]:
-    pipe = Pipeline(selective(CONFIG), plan, mesh=mesh_of(layout), shard=shard, timeout=20.0)
+    pipe = Pipeline(selective(CONFIG), plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
     rows = slice(pipe.replica * plan.batch, (pipe.replica + 1) * plan.batch)
     ids, labels = make_batch(CONFIG, plan.batch * layout.data, plan.tokens, ignored=True)
     loss = pipe.step(ids[rows], labels[rows])
@@ -127,7 +127,7 @@ def stepped(recompute: bool, layout: Layout, shard: bool) -> dict[str, Tensor]:
     if recompute:
         made.recompute_layers()
     plan = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4) if layout.pipe == 2 else (0, 4))
-    pipe = Pipeline(made, plan, mesh=mesh_of(layout) if layout.devices > 1 else None, shard=shard, timeout=20.0)
+    pipe = Pipeline(made, plan, mesh=mesh_of(layout) if layout.devices > 1 else None, shard=shard, timeout=300.0)
     ids, labels = make_batch(TINY, 2 * layout.data, 29, ignored=True)
     rows = slice(2 * pipe.replica, 2 * pipe.replica + 2)
     assert all(stage.model.is_gradient_checkpointing == recompute for stage in pipe.stages.values())

@@ -38,7 +38,7 @@ def pipeline(layout: Layout = ALONE, shard: bool = False, dtype: torch.dtype = t
     boundaries = (0, 2) if layout.pipe == 1 else (0, 1, 2)
     plan = Plan((1,), ((8, 4),), boundaries, "terapipe-1f1b")
     mesh = mesh_of(layout) if layout.devices > 1 else None
-    return Pipeline(make_model(CONFIG, dtype), plan, mesh=mesh, shard=shard, timeout=20.0)
+    return Pipeline(make_model(CONFIG, dtype), plan, mesh=mesh, shard=shard, timeout=300.0)
 
 
 def adam(pipe: Pipeline, lr: float = 0.01) -> torch.optim.Optimizer:
@@ -449,7 +449,7 @@ def until_killed(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}.store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    pipe = Pipeline(make_model(CONFIG), Plan((1,), ((8, 4),), (0, 1, 2)), timeout=60.0)
+    pipe = Pipeline(make_model(CONFIG), Plan((1,), ((8, 4),), (0, 1, 2)), timeout=300.0)
     optimizer = adam(pipe)
     steps(pipe, optimizer, range(1))
     pipe.save(folder, optimizer, notes={"step": 1})
@@ -480,7 +480,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         assert second.stdout is not None
         assert second.stdout.readline() == "writing\n"
         second.kill()
-        said, _ = first.communicate(timeout=30)  # an hour, if it waited for its thread
+        said, _ = first.communicate(timeout=600)  # an hour, if it waited for its thread
     finally:
         for process in (first, second):
             process.kill()

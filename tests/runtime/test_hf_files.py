@@ -34,7 +34,7 @@ def pipeline(model: Decoder, layout: Layout, *, mesh: DeviceMesh | None = None, 
     chunks = options.pop("chunks", 1)
     plan = Plan((1,), ((9, 1, 12),), BOUNDARIES[layout.pipe * chunks], "terapipe", chunks)
     mesh = mesh_of(layout) if layout.devices > 1 and mesh is None else mesh
-    return Pipeline(model, plan, mesh=mesh, timeout=20.0, **options)
+    return Pipeline(model, plan, mesh=mesh, timeout=300.0, **options)
 
 
 def step(pipe: Pipeline) -> float:

@@ -46,7 +46,7 @@ def laid_out(name: str, layout: Layout, shard: bool, folded: bool) -> Found:
         decoder = Decoder(model(name))
         cuts, order, chunks = ((0, 1, 2, 3, 4), "terapipe-v", 2) if folded else ((0, 1, 4), "terapipe", 1)
         plan = Plan((2,), ((10, 2, 12, 4),), cuts, order, chunks)
-        pipe = Pipeline(decoder, plan, mesh=mesh_of(layout), shard=shard, timeout=30.0)
+        pipe = Pipeline(decoder, plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
         ids, labels = batch(2 * layout.data)
         mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
         pipe.step(ids[mine], labels[mine])

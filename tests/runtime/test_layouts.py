@@ -39,7 +39,7 @@ def plan_of(layout: Layout) -> Plan:
 
 def pipeline(layout: Layout, shard: bool) -> Pipeline:
     mesh = mesh_of(layout) if layout.devices > 1 else None
-    return Pipeline(make_model(CONFIG), plan_of(layout), mesh=mesh, shard=shard, timeout=20.0)
+    return Pipeline(make_model(CONFIG), plan_of(layout), mesh=mesh, shard=shard, timeout=300.0)
 
 
 def rows(pipe: Pipeline, seed: int) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ def test_replicas_may_have_different_numbers_of_sequences(
 
 def refused(layout: Layout, **changes: int) -> str:
     with pytest.raises(ValueError, match="tensor must divide") as caught:
-        Pipeline(make_model(variant(**changes)), plan_of(layout), mesh=device_mesh(layout), timeout=5.0)
+        Pipeline(make_model(variant(**changes)), plan_of(layout), mesh=device_mesh(layout), timeout=300.0)
     return str(caught.value)
 
 

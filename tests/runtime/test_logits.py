@@ -30,7 +30,7 @@ def plainly(ids: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 def piped(layout: Layout, plan: Plan, shard: bool = False) -> list[Tensor]:
     """The logits of each prompt, of which this replica has two or three sequences."""
     mesh = mesh_of(layout) if layout.devices > 1 else None
-    pipe = Pipeline(make_model(CONFIG), plan, mesh=mesh, shard=shard, timeout=20.0)
+    pipe = Pipeline(make_model(CONFIG), plan, mesh=mesh, shard=shard, timeout=300.0)
     rows = slice(0, 2) if pipe.replica == 0 else slice(2, 5)
     ids, labels = make_batch(CONFIG, 1, plan.tokens, ignored=False)
     before = pipe.step(ids, labels).item()
@@ -87,7 +87,7 @@ def hugging_face(name: str) -> tuple[Tensor, Tensor]:
         model = small_model(small_config(name)).eval()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             wanted = model(input_ids=prompt(2, 13), use_cache=False).logits[:, -1]
-        pipe = Pipeline(Decoder(model), Plan((1,), ((8, 5),), (0, 1, 4)), timeout=20.0)
+        pipe = Pipeline(Decoder(model), Plan((1,), ((8, 5),), (0, 1, 4)), timeout=300.0)
         return pipe.next_token_logits(prompt(2, 13)), wanted
 
 

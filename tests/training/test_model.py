@@ -44,7 +44,7 @@ folder = "{folder / "run"}"
 every = 2
 tensorboard = false
 [failures]
-timeout = 30
+timeout = 300
 """,
         replaced,
     )

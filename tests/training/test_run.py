@@ -58,7 +58,7 @@ batches = 3
 folder = "{folder}"
 tensorboard = false
 [failures]
-timeout = 30
+timeout = 300
 {text}""",
         replaced,
     )
@@ -80,7 +80,7 @@ def train(told: RunConfig, until: int = 0) -> None:
     from terapipe.runtime.transport import Transport
     from terapipe.training.run import Run
 
-    Run(told, Transport(torch.device("cpu"), timeout=30.0), After(until)).run()  # type: ignore[arg-type]
+    Run(told, Transport(torch.device("cpu"), timeout=300.0), After(until)).run()  # type: ignore[arg-type]
 
 
 def losses(folder: Path) -> list[float]:
