@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ def config_of(model: str) -> Any:
 def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[str, float]]]:
     """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
     from terapipe.modeling.hf.check import Verdict, check, confirm
+    from terapipe.modeling.hf.seam import RefusedError
     from terapipe.modeling.hf.shrink import causal_lm_types
 
     for name in causal_lm_types():
@@ -89,7 +91,8 @@ def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[st
         verdict = check(name, config, stages=stages, slices=slices)
         found = confirm(verdict, config) if verdict.exact else {}
         if verdict.exact and verdict.seam == "fast":
-            found["dropout"] = _recomputed(verdict, config)
+            with suppress(RefusedError):
+                found["dropout"] = _recomputed(verdict, config)
         yield verdict, found
 
 

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.anatomy import text_config
 
-ATTENTION_DROPOUT = "att[a-z_]*drop"
-OTHER = "^(?!.*(att|layer|encoder|classifier|summary)).*(drop|jitter)"  # of what is left, all that a decoder draws
+ATTENTION_DROPOUT = "^(local_|lsh_)?att[a-z_]*drop"  # not what comes after attention
+OTHER = "^(?!att|local_att|lsh_att|.*layerdrop|encoder|classifier|summary).*(drop|jitter)"  # of what is left, all that a decoder draws
 
 
 def untrainable(model: PreTrainedModel) -> str:
