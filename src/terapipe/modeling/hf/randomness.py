@@ -10,7 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe.modeling.hf.anatomy import text_config
 
 ATTENTION_DROPOUT = "^(local_|lsh_)?att[a-z_]*drop"  # not what comes after attention
-OTHER = "^(?!att|local_att|lsh_att|.*layerdrop|encoder|classifier|summary).*(drop|jitter)"  # of what is left, all that a decoder draws
+# All else that a decoder draws.
+OTHER = "^(?!att|local_att|lsh_att|.*layerdrop|encoder|classifier|summary).*(drop|jitter)"
 
 
 def untrainable(model: PreTrainedModel) -> str:
