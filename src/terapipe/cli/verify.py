@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,13 +87,15 @@ def config_of(model: str) -> Any:
 def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[str, float]]]:
     """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
     from terapipe.modeling.hf.check import confirm
+    from terapipe.modeling.hf.seam import RefusedError
 
     configs = _all_configs()
     for verdict in _checked(configs, stages, slices):
         config = configs[verdict.model]
         found = confirm(verdict, config) if verdict.exact else {}
         if verdict.exact and verdict.seam == "fast":
-            found["dropout"] = _recomputed(verdict, config)
+            with suppress(RefusedError):
+                found["dropout"] = _recomputed(verdict, config)
         yield verdict, found
 
 

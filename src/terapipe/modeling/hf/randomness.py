@@ -9,8 +9,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.anatomy import text_config
 
-ATTENTION_DROPOUT = "att[a-z_]*drop"
-OTHER = "^(?!.*(att|layer|encoder|classifier|summary)).*(drop|jitter)"  # of what is left, all that a decoder draws
+ATTENTION_DROPOUT = "^(local_|lsh_)?att[a-z_]*drop"  # not what comes after attention
+# All else that a decoder draws.
+OTHER = "^(?!att|local_att|lsh_att|.*layerdrop|encoder|classifier|summary).*(drop|jitter)"
 
 
 def untrainable(model: PreTrainedModel) -> str:

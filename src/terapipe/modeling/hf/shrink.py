@@ -85,7 +85,7 @@ DIFFERENCES = (
         "sizes",
         "at least one layer of each kind, proportions kept; windows and chunks of 8 tokens, so that 29 go beyond",
         # RULES has their names; these are lists of layers, and what is worked out from sizes.
-        "layer|pattern|block|^(head_dim|hidden_size)$",
+        "layer|pattern|block|vocab_size|^(head_dim|hidden_size)$",
     ),
     Difference(
         "RoPE that depends on the length",
