@@ -8,12 +8,11 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Tests share the cores, but for those that watch clocks.
-CLOCKS := $(addprefix tests/,runtime/test_failures.py test_hosts.py test_cut_off.py training/test_run.py)
+# One more worker than cores: many tests wait for the processes they have started.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 
 test: lint types
-	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(CLOCKS))
-	$(BIN)/python -m pytest $(CLOCKS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Every combination of layout and order, too, and random examples that differ from run to run: `make test-all SEED=...`
 # repeats those of one. Half an hour on two cores.

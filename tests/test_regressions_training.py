@@ -194,7 +194,7 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     assert request_of(one, able, monkeypatch).tile == 8
     assert request_of(one, picky, monkeypatch).tile == 16, "the last slice had one token"
     assert request_of(one, picky, monkeypatch).recompute is False
-    even = replace(one, plan=replace(one.plan, slices=(255,)))
+    even = replace(one, plan=replace(one.plan, slices=255))
     assert min(planned.evenly(even, picky, 2).plan.lengths[0]) >= 2
 
 

@@ -65,6 +65,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_the_open_question_in_one_setting() -> None:
     """Few sequences on many stages: 1F1B saves memory, not time; slices save time."""
     by_name = {choice.name: choice for choice in orders(SETTINGS[7])}

@@ -14,7 +14,7 @@ from tests.costs import SimpleCost
 from tests.plans import plans
 
 
-@settings(max_examples=2000)
+@settings(max_examples=700)
 @given(plans())
 def test_every_order_is_whole_and_cannot_block(plan: Plan) -> None:
     made = schedule(plan)
