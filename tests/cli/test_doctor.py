@@ -40,6 +40,7 @@ def test_two_ranks_of_this_machine_can_train(capfd: pytest.CaptureFixture[str]) 
     assert all(check in shown for check in ("versions", "backends", "attention kernel", "cores", "memory", "load"))
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_the_first_rank_reports_for_all_hosts() -> None:
     """Two agents, as on two hosts; the names of which are the same here."""
     common = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]

@@ -141,7 +141,7 @@ def decoder(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        ("llama", False),
+        pytest.param("llama", False, marks=pytest.mark.exhaustive),
         pytest.param("llama", True, marks=pytest.mark.exhaustive),
         pytest.param("llama4_text", False, marks=pytest.mark.exhaustive),  # asks the cache for the context
         pytest.param("gpt2", False, marks=pytest.mark.exhaustive),

@@ -53,6 +53,7 @@ def test_single_layers_are_near_the_published() -> None:
         assert float(cost.forward(Part(1), 1, tokens, 0)) == pytest.approx(milliseconds * 1e-3, rel=0.17)
 
 
+@pytest.mark.exhaustive
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -54,17 +54,20 @@ def laid_out(name: str, layout: Layout, shard: bool, folded: bool) -> Found:
         return gradients(pipe)
 
 
+MORE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "shard", "folded"),
     [
         ("bert", Layout(1, 2, 1), False, False),  # shares a bias within its head beside the embedding's weight
-        ("gpt2", Layout(1, 2, 1), False, False),
-        ("llama", Layout(2, 2, 1), False, False),
-        ("llama", Layout(2, 2, 1), True, False),
+        pytest.param("gpt2", Layout(1, 2, 1), False, False, marks=MORE),
+        pytest.param("llama", Layout(2, 2, 1), False, False, marks=MORE),
+        pytest.param("llama", Layout(2, 2, 1), True, False, marks=MORE),
         ("gpt2", Layout(2, 2, 1), True, False),
         ("llama", Layout(1, 2, 2), False, False),
-        ("qwen3", Layout(1, 2, 2), False, False),
-        ("gpt_neox", Layout(1, 2, 2), False, False),
+        pytest.param("qwen3", Layout(1, 2, 2), False, False, marks=MORE),
+        pytest.param("gpt_neox", Layout(1, 2, 2), False, False, marks=MORE),
         ("mixtral", Layout(1, 2, 2), False, False),
         ("gpt2", Layout(1, 2, 1), False, True),  # both ends of a tied model on one rank
         ("llama", Layout(2, 2, 1), True, True),

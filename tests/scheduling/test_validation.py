@@ -120,7 +120,7 @@ def test_the_wrong_number_of_ranks() -> None:
         validate(Schedule(PLAN, made.ranks[:2]))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(plans(), st.data())
 def test_moving_any_computation_before_its_needs_is_refused(plan: Plan, data: st.DataObject) -> None:
     made = schedule(plan)

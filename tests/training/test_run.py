@@ -136,7 +136,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("packing", "steps"), [("joined", 10), ("alone", 10), pytest.param("joined", 50, marks=pytest.mark.exhaustive)]
+    ("packing", "steps"),
+    [("joined", 10), *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (("alone", 10), ("joined", 50)))],
 )
 def test_the_curve_is_that_of_a_plain_loop(
     ranks: Callable[[int], Ranks], place: Path, packing: str, steps: int
