@@ -1,5 +1,6 @@
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -56,3 +57,16 @@ def fresh_ranks() -> Iterator[Callable[[int], Ranks]]:
     yield of_size
     for group in started:
         group.close()
+
+
+@pytest.fixture
+def quiet_models() -> Iterator[None]:
+    """Hugging Face models and adapters warn of many things that do not matter in tests."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.set_verbosity(level)

@@ -1,8 +1,7 @@
 """Hugging Face models that stages once got wrong without a word: exact now, or refused by name in time."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
-from transformers.utils import logging
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.cli import main
@@ -25,15 +23,7 @@ LENGTHS = ((9, 1, 12, 7), (20, 9))
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Models and adapters warn of many things that do not matter here."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    logging.set_verbosity(level)
+pytestmark = pytest.mark.usefixtures("quiet_models")
 
 
 def plan(*boundaries: int, chunks: int | None = None) -> Plan:

@@ -1,8 +1,6 @@
 """Hugging Face models cut into stages and slices: exact, or refused by name."""
 
 import copy
-import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from terapipe.hf import Decoder, RefusedError, split_layers
 from terapipe.modeling.cache import KeyValueStore
@@ -26,15 +23,7 @@ FAST = [
 GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba"]
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Models warn of many things that do not matter here."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    logging.set_verbosity(level)
+pytestmark = pytest.mark.usefixtures("quiet_models")
 
 
 @pytest.mark.parametrize("name", FAST)
