@@ -5,22 +5,20 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from terapipe import ORDERS, Plan
-from terapipe.planning.slices import FOLDED
 
 
 @st.composite
 def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_slices: int = 7) -> Plan:
-    order = draw(st.sampled_from(sorted(ORDERS)))
-    chunks = 2 if order in FOLDED else 1 if "1f1b" in order else draw(st.integers(1, 3))
+    order = ORDERS[draw(st.sampled_from(sorted(ORDERS)))]
+    chunks = order.chunks or draw(st.integers(1, 3))
     stages = draw(st.integers(1, max_ranks)) * chunks
     widths = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
     boundaries = tuple(sum(widths[:k]) for k in range(stages + 1))
     microbatches = draw(st.integers(1, max_microbatches))
     tokens = draw(st.integers(1, 24))
-    sliced = order not in ("gpipe", "1f1b")
-    lengths = tuple(draw(slicings(tokens, max_slices)) if sliced else (tokens,) for _ in range(microbatches))
+    lengths = tuple(draw(slicings(tokens, max_slices)) if order.sliced else (tokens,) for _ in range(microbatches))
     sizes = tuple(draw(st.lists(st.integers(1, 2), min_size=microbatches, max_size=microbatches)))
-    return Plan(sizes, lengths, boundaries, order, chunks, draw(st.booleans()))
+    return Plan(sizes, lengths, boundaries, order.name, chunks, draw(st.booleans()))
 
 
 @st.composite

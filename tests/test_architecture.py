@@ -21,7 +21,7 @@ ALLOWED = {
     "reporting": {"planning", "scheduling"},
     "modeling": {"presets"},
     "runtime": {"presets", "planning", "scheduling", "modeling"},
-    "config": {"scheduling"},
+    "config": {"planning"},
     "training": {"presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "hf"},
     "cli": {
         "presets",

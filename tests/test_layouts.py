@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from terapipe import ORDERS, GPTConfig, Layout, Plan
-from terapipe.planning.slices import FOLDED
+from terapipe.planning.order import order_named
 from tests.models import laid_out, make_batch, plain, variant, worst_error
 from tests.ranks import Ranks
 
@@ -36,7 +36,11 @@ def combinations(*choices: Iterable[object]) -> list[Any]:
 
 
 def plan_for(layout: Layout, order: str, lengths: tuple[tuple[int, ...], ...] = ODD) -> Plan:
-    chunks = 2 if order in FOLDED or (order in ("interleaved", "terapipe-deferred") and layout.pipe < 3) else 1
+    chunks = (
+        2
+        if order_named(order).chunks == 2 or (order in ("interleaved", "terapipe-deferred") and layout.pipe < 3)
+        else 1
+    )
     if order in ("gpipe", "1f1b"):
         lengths = tuple((sum(row),) for row in lengths)
     return Plan((1, 2), lengths, BOUNDARIES[layout.pipe * chunks], order, chunks)

@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from terapipe.planning.layout import Layout
+from terapipe.planning.order import ORDERS, Order, register
 from terapipe.planning.slices import Plan, Slice
 from terapipe.planning.stages import balance, split_layers
 from terapipe.presets import PRESETS, GPTConfig
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
-from terapipe.scheduling.orders import ORDERS, schedule
+from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import validate
 
@@ -47,6 +48,7 @@ __all__ = [
     "GPTConfig",
     "Layout",
     "Op",
+    "Order",
     "Pipeline",
     "PipelineError",
     "Plan",
@@ -61,6 +63,7 @@ __all__ = [
     "device_mesh",
     "fill_batch",
     "next_token_labels",
+    "register",
     "schedule",
     "split_layers",
     "validate",

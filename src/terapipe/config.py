@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from terapipe.scheduling.orders import ORDERS
+from terapipe.planning.order import ORDERS
 
 Section = TypeVar("Section")
 

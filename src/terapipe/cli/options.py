@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from terapipe.config import nbytes
 from terapipe.planning.hardware import HOSTS, cluster
+from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS, GPTConfig, model
-from terapipe.scheduling.orders import ORDERS
-from terapipe.search.request import UNSLICED, ClusterSource, ProfileSource, Request, Source
+from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def _refuse_conflicts(parsed: argparse.Namespace) -> None:
         refuse_with("--slices", parsed, "slice_lengths", "tile", "distinct")
     if parsed.slice_lengths is not None:
         refuse_with("--slice-lengths", parsed, "tile", "distinct")
-    if parsed.order in UNSLICED:
+    if parsed.order is not None and not order_named(parsed.order).sliced:
         refuse_with(f"--order {parsed.order}, which takes whole sequences", parsed, "tile", "distinct")
     if parsed.data == 1:
         refuse_with("--data 1", parsed, "shard")

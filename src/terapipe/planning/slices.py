@@ -7,10 +7,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
+from terapipe.planning.order import order_named
+
 FORMAT = 1
 PLANNED = "planned"  # in a file, beside the plan: what `terapipe plan` knew of it
-
-FOLDED = frozenset({"terapipe-v"})  # orders whose stages lie over the ranks there and back
 
 
 class Slice(NamedTuple):
@@ -57,6 +57,7 @@ class Plan:
         self._check_stages()
         if not isinstance(self.recompute, bool):
             raise ValueError(f"recompute must be true or false, got {self.recompute!r}")
+        order_named(self.order)
 
     def _check_batch(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.lengths):
@@ -156,8 +157,8 @@ class Plan:
         return self._turned(place) if chunk % 2 else place
 
     def _turned(self, place: int) -> int:
-        """Of a stage in its chunk its rank, or the other way round, where stages may go through the ranks backwards."""
-        return self.num_ranks - 1 - place if self.order in FOLDED else place
+        """Maps a stage's index within an odd chunk to its rank, or back."""
+        return self.num_ranks - 1 - place if order_named(self.order).placement == "v" else place
 
     @property
     def last_rank(self) -> int:

@@ -1,24 +1,19 @@
 """Orders: pure functions from a Plan to what each rank computes. The actions are the same; only their order differs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
+from terapipe.planning.order import InFlight, Order, order_named, register
 from terapipe.planning.slices import Plan, Slice
 from terapipe.scheduling.actions import Action, Op, Schedule
 from terapipe.scheduling.transfers import with_transfers
 
 Computations = list[list[Action]]  # for each rank, in order
-Order = Callable[[Plan], Computations]
 
 
-def gpipe(plan: Plan) -> Computations:
-    """All forwards, then all backwards in reverse, over whole microbatches (Huang et al., 2019)."""
-    _refuse_slices(plan, "gpipe", instead="terapipe")
-    return _flush(plan)
-
-
-def terapipe(plan: Plan) -> Computations:
-    """All forwards, then all backwards in reverse, over slices: the schedule of the TeraPipe paper."""
+def flush(plan: Plan) -> Computations:
+    """All forwards, then all backwards in reverse: GPipe (Huang et al., 2019) over whole microbatches, the TeraPipe
+    paper's schedule over slices."""
     return _flush(plan)
 
 
@@ -42,13 +37,8 @@ def terapipe_v(plan: Plan) -> Computations:
 
 
 def one_f_one_b(plan: Plan) -> Computations:
-    """One forward, one backward in turn, over whole microbatches (DAPPLE, DeepSpeed, Megatron-LM)."""
-    _refuse_slices(plan, "1f1b", instead="terapipe-1f1b")
-    return terapipe_one_f_one_b(plan)
-
-
-def terapipe_one_f_one_b(plan: Plan) -> Computations:
-    """1F1B over slices: microbatches first in, first out; the slices inside one last in, first out."""
+    """One forward, one backward in turn (DAPPLE, DeepSpeed, Megatron-LM). Over slices: microbatches first in, first
+    out; the slices inside one last in, first out."""
     backwards = _backward_order(plan)
     needed = _forwards_before_backward(plan)
     ranks = []
@@ -69,7 +59,7 @@ def interleaved(plan: Plan) -> Computations:
     backward needs, so any number of slices per microbatch works.
     """
     if plan.chunks == 1:
-        return terapipe_one_f_one_b(plan)
+        return one_f_one_b(plan)
     group, chunks = plan.num_ranks, plan.chunks
     padding = [None] * (-len(plan.slices) % group)
     forwards = _rounds([*plan.slices, *padding], group, range(chunks))
@@ -85,43 +75,65 @@ def interleaved(plan: Plan) -> Computations:
     return ranks
 
 
-ORDERS: dict[str, Order] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "terapipe": terapipe,
-    "terapipe-deferred": terapipe_deferred,
-    "terapipe-v": terapipe_v,
-    "terapipe-1f1b": terapipe_one_f_one_b,
-    "interleaved": interleaved,
-}
+def _one_f_one_b_in_flight(work: InFlight) -> float:
+    return min(float(work.microbatches), 1 + (work.ranks - 1) / work.slices)
 
-CHUNKS = {"1f1b": 1, "terapipe-1f1b": 1, "terapipe-v": 2}  # per rank, of the orders that take only so many
+
+def _interleaved_in_flight(work: InFlight) -> float:
+    """The published peaks, in microbatches."""
+    if work.slices == 1:
+        most = work.ranks + (work.ranks - 1) / work.chunks
+    else:
+        most = 1 + 2 * (work.ranks - 1) / (work.chunks * work.slices)
+    return min(float(work.microbatches), most)
+
+
+register(Order("gpipe", "GPipe", flush, sliced=False))
+register(Order("1f1b", "1F1B", one_f_one_b, sliced=False, chunks=1, in_flight=_one_f_one_b_in_flight))
+register(Order("terapipe", "TeraPipe", flush, unsliced_twin="gpipe", tried_chunks=(1, 2)))
+register(
+    Order(
+        "terapipe-deferred",
+        "TeraPipe, deferred weight gradients",
+        terapipe_deferred,
+        tried_chunks=(1, 2),
+        bubble=2 / 3,  # weight gradients fill a third of the drain
+    )
+)
+register(
+    Order(
+        "terapipe-v",
+        "TeraPipe, V-shaped",
+        terapipe_v,
+        placement="v",
+        chunks=2,
+        bubble=1 / 2,  # ranks only wait for the first and the last slice, which may be short
+    )
+)
+register(
+    Order(
+        "terapipe-1f1b",
+        "1F1B over slices",
+        one_f_one_b,
+        chunks=1,
+        unsliced_twin="1f1b",
+        in_flight=_one_f_one_b_in_flight,
+    )
+)
+register(Order("interleaved", "interleaved 1F1B", interleaved, tried_chunks=(2, 4), in_flight=_interleaved_in_flight))
 
 
 def computations(plan: Plan) -> Computations:
     """What each rank computes, in the plan's own order."""
-    try:
-        order = ORDERS[plan.order]
-    except KeyError:
-        raise ValueError(f"unknown order {plan.order!r}; the orders are {', '.join(ORDERS)}") from None
-    only = CHUNKS.get(plan.order, plan.chunks)
-    if plan.chunks != only:
-        raise ValueError(
-            f"order {plan.order!r} takes {only} chunks of layers per rank, got {plan.chunks}; set chunks to {only} or "
-            "use order 'interleaved', which takes any number"
-        )
-    return order(plan)
+    order = order_named(plan.order)
+    order.check(plan)
+    made: Computations = order.build(plan)
+    return made
 
 
 def schedule(plan: Plan) -> Schedule:
     """The Schedule of the plan's own order, transfers included. It depends on the plan's ``Shape`` alone."""
     return with_transfers(plan, computations(plan))
-
-
-def _refuse_slices(plan: Plan, name: str, instead: str) -> None:
-    counts = [len(row) for row in plan.grid]
-    if max(counts) > 1:
-        raise ValueError(f"order '{name}' takes one slice per microbatch, got {counts}; use order '{instead}'")
 
 
 def _flush(plan: Plan, deferred: bool = False) -> Computations:

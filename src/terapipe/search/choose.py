@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.orders import CHUNKS, ORDERS
 from terapipe.search.choice import Bench, Choice
 from terapipe.search.cuts import uniform
 from terapipe.search.refine import preference, refined, with_few_lengths
-from terapipe.search.request import UNSLICED, Request, Source
+from terapipe.search.request import Request, Source
 from terapipe.search.seeds import Seed, seeds
 
 WORK = 250_000  # computations to simulate for each order
@@ -107,7 +107,7 @@ def first_plan(seed: Seed, *, even: bool = False) -> Plan:
 
 def finish(found: Iterable[Seed], choice: Choice) -> Choice:
     bench = bench_of(found, choice)
-    fixed = choice.plan.order in UNSLICED or bench.request.slices is not None
+    fixed = not order_named(choice.plan.order).sliced or bench.request.slices is not None
     return choice if fixed else refined(bench, choice)
 
 
@@ -117,10 +117,11 @@ def bench_of(found: Iterable[Seed], choice: Choice) -> Bench:
 
 
 def _refuse_orders(source: Source, request: Request) -> NoReturn:
+    limited = ", ".join(f"{order.name} {order.chunks}" for order in ORDERS.values() if order.chunks)
     raise ValueError(
         f"order {request.order!r} with {request.chunks or 'any'} chunks per rank has no plan on {source.name}: every "
         f"chunk needs a layer of the {source.layers}, several chunks need several ranks, and some orders take only so "
-        f"many ({', '.join(f'{name} {n}' for name, n in CHUNKS.items())}); change --order, --chunks or --pipe"
+        f"many ({limited}); change --order, --chunks or --pipe"
     )
 
 

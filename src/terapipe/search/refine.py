@@ -7,7 +7,8 @@ from math import inf
 
 import numpy as np
 
-from terapipe.planning.slices import FOLDED, Plan
+from terapipe.planning.order import order_named
+from terapipe.planning.slices import Plan
 from terapipe.planning.solver import Cuts, solve
 from terapipe.search.choice import Bench, Choice
 from terapipe.search.cuts import Lengths, improve, swelling, uniform
@@ -35,7 +36,7 @@ def refined(bench: Bench, choice: Choice) -> Choice:
     most = request.tokens // request.tile
     found = [choice, climbed(lambda n: judged(grid.equal_time(n)), count, most)]
     found.append(climbed(lambda n: judged(uniform(request.tokens, n, request.tile)), count, most))
-    if plan.order in FOLDED:
+    if order_named(plan.order).placement == "v":
         found += [climbed(partial(_swollen, bench, choice, widest), count, most) for widest in (2, 4, 8)]
     for cuts in _solutions(bench, size):
         found.append(bench.judge(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))

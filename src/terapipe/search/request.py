@@ -10,9 +10,9 @@ from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.order import order_named
 from terapipe.planning.profile import STATE, Profile
 from terapipe.presets import GPTConfig
-from terapipe.scheduling.orders import ORDERS
 
 
 class Source(Protocol):
@@ -137,8 +137,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.order is not None and self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}; the orders are {', '.join(ORDERS)}")
+        if self.order is not None:
+            order_named(self.order)
         if self.data is not None and self.batch % self.data:
             raise ValueError(
                 f"every replica takes the same number of sequences: a batch of {self.batch} is not divisible by "
@@ -160,7 +160,7 @@ class Request:
             )
         if isinstance(slices, int) and not 1 <= slices <= self.tokens:
             raise ValueError(f"the number of slices must be between 1 and the {self.tokens} tokens, got {slices}")
-        whole = self.order in UNSLICED
+        whole = self.order is not None and not order_named(self.order).sliced
         if whole and slices is not None and slices not in (1, (self.tokens,)):
             raise ValueError(
                 f"order {self.order!r} takes whole sequences, got slices {slices}; "
@@ -169,9 +169,6 @@ class Request:
 
     def fixed(self, **parts: object) -> "Request":
         return replace(self, **parts)  # type: ignore[arg-type]
-
-
-UNSLICED = ("gpipe", "1f1b")
 
 
 def _nearest_divisor(n: int, wanted: int) -> int:

@@ -12,7 +12,6 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import PLANNED, Plan
 from terapipe.presets import GPTConfig
-from terapipe.scheduling.orders import ORDERS
 from terapipe.search.request import ClusterSource, ProfileSource, Source
 
 
@@ -35,8 +34,6 @@ class SavedPlan:
     @classmethod
     def from_json(cls, text: str) -> Self:
         plan = Plan.from_json(text)
-        if plan.order not in ORDERS:
-            raise ValueError(f"unknown order {plan.order!r} in the plan; the orders are {', '.join(ORDERS)}")
         known = json.loads(text).get(PLANNED)
         if known is None:
             return cls(plan)

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from terapipe.planning.cost import Part, parts
-from terapipe.scheduling.orders import CHUNKS, ORDERS
+from terapipe.planning.order import ORDERS, InFlight, Order, order_named
 from terapipe.search.choice import Bench
-from terapipe.search.request import UNSLICED, Request, Source, layouts
+from terapipe.search.request import Request, Source, layouts
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-TRIED = {"interleaved": (2, 4), "terapipe": (1, 2), "terapipe-deferred": (1, 2)}  # numbers of chunks per rank
-# Weight halves fill a third of the drain; folded, waiting is for the first and the last slice, which may be short.
-_BUBBLE = {"terapipe-deferred": 2 / 3, "terapipe-v": 1 / 2}
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,9 @@ def _of_bench(bench: Bench) -> Iterator[Seed]:
             t = bench.seconds(size, lengths, np.cumsum(lengths) - lengths)
             work = float(t.sum()) * microbatches
             for order, chunks in _orders(bench, count):
-                bubble = (bench.layout.pipe - 1) * float(t.mean()) / chunks * _BUBBLE.get(order, 1.0)
-                peak = static + whole * _microbatches_held(order, microbatches, count, bench.layout.pipe, chunks)
-                yield Seed(work + bubble + once, peak, bench, order, size, count, chunks)
+                bubble = (bench.layout.pipe - 1) * float(t.mean()) / chunks * order.bubble
+                peak = static + whole * order.in_flight(InFlight(microbatches, count, bench.layout.pipe, chunks))
+                yield Seed(work + bubble + once, peak, bench, order.name, size, count, chunks)
 
 
 def _even(request: Request, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -91,23 +88,23 @@ def _counts(request: Request) -> list[int]:
     return [n for n in COUNTS if n * request.tile <= max(request.tokens, request.tile)]
 
 
-def _orders(bench: Bench, count: int) -> Iterator[tuple[str, int]]:
+def _orders(bench: Bench, count: int) -> Iterator[tuple[Order, int]]:
     request, pipe = bench.request, bench.layout.pipe
-    for order in [request.order] if request.order else ORDERS:
-        if (order in UNSLICED) and count > 1:
+    for order in [order_named(request.order)] if request.order else ORDERS.values():
+        if not order.sliced and count > 1:
             continue
-        if request.order is None and order in ("terapipe", "terapipe-1f1b") and count == 1:
-            continue  # the same as gpipe or 1f1b
+        if request.order is None and order.unsliced_twin and count == 1:
+            continue
         for chunks in _chunks(order, request):
             if pipe * chunks <= bench.source.layers and (chunks == 1 or pipe > 1):
                 yield order, chunks
 
 
-def _chunks(order: str, request: Request) -> tuple[int, ...]:
+def _chunks(order: Order, request: Request) -> tuple[int, ...]:
     """Per rank: what the order takes, what is asked for, or else what is worth a try."""
-    if order in CHUNKS:
-        return (CHUNKS[order],) if request.chunks in (None, CHUNKS[order]) else ()
-    return TRIED.get(order, (1,)) if request.chunks is None else (request.chunks,)
+    if order.chunks is not None:
+        return (order.chunks,) if request.chunks in (None, order.chunks) else ()
+    return order.tried_chunks if request.chunks is None else (request.chunks,)
 
 
 def _held(bench: Bench, size: int) -> float:
@@ -116,16 +113,3 @@ def _held(bench: Bench, size: int) -> float:
     tokens = bench.request.tokens
     kept = bench.memory.kept(part, float(size), float(tokens)) + bench.memory.cache(part, float(size), tokens)
     return float(kept)
-
-
-def _microbatches_held(order: str, microbatches: int, count: int, ranks: int, chunks: int) -> float:
-    """The published peaks of the orders, in microbatches."""
-    if order == "interleaved" and count == 1:
-        most = ranks + (ranks - 1) / chunks
-    elif order == "interleaved":
-        most = 1 + 2 * (ranks - 1) / (chunks * count)
-    elif order in ("1f1b", "terapipe-1f1b"):
-        most = 1 + (ranks - 1) / count
-    else:
-        most = microbatches
-    return min(float(microbatches), most)

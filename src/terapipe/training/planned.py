@@ -9,16 +9,17 @@ from typing import Any
 from terapipe.config import PlanConfig, RunConfig, nbytes
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.layout import Layout
+from terapipe.planning.order import order_named
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
 from terapipe.reporting import html
 from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.orders import CHUNKS, schedule
+from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
 from terapipe.search.cuts import uniform
-from terapipe.search.request import UNSLICED, ProfileSource, Request
+from terapipe.search.request import ProfileSource, Request
 from terapipe.search.saved import SavedPlan
 from terapipe.training.model import Made
 
@@ -140,14 +141,14 @@ def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
     """Equal slices: where nothing is known of their costs."""
     wanted, tokens = config.plan, config.data.tokens
     layout = layout_of(wanted, ranks, wanted.pipe)
-    order = wanted.order or "terapipe-1f1b"
-    chunks = wanted.chunks or CHUNKS.get(order, 1)
+    order = order_named(wanted.order or "terapipe-1f1b")
+    chunks = wanted.chunks or order.chunks or 1
     batch = config.data.batch // layout.data
     size = wanted.microbatch or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
-    lengths = (tokens,) if order in UNSLICED else _lengths(wanted, tokens, layout, made.shortest)
+    lengths = _lengths(wanted, tokens, layout, made.shortest) if order.sliced else (tokens,)
     recompute = config.model.recompute == "full"
-    plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pipe * chunks), order, chunks, recompute)
+    plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pipe * chunks), order.name, chunks, recompute)
     return Planned(layout, plan)
 
 
