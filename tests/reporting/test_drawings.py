@@ -85,8 +85,6 @@ def test_a_picture_of_nothing_is_refused() -> None:
         svg.timelines({"x": Timeline(TIMELINE.plan, ())})
     with pytest.raises(ValueError, match="at least one finite value"):
         svg.lines({"loss": [float("nan")]}, "loss")
-    with pytest.raises(ValueError, match="positive, finite value"):
-        svg.bars({"a": 0.0}, "x")
 
 
 def test_lines_pass_over_what_is_not_finite() -> None:
@@ -149,12 +147,6 @@ def test_curves_of_nothing_are_refused() -> None:
     for given in ({}, {"a": []}, {"a": points((1, float("nan")))}):
         with pytest.raises(ValueError, match="at least one point and finite values"):
             curves(given, "x")
-
-
-def test_bars_are_labelled_with_their_values() -> None:
-    assert {"gpipe", "694 ms", "terapipe", "631 ms"} <= set(
-        words(svg.bars({"gpipe": 0.694, "terapipe": 0.631}, "step"))
-    )
 
 
 def test_pictures_follow_the_colours_of_a_page() -> None:

@@ -30,8 +30,8 @@ def test_text_is_drawn(tmp_path: Path) -> None:
     """The same picture without its words is another."""
     pytest.importorskip("resvg_py")
     pytest.importorskip("font_roboto")
-    write_png(tmp_path / "a.png", svg.bars({"name": 1.0}, "label"))
-    write_png(tmp_path / "b.png", svg.bars({"    ": 1.0}, "     "))
+    write_png(tmp_path / "a.png", svg.lines({"name": [1.0, 2.0]}, "label"))
+    write_png(tmp_path / "b.png", svg.lines({"    ": [1.0, 2.0]}, "     "))
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 

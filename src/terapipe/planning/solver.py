@@ -9,22 +9,18 @@ left (`_improve`).
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from terapipe.planning.bounds import Array, Graph, Ints, Solved, in_play, rows, ways
+from terapipe.planning.bounds import Array, Graph, Ints, Solved, in_play, ways
 
-__all__ = ["Array", "Cuts", "SliceCost", "solve", "solve_long", "solve_table"]
+__all__ = ["Array", "Cuts", "SliceCost", "solve", "solve_table"]
 
 LIMITS = 16  # tried at once: enough to share the steps' overhead, few enough to stay in the cache
 MOST_UNITS = 4096  # steps in a sequence; a table of more is too large
 COARSER = 8  # from one grid to the next
 ROUNDING = 1e-12  # relative; what is better by less than the rounding of a sum is not better
-
-# For long sequences: contexts looked at, costs at each of them, costs times limits; the gap that is small enough.
-FIRST_CELLS, MOST_CELLS, ENTRIES, WORK, GAP = 64, 4096, 2**24, 2**24, 3e-3
 
 
 class SliceCost(Protocol):
@@ -44,7 +40,6 @@ class Cuts:
     sizes: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
     time: float  # sum + (stages - 1) * max of exactly these slices
-    bound: float  # no cut takes less; equal to ``time`` where the answer is exact
 
 
 class _Task(NamedTuple):
@@ -76,17 +71,14 @@ def solve(
     """The best way to cut ``batch`` sequences of ``tokens`` tokens for that many equal stages.
 
     Microbatches have ``sizes`` (any, unless given) and slices ``lengths`` (all multiples of ``step`` unless given; the
-    last slice of a microbatch then also takes the tokens that are no multiple). Exact, except for one sequence of more
-    than 4096 steps, which goes to `solve_long`.
+    last slice of a microbatch then also takes the tokens that are no multiple). Exact.
     """
     _positive(tokens=tokens, stages=stages, step=step, batch=batch)
     allowed = _sizes(sizes, batch)
     if lengths is not None:
         step, spans = _spans(lengths, tokens)
-    elif tokens > MOST_UNITS * step:
-        _refuse_long_batch(tokens, step, batch)
-        return solve_long(cost, tokens=tokens, stages=stages, step=step)
     else:
+        _refuse_long(tokens, step)
         spans = np.arange(1, -(-tokens // step) + 1)
     units = -(-tokens // step)
     points = np.minimum(np.arange(units + 1) * step, tokens)
@@ -108,11 +100,11 @@ def _spans(lengths: Sequence[int], tokens: int) -> tuple[int, Ints]:
     return step, np.unique(np.array(fitting) // step)
 
 
-def _refuse_long_batch(tokens: int, step: int, batch: int) -> None:
-    if batch > 1:
+def _refuse_long(tokens: int, step: int) -> None:
+    if tokens > MOST_UNITS * step:
         raise ValueError(
-            f"a batch of several sequences can be cut into no more than {MOST_UNITS} steps, got {batch} sequences of "
-            f"{tokens} tokens in steps of {step}; try step={-(-tokens // (MOST_UNITS * step)) * step} or batch=1"
+            f"a sequence can be cut into no more than {MOST_UNITS} steps, got {tokens} tokens in steps of {step}; "
+            f"try step={-(-tokens // (MOST_UNITS * step)) * step}"
         )
 
 
@@ -157,7 +149,7 @@ def _cuts(task: _Task, points: Ints) -> Cuts:
         )
     sizes = tuple(task.sizes[i] for i, _ in best.parts)
     lengths = tuple(tuple(np.diff(points[list(cut)]).tolist()) for _, cut in best.parts)
-    return Cuts(sizes, lengths, best.time, best.time)
+    return Cuts(sizes, lengths, best.time)
 
 
 def _graph(task: _Task, stride: int, best: float) -> Graph:
@@ -253,91 +245,6 @@ def _trace_one(graph: Graph, there: Array, limit: float, chain: int) -> tuple[tu
         costs.append(float(cost[best]))
         points.append(int(graph.start[edges][best]))
     return tuple(reversed(points)), costs
-
-
-def solve_long(cost: SliceCost, *, tokens: int, stages: int, step: int = 8) -> Cuts:
-    """One sequence too long for a table: a good cut, and a bound that provably no cut can pass (`Cuts.bound`).
-
-    The cost must not fall as the context grows, which is checked where it is looked at. The longest slice of any cut
-    lies between two neighbours of the limits tried; then its sum is at least `Rows.least` under the upper, and it pays
-    (stages - 1) times at least the lower. The least of that over all neighbours bounds every cut. Cuts come from
-    walking with the lengths good under each limit. Then again with more contexts, and only limits between which a
-    better cut may still lie, until the gap is small.
-    """
-    _positive(tokens=tokens, stages=stages, step=step)
-    units = -(-tokens // step)
-    seconds, time = _long_costs(cost, tokens, stages, step)
-    first = seconds(np.arange(1, units + 1), 0)
-    best = min(((time(ends), ends) for ends in _even(units)), key=itemgetter(0))
-    low, high, bound = float(first.min()), best[0] / stages, 0.0
-    cells = FIRST_CELLS if low < math.inf and high > 0 else 0
-    while cells:
-        table = rows(seconds, units, cells, high)
-        limits = _limits(low, high, first, stages, table.entries())
-        least, length = table.least(limits)
-        best = min([best, *((time(ends), ends) for ends in table.walk(length))], key=itemgetter(0))
-        floors = np.append(low, limits[:-1])
-        times = least + (stages - 1) * floors
-        bound = max(bound, min(best[0], float(times.min())))
-        live = np.flatnonzero(times < best[0])
-        if not len(live) or best[0] <= bound * (1 + GAP):
-            break
-        low, high = float(floors[live[0]]), min(float(limits[live[-1]]), best[0] / stages)
-        cells = _more(cells, table.entries(high), best[0] / bound - 1 if bound else math.inf)
-    if best[0] == math.inf:
-        raise ValueError(
-            f"found no allowed slices of multiples of {step} tokens that add up to {tokens}; make the cost finite for "
-            "more lengths, or use a larger step"
-        )
-    ends = np.minimum(best[1] * step, tokens)
-    return Cuts((1,), (tuple(np.diff(ends, prepend=0).tolist()),), best[0], bound)
-
-
-def _long_costs(
-    cost: SliceCost, tokens: int, stages: int, step: int
-) -> tuple[Callable[[Ints, int], Array], Callable[[Ints], float]]:
-    """The least seconds of slices of so many steps from a context on, and the time of the cut with these ends."""
-    missing = -tokens % step  # in the last step
-
-    def seconds(spans: Ints, context: int) -> Array:
-        length = np.minimum(spans * step, tokens - context * step).astype(np.float64)
-        found = _checked(cost, 1, length, context * step)
-        if missing:  # a slice with the last step in it is shorter, so it may take less
-            found = np.minimum(found, _checked(cost, 1, (spans * step - missing).astype(np.float64), context * step))
-        return found
-
-    def time(ends: Ints) -> float:
-        cuts = np.minimum(np.append(0, ends) * float(step), tokens)
-        each = _checked(cost, 1, np.diff(cuts), cuts[:-1])
-        longest = float(each.max())
-        return float(each.sum()) + (stages - 1) * longest if longest < math.inf else math.inf
-
-    return seconds, time
-
-
-def _even(units: int) -> Iterator[Ints]:
-    """The ends of slices as equal as can be, for every small number of slices and ever fewer large ones."""
-    counts = {*range(1, 33), *(round(2 ** (i / 2)) for i in range(2 * units.bit_length()))}
-    for count in sorted(counts):
-        if count <= units:
-            yield np.arange(1, count + 1) * units // count
-
-
-def _limits(low: float, high: float, costs: Array, stages: int, entries: int) -> Array:
-    """From low to high, evenly by ratio, as many as the size of the table permits; if nothing is known, up to the
-    greatest of the costs, and then inf."""
-    if stages == 1:
-        return np.array([high])  # the longest slice costs nothing extra
-    last = high if high < math.inf else float(costs[np.isfinite(costs)].max(initial=low))
-    limits = np.geomspace(max(low, last * 1e-6), last, min(64, max(8, WORK // (entries + 1))))
-    limits[-1] = high
-    return limits
-
-
-def _more(cells: int, entries: int, gap: float) -> int:
-    """The next number of cells: the gap shrinks about as they grow. 0 if that is too much work."""
-    more = min(cells * min(8, ENTRIES // (entries + 1), math.ceil(min(8, 1.5 * gap / GAP))), MOST_CELLS)
-    return more if more > cells else 0
 
 
 def _checked(cost: SliceCost, size: int, length: Array, context: Array | int) -> Array:

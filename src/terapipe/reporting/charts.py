@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terapipe.reporting.drawing import box, document, line, path, text, text_width, ticks
-from terapipe.reporting.palette import TONES, of_op, series
+from terapipe.reporting.palette import TONES, series
 from terapipe.reporting.units import digits, seconds
-from terapipe.scheduling.actions import Op
 
 _LEFT = 74
 _DOTTED = 40  # points up to which a curve shows each of them
@@ -134,24 +133,6 @@ def _curve(points: Sequence[Point], place: Callable[[float, float], tuple[float,
         dot = f"r='3' fill='{colour}' class='edge' stroke='{TONES['paper']}'/>"
         parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' {dot}" for x, y in line_]
     return parts
-
-
-def bars(
-    shown: Mapping[str, float], label: str, form: Callable[[float], str] = seconds, width: int = 960, row: int = 26
-) -> str:
-    """One horizontal bar for each value, which is written at its end."""
-    most = max(shown.values(), default=0.0)
-    if not 0 < most < math.inf:
-        raise ValueError(f"bars need a positive, finite value, got {dict(shown)}")
-    left = max(_LEFT, 24 + max(text_width(name, 13) for name in shown))
-    unit = (width - left - 100) / most
-    parts = [text(left, 14, label, weight=600)]
-    for i, (name, value) in enumerate(shown.items()):
-        y = 28 + i * (row + 8)
-        parts.append(text(left - 12, y + row / 2 + 4, name, anchor="end", tone="faint"))
-        parts.append(box(left, y, max(value * unit, 1), row, fill=of_op(Op.F), round_=3))
-        parts.append(text(left + value * unit + 8, y + row / 2 + 4, form(value)))
-    return document(width, 34 + len(shown) * (row + 8), parts, label)
 
 
 def groups(

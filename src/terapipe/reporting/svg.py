@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 
-from terapipe.reporting.charts import bars, groups, lines
+from terapipe.reporting.charts import groups, lines
 from terapipe.reporting.drawing import box, document, line, text, text_width, ticks
 from terapipe.reporting.frontier import frontier
 from terapipe.reporting.palette import OPS, TONES, lightness, of_op, on
@@ -12,7 +12,7 @@ from terapipe.reporting.words import NAMES, in_words
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Event, Timeline
 
-__all__ = ["bars", "frontier", "groups", "lines", "timelines"]
+__all__ = ["frontier", "groups", "lines", "timelines"]
 
 _LEFT, _RIGHT, _HEAD = 74, 24, 30
 _TALL, _THIN, _BLOCK = 34.0, 5.0, 480.0  # heights of a row, and of all rows of a timeline with many ranks
