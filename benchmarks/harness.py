@@ -61,7 +61,7 @@ def pin(rank: int) -> None:
 def training(config: GPTConfig, plan: Plan) -> Contender:
     """A step of this model by this plan, on tokens drawn once."""
     pipe = Pipeline(GPT(config), plan)
-    ids = torch.randint(config.vocab, (plan.batch, plan.tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(config.vocab, (plan.batch_size, plan.seq_len), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
         pipe.step(ids, ids.roll(-1, 1))

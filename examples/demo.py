@@ -46,7 +46,7 @@ def main() -> None:
     shape = replace(PRESETS[config.model.preset], vocab=257)
     console.print(
         f"A GPT of {shape.parameters / 1e6:.1f} million parameters, {shape.layers} layers over two processes;\n"
-        f"each step one sequence of {config.data.tokens} tokens of Shakespeare.\n"
+        f"each step one sequence of {config.data.seq_len} tokens of Shakespeare.\n"
     )
     error = launch(check, 2, shape)
     console.print(f"Exactness: largest relative gradient difference from the plain model: [bold]{error:.1e}[/]")
@@ -69,7 +69,7 @@ def main() -> None:
 
 def check(shape: GPTConfig) -> float:
     """The largest relative difference of any gradient from the plain model's, in float64, slices uneven."""
-    ids = torch.randint(shape.vocab, (1, UNEVEN.tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(shape.vocab, (1, UNEVEN.seq_len), generator=torch.Generator().manual_seed(0))
     labels = next_token_labels(ids)
     plain = GPT(shape).double()
     (plain.loss(plain(ids), labels) / (labels != IGNORE).sum()).backward()
@@ -88,8 +88,8 @@ def race(shape: GPTConfig) -> Raced:
     """Best step time of each, taking turns, with the timeline of that step."""
     take_cores()
     planned = Plan.from_json((RUN / "plan.json").read_text())
-    gpipe = Plan((1,), ((planned.tokens,),), (0, 3, 6), "gpipe")
-    ids = torch.randint(shape.vocab, (1, planned.tokens), generator=torch.Generator().manual_seed(0))
+    gpipe = Plan((1,), ((planned.seq_len,),), (0, 3, 6), "gpipe")
+    ids = torch.randint(shape.vocab, (1, planned.seq_len), generator=torch.Generator().manual_seed(0))
     labels = next_token_labels(ids)
     model = GPT(shape)
     pipes = {"GPipe": Pipeline(model, gpipe), "TeraPipe": Pipeline(model, planned)}
@@ -163,7 +163,7 @@ def write(
         ("Training loss", svg.lines({"loss": losses}, "loss per step")),
         ("Exactness", proof),
     ]
-    tokens = measured["TeraPipe"].plan.tokens
+    tokens = measured["TeraPipe"].plan.seq_len
     lead = f"One sequence of {tokens} tokens on two stages: TeraPipe is {table[1][1][-1]} as fast as GPipe."
     html.write(FOLDER / "report.html", report("terapipe demo", lead, runs, sections=sections))
     html.write(FOLDER / "timeline.json", measured["TeraPipe"].to_json())

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from terapipe import GPT, GPTConfig, Layout, Pipeline, Plan, device_mesh
 from terapipe.modeling.stage import IGNORE
 
-TINY = GPTConfig(layers=4, hidden=16, heads=4, vocab=19, max_tokens=64)
+TINY = GPTConfig(layers=4, hidden=16, heads=4, vocab=19, max_seq_len=64)
 
 
 def make_model(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
@@ -60,7 +60,7 @@ def laid_out(
 ) -> tuple[float, dict[str, Tensor]]:
     """This rank's loss and its gradients in full, where each replica has its rows of the batch."""
     pipe = Pipeline(make_model(config, dtype), plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
-    rows = slice(pipe.replica * plan.batch, (pipe.replica + 1) * plan.batch)
+    rows = slice(pipe.dp_rank * plan.batch_size, (pipe.dp_rank + 1) * plan.batch_size)
     loss = pipe.step(ids[rows] if pipe.is_first else None, labels[rows] if pipe.is_last else None)
     return loss.item(), gradients(pipe)
 

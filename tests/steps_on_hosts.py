@@ -13,9 +13,9 @@ TIMEOUT = 4.0
 
 def main(data: int, pipe: int) -> None:
     boundaries = (0, 4) if pipe == 1 else (0, 2, 4)
-    plan = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=boundaries, order="terapipe-1f1b")
+    plan = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=boundaries, order="terapipe-1f1b")
     pipeline = Pipeline(make_model(TINY), plan, mesh=device_mesh(Layout(data, pipe, 1)), timeout=TIMEOUT)
-    batch = make_batch(TINY, plan.batch, plan.tokens, ignored=False)
+    batch = make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False)
     while True:
         try:
             pipeline.step(*batch)

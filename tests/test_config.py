@@ -40,8 +40,8 @@ def test_every_key_is_documented() -> None:
 def test_single_keys_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(SMALL)
-    config = load(path, ["optimizer.lr=1e-4", "model.preset=gpt-small", "schedule.kind=wsd", "plan.shard=true"])
-    assert (config.optimizer.lr, config.model.preset, config.schedule.kind) == (1e-4, "gpt-small", "wsd")
+    config = load(path, ["optimizer.lr=1e-4", "model.preset=gpt-small", "lr.kind=wsd", "plan.shard=true"])
+    assert (config.optimizer.lr, config.model.preset, config.lr.kind) == (1e-4, "gpt-small", "wsd")
     assert config.plan.shard
 
 
@@ -52,9 +52,9 @@ def test_single_keys_are_replaced(tmp_path: Path) -> None:
         ("optimizer.lrr=1", "did you mean 'lr'"),
         ("optimiser.lr=1", r"unknown section \[optimiser\]; did you mean 'optimizer'"),
         ("model.dtype=bf16", "one of float32, bfloat16, float64, got 'bf16'"),
-        ("data.tokens=1.5", "data.tokens must be a whole number, got 1.5"),
-        ("data.tokens=true", "data.tokens must be a whole number, got True"),
-        ("data.tokens=0", "data.tokens must be positive, got 0"),
+        ("data.seq_len=1.5", "data.seq_len must be a whole number, got 1.5"),
+        ("data.seq_len=true", "data.seq_len must be a whole number, got True"),
+        ("data.seq_len=0", "data.seq_len must be positive, got 0"),
         ("optimizer.lr=-1", "optimizer.lr must be at least 0"),
         ("optimizer.lr=nan", "optimizer.lr must be at least 0, got nan"),
         ("data.shuffle=1", "data.shuffle must be true or false"),
@@ -64,7 +64,7 @@ def test_single_keys_are_replaced(tmp_path: Path) -> None:
         ("plan.memory=lots", "reads like 16GiB"),
         ("model.folder=x", r"exactly one of .* got preset and folder"),
         ("data.eval_share=2", "at most 1, got 2.0"),
-        ("plan.data=2", "plan.data 2 must divide data.batch 1"),
+        ("plan.dp=2", "plan.dp 2 must divide data.batch_size 1"),
         ("lr", "SECTION.KEY=VALUE"),
     ],
 )

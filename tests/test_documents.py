@@ -14,7 +14,7 @@ from tests.costs import SimpleCost
 from tests.models import make_batch, make_model, worst_error
 from tests.ranks import Ranks
 
-CONFIG = GPTConfig(layers=3, hidden=16, heads=4, kv_heads=2, vocab=19, max_tokens=512)
+CONFIG = GPTConfig(layers=3, hidden=16, heads=4, kv_heads=2, vocab=19, max_seq_len=512)
 STARTS = (0, 37, 180, 181, 400)
 PLAN = Plan((1, 1), ((100, 200, 51, 161), (400, 112)), (0, 1, 3), "terapipe-1f1b")
 

@@ -18,7 +18,7 @@ def _permitted() -> None:
 
 
 def profiled(two: list[Host], out: Path) -> Profile:
-    options = ["--model", "gpt-tiny", "--seq", str(TOKENS), "--ranks", "2", "--seconds", "2", "--out", str(out)]
+    options = ["--model", "gpt-tiny", "--seq-len", str(TOKENS), "--ranks", "2", "--seconds", "2", "--out", str(out)]
     finish(torchrun(two, "-m", "terapipe", "profile", *options))
     return Profile.from_json(out.read_text())
 

@@ -37,17 +37,15 @@ def combinations(*choices: Iterable[object]) -> list[Any]:
 
 def plan_for(layout: Layout, order: str, lengths: tuple[tuple[int, ...], ...] = ODD) -> Plan:
     chunks = (
-        2
-        if order_named(order).chunks == 2 or (order in ("interleaved", "terapipe-deferred") and layout.pipe < 3)
-        else 1
+        2 if order_named(order).chunks == 2 or (order in ("interleaved", "terapipe-deferred") and layout.pp < 3) else 1
     )
     if order in ("gpipe", "1f1b"):
         lengths = tuple((sum(row),) for row in lengths)
-    return Plan((1, 2), lengths, BOUNDARIES[layout.pipe * chunks], order, chunks)
+    return Plan((1, 2), lengths, BOUNDARIES[layout.pp * chunks], order, chunks)
 
 
 def error(ranks: Ranks, layout: Layout, plan: Plan, config: GPTConfig, shard: bool = False) -> float:
-    ids, labels = make_batch(config, plan.batch * layout.data, plan.tokens, ignored=True)
+    ids, labels = make_batch(config, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
     found = ranks(laid_out, config, layout, plan, ids, labels, torch.float64, shard)
     return worst_error(plain(config, ids, labels, torch.float64), found, config)
 
@@ -60,7 +58,7 @@ def test_every_layout_in_every_order(ranks: Callable[[int], Ranks], layout: Layo
 
 
 @pytest.mark.parametrize(
-    ("layout", "order"), combinations((layout for layout in LAYOUTS if layout.tensor > 1), sorted(ORDERS)), ids=str
+    ("layout", "order"), combinations((layout for layout in LAYOUTS if layout.tp > 1), sorted(ORDERS)), ids=str
 )
 def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
     plan = plan_for(layout, order, EVEN)
@@ -71,7 +69,7 @@ def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layo
 @pytest.mark.parametrize(
     ("layout", "lengths", "order"),
     combinations(
-        (layout for layout in LAYOUTS if layout.data > 1),
+        (layout for layout in LAYOUTS if layout.dp > 1),
         (ODD, EVEN),
         ("1f1b", "interleaved", "terapipe-deferred", "terapipe-v"),  # both halves, chunks, deferral, the fold
     ),

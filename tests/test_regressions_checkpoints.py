@@ -30,7 +30,7 @@ from tests.runtime.test_hf_files import decoder
 from tests.runtime.test_hf_files import pipeline as hf_pipeline
 from tests.training.test_run import TEXT, config, losses, train
 
-SMALL = ("model.preset=layers=2,hidden=8,heads=2", "data.tokens=8", "schedule.steps=3", "schedule.warmup=1",
+SMALL = ("model.preset=layers=2,hidden=8,heads=2", "data.seq_len=8", "optimizer.steps=3", "lr.warmup=1",
          "optimizer.accumulate=1", "checkpoints.every=1", "checkpoints.keep=0", "evaluation.every=0")  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_a_number_is_not_the_best(place: Path, monkeypatch: p
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json", "manifest.json"])
 def test_a_damaged_token_file_is_named_and_made_again(place: Path, tmp_path: Path, name: str) -> None:
     """Of a token file only the sizes were compared: flipped bits were trained on."""
-    told = DataConfig(train=(str(place / "text.txt"),), tokens=8, eval_share=0.3)
+    told = DataConfig(train=(str(place / "text.txt"),), seq_len=8, eval_share=0.3)
     prepare(told, tmp_path)
     wanted = [(file.tokens.tolist(), file.starts.tolist()) for file in _files(told, tmp_path)]
     said: list[str] = []
@@ -187,7 +187,7 @@ def _files(told: DataConfig, folder: Path) -> list[TokenFile]:
 
 def test_a_damaged_trained_tokenizer_is_refused(place: Path, tmp_path: Path) -> None:
     """It was taken as it was, and the texts encoded again with it."""
-    told = DataConfig(train=(str(place / "text.txt"),), tokens=8, tokenizer="train", vocab=280)
+    told = DataConfig(train=(str(place / "text.txt"),), seq_len=8, tokenizer="train", vocab=280)
     prepare(told, tmp_path)
     path = tmp_path / "tokenizer" / "tokenizer.json"
     content = json.loads(path.read_text())

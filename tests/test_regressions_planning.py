@@ -50,7 +50,7 @@ def calls_per_action(plan: Plan) -> float:
 def test_validating_takes_as_long_per_action_however_large_the_plan() -> None:
     """Ranks that had stopped were woken many times over: 36, 94, 217 us per action with 8, 16, 32 microbatches."""
     cut = {"tokens": 64, "slices": 8, "boundaries": range(9), "order": "terapipe-1f1b"}
-    small, large = (calls_per_action(Plan.uniform(batch=batch, **cut)) for batch in (4, 32))
+    small, large = (calls_per_action(Plan.uniform(batch_size=batch, **cut)) for batch in (4, 32))
     assert large < 1.2 * small
 
 
@@ -73,7 +73,7 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     """Messages, sums over replicas, weights and activations of every profile were taken to be float32."""
     wide = made()
     half = replace(wide, machine={**wide.machine, "dtype": "bfloat16"})
-    two = Layout(data=2)
+    two = Layout(dp=2)
     costs = [FittedCost(profile, layout=two) for profile in (wide, half)]
     message = [cost.transfer(0, 1, 2, 512) for cost in costs]
     assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
@@ -88,10 +88,10 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
     """The formula charged two transfers per slice however few ranks there were, so that search stopped too early."""
     source = ClusterSource(PRESETS["gpt3-1b"], cluster("p3.16xlarge:2"))  # transfers there hold their sender up
-    request = Request(batch=1, tokens=2048)
+    request = Request(batch_size=1, seq_len=2048)
 
     def sent(pipe: int) -> float:
-        bench = Bench(source, request, Layout(pipe=pipe), recompute=False)
+        bench = Bench(source, request, Layout(pp=pipe), recompute=False)
         part, cost = bench.dearest, bench.cost
         return float(bench.seconds(1, 512, 0) - cost.forward(part, 1, 512, 0) - cost.backward(part, 1, 512, 0))
 
@@ -103,15 +103,24 @@ def test_a_described_cluster_exchanges_a_tied_weight_too() -> None:
     """Measured costs had the exchange of a tied weight's gradient, described ones left it out."""
     tied = PRESETS["gpt3-1b"]
     host = cluster("dgx-a100:2")
-    layout = Layout(pipe=2, tensor=8)  # one stage on each host
+    layout = Layout(pp=2, tp=8)  # one stage on each host
     costs = [AnalyticCost(config, host, layout) for config in (tied, replace(tied, tied=False))]
     added = costs[0].once([Part(12, first=True)]) - costs[1].once([Part(12, first=True)])
     assert added == pytest.approx(host.host.outside.seconds(tied.vocab * tied.hidden * 2))
     assert costs[0].once([Part(24)]) == costs[1].once([Part(24)])
 
 
-SHAPE = ["--model", "layers=8,hidden=1024,heads=16", "--cluster", "dgx-a100:1", "--batch", "4", "--seq", "2048"]
-EIGHT = ["--data", "2", "--pipe", "2", "--tensor", "2"]
+SHAPE = [
+    "--model",
+    "layers=8,hidden=1024,heads=16",
+    "--cluster",
+    "dgx-a100:1",
+    "--batch-size",
+    "4",
+    "--seq-len",
+    "2048",
+]
+EIGHT = ["--dp", "2", "--pp", "2", "--tp", "2"]
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -131,18 +140,18 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
 ) -> None:
     """A saved plan forgot its layout, so 906 ms became 3.3 s."""
     monkeypatch.chdir(tmp_path)
-    fixed = ["--order", "terapipe", "--slices", "4", "--recompute", "off"]
+    fixed = ["--order", "terapipe", "--num-slices", "4", "--recompute", "off"]
     planned = told(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
     again = told(capsys, "simulate", "plan.json")
     for key in ("step_time", "layout", "peak_bytes", "fits", "slices"):
         assert again[key] == planned[key]
     assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
-    assert "is for tensor 2, got --tensor 4" in refused(capsys, "simulate", "plan.json", "--tensor", "4")
+    assert "is for tensor 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
     assert not told(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
 
     Path("profile.json").write_text(made().to_json())
-    by_profile = ["--profile", "profile.json", "--batch", "1", "--seq", "2048"]
+    by_profile = ["--profile", "profile.json", "--batch-size", "1", "--seq-len", "2048"]
     planned = told(capsys, "plan", *by_profile, *fixed, "--save", "other.json")
     assert told(capsys, "simulate", "other.json")["step_time"] == planned["step_time"]
     Path("profile.json").write_text(replace(made(), optimizer=(1.0,)).to_json())
@@ -154,9 +163,9 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
 def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was simulated as one replica without tensor parallelism, and options about memory were dropped."""
     bare = tmp_path / "plan.json"
-    bare.write_text(Plan.uniform(batch=2, tokens=4, slices=2, boundaries=(0, 4, 8)).to_json())
-    assert "without its layout; give --data and --tensor" in refused(capsys, "simulate", str(bare), *SHAPE[:4])
-    layout = ["--data", "2", "--tensor", "2"]
+    bare.write_text(Plan.uniform(batch_size=2, seq_len=4, num_slices=2, boundaries=(0, 4, 8)).to_json())
+    assert "without its layout; give --dp and --tp" in refused(capsys, "simulate", str(bare), *SHAPE[:4])
+    layout = ["--dp", "2", "--tp", "2"]
     assert "the costs of this plan are not in the file" in refused(capsys, "simulate", str(bare), *layout)
     whole = told(capsys, "simulate", str(bare), *SHAPE[:4], *layout)
     shared = told(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--shard", "--memory", "1MiB")
@@ -170,7 +179,7 @@ def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
 def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     """It took the plan's ranks, and data and tensor from elsewhere."""
     file = tmp_path / "plan.json"
-    plan = Plan.uniform(batch=1, tokens=32, slices=2, boundaries=(0, 1, 2))
+    plan = Plan.uniform(batch_size=1, seq_len=32, num_slices=2, boundaries=(0, 1, 2))
     file.write_text(SavedPlan(plan, Layout(2, 2, 2)).to_json())
     text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\ntokens=32\nbatch=2\n[plan]\nfile="{file}"'
     config = parse(text)
@@ -178,8 +187,8 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     found = given(config, 8)
     assert found is not None
     assert found.layout == Layout(2, 2, 2)
-    with pytest.raises(ValueError, match=r"is for tensor 2, plan.tensor says 4"):
-        ranks_wanted(parse(text, ["plan.tensor=4"]).plan)
+    with pytest.raises(ValueError, match=r"is for tensor 2, plan.tp says 4"):
+        ranks_wanted(parse(text, ["plan.tp=4"]).plan)
     with pytest.raises(ValueError, match=r"plan.order would have no effect beside plan.file"):
         ranks_wanted(parse(text, ["plan.order=gpipe"]).plan)
     with pytest.raises(ValueError, match="8 processes; there are 4"):
@@ -187,13 +196,13 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
 
 
 def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--slices, --chunks, --memory and others had no effect, and a default tile refused sequences below 8 tokens."""
+    """--num-slices, --chunks, --memory and others had no effect, and a default tile refused sequences below 8 tokens."""
     table = tmp_path / "table.json"
     rows = [(n, c, 1.0 + 0.1 * n * n + 0.2 * c) for c in range(4) for n in range(1, 5 - c)]
     table.write_text(json.dumps([{"size": 1, "length": n, "context": c, "seconds": s} for n, c, s in rows]))
-    common = ["plan", "--cost-table", str(table), "--batch", "2", "--seq", "4", "--pipe", "2"]
+    common = ["plan", "--cost-table", str(table), "--batch-size", "2", "--seq-len", "4", "--pp", "2"]
     assert told(capsys, *common)["step_time"] > 0
-    assert told(capsys, *common, "--slices", "4")["slices"] == [[1, 1, 1, 1]] * 2
+    assert told(capsys, *common, "--num-slices", "4")["slices"] == [[1, 1, 1, 1]] * 2
     assert told(capsys, *common, "--slice-lengths", "1,2,1")["slices"] == [[1, 2, 1]] * 2
     for option in ("--chunks=1", "--recompute=on", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
                    "--sensitivity", "--layers-only", "--model=gpt-tiny"):  # fmt: skip
@@ -201,17 +210,17 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
 
 
 def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--json left --sensitivity out; --slices 2048 was 2,048 slices, --slices 1024,1024 two lengths."""
-    plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch", "1", "--recompute", "off"]
+    """--json left --sensitivity out; --num-slices 2048 was 2,048 slices, --num-slices 1024,1024 two lengths."""
+    plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch-size", "1", "--recompute", "off"]
     assert len(told(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
     profile = tmp_path / "profile.json"
     profile.write_text(made().to_json())
-    measured = ["plan", "--profile", str(profile), "--batch", "1", "--seq", "2048"]
+    measured = ["plan", "--profile", str(profile), "--batch-size", "1", "--seq-len", "2048"]
     assert "would have no effect" in refused(capsys, *measured, "--sensitivity")
     assert "would have no effect" in refused(capsys, *measured, "--layers-only")
     sliced = ["plan", *SHAPE, *EIGHT, "--order", "terapipe"]
-    assert "--slice-lengths" in refused(capsys, *sliced, "--slices", "1024,1024")
-    assert "would have no effect" in refused(capsys, *sliced, "--slices", "2", "--slice-lengths", "1024,1024")
+    assert "--slice-lengths" in refused(capsys, *sliced, "--num-slices", "1024,1024")
+    assert "would have no effect" in refused(capsys, *sliced, "--num-slices", "2", "--slice-lengths", "1024,1024")
     assert "sum to 2048" not in refused(capsys, *sliced, "--slice-lengths", "2048,1")
     assert told(capsys, *sliced, "--slice-lengths", "2048")["slices"][0] == [2048]
 
@@ -228,7 +237,7 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
 def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:
     """A runner-up may be a little faster where slicing is not worth it: "-0.4% faster than the next best order"."""
     source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), cluster("dgx-a100:1"))
-    bench = Bench(source, Request(batch=1, tokens=64, tile=8), Layout(pipe=2), recompute=False)
+    bench = Bench(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
     whole = bench.judge(bench.plan("gpipe", 1, (64,)))
     sliced = replace(bench.judge(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)
     said = " ".join(reasons(Decision(whole, (sliced,))))
@@ -240,7 +249,7 @@ def test_torchrun_can_start_terapipes_own_trainer() -> None:
     """--script "-m terapipe train run.toml" became the name of a file."""
     launch = Launch(1, 2, 2, script="-m terapipe train 'my run.toml'")
     assert launch.torchrun_lines()[0].endswith("--nproc-per-node 2 -m terapipe train 'my run.toml'")
-    assert "plan.file" in told_lines(launch, Layout(pipe=2), Path("plan.json"))[-1]
+    assert "plan.file" in told_lines(launch, Layout(pp=2), Path("plan.json"))[-1]
     with pytest.raises(ValueError, match="a shell's words"):
         Launch(1, 2, 2, script="'open")
 
@@ -257,7 +266,7 @@ def test_a_profile_stops_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) ->
     measured = []
     slices = profiler.Profiler._slices
     monkeypatch.setattr(profiler.Profiler, "_slices", lambda self, p: measured.append(p) or slices(self, p))
-    made = profiler.Profiler(make_model(TINY, torch.float32), layers=2, tokens=32)
+    made = profiler.Profiler(make_model(TINY, torch.float32), layers=2, seq_len=32)
     profile = made.run(seconds=5.0)
     assert len(measured) < 8 < len(made.points)
     lengths = [s.length for s in profile.samples if s.kind == "forward" and not s.context]

@@ -45,7 +45,7 @@ def dropped(plan: Plan, layout: Layout | None = None, seed: int = 7) -> dict[str
     mesh = None if layout is None else mesh_of(layout)
     pipe = Pipeline(with_dropout(), plan, mesh=mesh, timeout=300.0)
     torch.manual_seed(seed + pipe.rank)
-    pipe.step(*make_batch(TINY, plan.batch, plan.tokens, ignored=True))
+    pipe.step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=True))
     return gradients(pipe)
 
 
@@ -93,7 +93,7 @@ def drawn_in_parts(plan: Plan) -> list[float]:
     spoken = Spoken(pipe.stages[0])
     assert pipe._executor is not None
     pipe._executor._stages = {0: _as_stage(spoken)}  # type: ignore[dict-item]
-    pipe.step(*make_batch(TINY, plan.batch, plan.tokens, ignored=False))
+    pipe.step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False))
     return spoken.drawn
 
 
@@ -225,7 +225,7 @@ def test_batches_of_many_shapes_keep_the_buffers_of_two() -> None:
     pipe = Pipeline(make_model(TINY), Plan((2,), ((9, 20),), (0, 4)), vary="replan")
     for tokens in (29, 20, 21, 22, 23):
         pipe.step(*make_batch(TINY, 2, tokens, ignored=False))
-    kept = [executor.plan.tokens for executor in pipe._executors.values() if executor._spare]
+    kept = [executor.plan.seq_len for executor in pipe._executors.values() if executor._spare]
     assert kept == [29, 23]
 
 

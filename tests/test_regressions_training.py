@@ -53,11 +53,12 @@ def told(folder: Path, *replaced: str) -> RunConfig:
     lines = f"""
 [data]
 train = "{text}"
-tokens = 16
+seq_len = 16
 [plan]
 seconds = 0
-[schedule]
+[optimizer]
 steps = 3
+[lr]
 warmup = 0
 [evaluation]
 every = 0
@@ -116,13 +117,13 @@ def test_a_lock_of_a_process_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_going_on_compares_what_must_not_change(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Four heads became two without a word, as all tensors have the same shapes."""
     ranks(1)(train, told(tmp_path, GPT))
-    more = "schedule.steps=4"
+    more = "optimizer.steps=4"
     with pytest.raises(
         ValueError, match=r"step-00000003 has others: model.heads: 4 -> 2; model.kv_heads: 4 -> 2; set what"
     ):
         ranks(1)(train, told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", more))
     with pytest.raises(ValueError, match=r"others: data.packing: joined -> alone"):
-        ranks(1)(train, told(tmp_path, GPT, more, "data.packing=alone"))
+        ranks(1)(train, told(tmp_path, GPT, more, "data.packing=padded"))
     with pytest.raises(ValueError, match=r"tokenizer.end: 256 -> 0; the tokenizer's files are others; set"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=257", more, "data.tokenizer=train", "data.vocab=257"))
     (tmp_path / "text.txt").write_text(TEXT.read_text()[:4000])
@@ -130,7 +131,7 @@ def test_going_on_compares_what_must_not_change(ranks: Callable[[int], Ranks], t
     said = next(row["message"] for row in read(tmp_path / "run") if row.get("event") == "changed")
     assert said == (
         "data.train: 3001 tokens in 1 documents -> 4001 tokens in 1 documents; data.seed: 0 -> 5; "
-        "optimizer.lr: 0.0003 -> 1e-05; schedule.steps: 3 -> 4"
+        "optimizer.lr: 0.0003 -> 1e-05; optimizer.steps: 3 -> 4"
     )
 
 
@@ -138,7 +139,7 @@ def test_a_vocabulary_is_refused_not_replaced(ranks: Callable[[int], Ranks], tmp
     """A shape's vocabulary and positions were those of the data, whatever the shape said."""
     with pytest.raises(ValueError, match=r"a model of 100 and a tokenizer of 257; .* vocab=257 in model.preset"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=100"))
-    with pytest.raises(ValueError, match=r"max_tokens=8 in model.preset and data.tokens 16"):
+    with pytest.raises(ValueError, match=r"max_tokens=8 in model.preset and data.seq_len 16"):
         ranks(1)(train, told(tmp_path, f"{GPT},max_tokens=8"))
 
 
@@ -185,16 +186,16 @@ def request_of(config: RunConfig, made: Made, monkeypatch: pytest.MonkeyPatch) -
 def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search chose recomputation and slices that the model then refused; and slices that six devices cannot share
     out, so that they did not."""
-    config = told(tmp_path, GPT, "data.tokens=2041", "plan.tensor=6", "data.batch=4")
+    config = told(tmp_path, GPT, "data.seq_len=2041", "plan.tp=6", "data.batch_size=4")
     able = make_model(config.model, config.data, 257)
     picky = replace(able, shortest=2, recomputes=False)
     assert request_of(config, able, monkeypatch).recompute is None
     assert request_of(config, able, monkeypatch).tile == 24
-    one = replace(config, plan=replace(config.plan, tensor=1))
+    one = replace(config, plan=replace(config.plan, tp=1))
     assert request_of(one, able, monkeypatch).tile == 8
     assert request_of(one, picky, monkeypatch).tile == 16, "the last slice had one token"
     assert request_of(one, picky, monkeypatch).recompute is False
-    even = replace(one, plan=replace(one.plan, slices=255))
+    even = replace(one, plan=replace(one.plan, num_slices=255))
     assert min(planned.evenly(even, picky, 2).plan.lengths[0]) >= 2
 
 
@@ -205,7 +206,7 @@ def sizes_measured(config: RunConfig) -> set[int]:
 
 def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Microbatches of one sequence were measured only, so merging some never looked worth it."""
-    config = told(tmp_path, GPT, "data.tokens=64", "data.batch=4", "plan.seconds=0.01")
+    config = told(tmp_path, GPT, "data.seq_len=64", "data.batch_size=4", "plan.seconds=0.01")
     assert ranks(1)(sizes_measured, config) == [{1, 4}]
 
 
@@ -214,11 +215,11 @@ def test_a_number_of_slices_and_their_lengths_are_two_keys(tmp_path: Path) -> No
     made = make_model(told(tmp_path, GPT).model, told(tmp_path, GPT).data, 257)
     for change, lengths in (("slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
         assert planned.evenly(told(tmp_path, GPT, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
-    planned.evenly(told(tmp_path, GPT, "plan.slices=0"), made, 1)  # as many as seem right
+    planned.evenly(told(tmp_path, GPT, "plan.num_slices=0"), made, 1)  # as many as seem right
     with pytest.raises(ValueError, match=r"plan\.slice_lengths must be positive, got 0"):
         told(tmp_path, GPT, "plan.slice_lengths=0")
     with pytest.raises(ValueError, match=r"plan\.slices is a number .* give one"):
-        told(tmp_path, GPT, "plan.slices=2", "plan.slice_lengths=[8,8]")
+        told(tmp_path, GPT, "plan.num_slices=2", "plan.slice_lengths=[8,8]")
 
 
 def watched(config: RunConfig) -> list[bool]:
@@ -241,9 +242,9 @@ def watched(config: RunConfig) -> list[bool]:
 
 def test_replicas_keep_no_zeros_and_one_rank_has_the_timeline(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Replicas set zeros aside in every step, to add them to new gradients; all events of all ranks went to all."""
-    config = told(tmp_path, GPT, "data.batch=2", "plan.data=2", "logging.every=1")
+    config = told(tmp_path, GPT, "data.batch_size=2", "plan.dp=2", "logging.every=1")
     assert ranks(2)(watched, config) == [[True] * 3] * 2
-    config = told(tmp_path, GPT, "plan.pipe=2", "logging.every=1", f"logging.folder={tmp_path / '2'}")
+    config = told(tmp_path, GPT, "plan.pp=2", "logging.every=1", f"logging.folder={tmp_path / '2'}")
     ranks(2)(watched, config)
     assert all({"idle", "memory"} <= row.keys() for row in read(config.folder) if "loss" in row)
     assert Timeline.from_json((config.folder / "timeline.json").read_text()).plan.num_ranks == 2
@@ -311,7 +312,7 @@ def test_a_failure_is_told_on_stderr(
 ) -> None:
     """It was part of what a run prints, and lost where that went to a file."""
     path = tmp_path / "run.toml"
-    path.write_text(told(tmp_path, GPT, "plan.pipe=2").to_toml())
+    path.write_text(told(tmp_path, GPT, "plan.pp=2").to_toml())
     monkeypatch.setattr("terapipe.runtime.launch.launch_module", lambda *given: "rank 1 ended with signal SIGKILL")
     assert main(["train", str(path)]) == 1
     assert capsys.readouterr() == ("", "terapipe train: rank 1 ended with signal SIGKILL\n")
@@ -322,7 +323,7 @@ def test_a_failure_is_told_on_stderr(
 
 def test_what_is_set_is_not_advised(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """A run that left out steps already was told to leave them out."""
-    config = told(tmp_path, GPT, "optimizer.lr=1e300", "failures.nan=skip", "failures.skips=1")
+    config = told(tmp_path, GPT, "optimizer.lr=1e300", "failures.on_nan=skip", "failures.max_skipped=1")
     with pytest.raises(ArithmeticError, match=r"smaller optimizer\.lr, or raise failures\.skips from 1\b"):
         ranks(1)(train, config)
 
@@ -346,7 +347,7 @@ def test_a_token_out_of_range_is_named(tmp_path: Path) -> None:
     damaged = np.memmap(file.folder / "tokens.bin", file.dtype, "r+")
     damaged[20] = 9999
     damaged.flush()
-    batches = Batches(TokenFile.open(file.folder), 16, "joined", False, 0)
+    batches = Batches(TokenFile.open(file.folder), 16, "concat", False, 0)
     assert batches.rows(0, 1).ids.max() < 257
     said = r"tokens\.bin must be below the vocabulary of 257, the one at place 20 is 9999; the file is damaged"
     with pytest.raises(ValueError, match=said):
@@ -412,7 +413,7 @@ def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
 def test_the_readmes_run_warms_up() -> None:
     """Its learning rate never came near what was asked for: 100 steps of warm-up in a run of 20."""
     (text,) = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
-    assert parse(text).schedule.warmup <= parse(text).schedule.steps / 4
+    assert parse(text).lr.warmup <= parse(text).optimizer.steps / 4
 
 
 def test_torchs_log_lines_are_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:

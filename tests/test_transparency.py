@@ -21,7 +21,7 @@ BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
 @given(plan=plans(max_ranks=4, max_microbatches=4), data=st.data())
 def test_any_plan(ranks: Callable[[int], Ranks], plan: Plan, data: st.DataObject) -> None:
     config = variant(layers=plan.num_layers, tied=data.draw(st.booleans()), kv_heads=data.draw(st.sampled_from([4, 2])))
-    ids, labels = make_batch(config, plan.batch, plan.tokens, ignored=data.draw(st.booleans()))
+    ids, labels = make_batch(config, plan.batch_size, plan.seq_len, ignored=data.draw(st.booleans()))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float64, torch.float32]))
     found = ranks(plan.num_ranks)(piped, config, plan, ids, labels, dtype)
     assert worst_error(plain(config, ids, labels, dtype), found, config) <= BOUND[dtype]
@@ -33,7 +33,7 @@ UNEVEN = Plan((1, 2), ((9, 1, 12, 7), (20, 9)), (0, 1, 3, 4), "terapipe-1f1b")
 def test_known_plan_at_rounding_level(ranks: Callable[[int], Ranks]) -> None:
     """Far tighter than the promise: errors of 1e-15 are what rounding leaves."""
     config = variant()
-    ids, labels = make_batch(config, UNEVEN.batch, UNEVEN.tokens, ignored=True)
+    ids, labels = make_batch(config, UNEVEN.batch_size, UNEVEN.seq_len, ignored=True)
     found = ranks(3)(piped, config, UNEVEN, ids, labels, torch.float64)
     assert worst_error(plain(config, ids, labels, torch.float64), found, config) < 1e-13
 
@@ -41,7 +41,7 @@ def test_known_plan_at_rounding_level(ranks: Callable[[int], Ranks]) -> None:
 def test_bfloat16_stays_close_to_the_plain_model(ranks: Callable[[int], Ranks]) -> None:
     """Rounding of 2**-9 at every step; what matters is that no sum or scale is done in it."""
     config = variant()
-    ids, labels = make_batch(config, UNEVEN.batch, UNEVEN.tokens, ignored=True)
+    ids, labels = make_batch(config, UNEVEN.batch_size, UNEVEN.seq_len, ignored=True)
     found = ranks(3)(piped, config, UNEVEN, ids, labels, torch.bfloat16)
     truth = plain(config, ids, labels, torch.float64)
     wide = [(loss, {name: g.double() for name, g in part.items()}) for loss, part in found]
@@ -77,7 +77,7 @@ def careless(*args: object) -> object:
 @pytest.mark.parametrize("broken", [forgetful, careless])
 def test_this_suite_can_fail(ranks: Callable[[int], Ranks], broken: Callable[..., object]) -> None:
     config = variant()
-    ids, labels = make_batch(config, UNEVEN.batch, UNEVEN.tokens, ignored=False)
+    ids, labels = make_batch(config, UNEVEN.batch_size, UNEVEN.seq_len, ignored=False)
     found = ranks(3)(broken, config, UNEVEN, ids, labels, torch.float64)
     assert worst_error(plain(config, ids, labels, torch.float64), found, config) > 1e-2
 

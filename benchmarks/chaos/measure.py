@@ -33,16 +33,16 @@ CONFIG = f"""
 preset = "layers=6,hidden=64,heads=4"
 [data]
 train = "{TEXT}"
-tokens = 256
-batch = 2
+seq_len = 256
+batch_size = 2
 eval_share = 0.05
 [plan]
-pipe = 2
+pp = 2
 seconds = 0
 [optimizer]
-accumulate = 2
-[schedule]
 steps = {STEPS}
+accumulate = 2
+[lr]
 warmup = 5
 [checkpoints]
 every = {EVERY}
@@ -102,7 +102,7 @@ class Chaos:
         before = self.whole(name)
         for step in before:
             opened(self.checkpoint(name, step))
-        elsewhere = {2: ("plan.pipe=1",), 3: ("plan.pipe=3", "plan.order=terapipe", "plan.slices=5")}.get(
+        elsewhere = {2: ("plan.pp=1",), 3: ("plan.pp=3", "plan.order=terapipe", "plan.num_slices=5")}.get(
             number % 4, ()
         )
         self.finish(self.start(name, *elsewhere))
@@ -145,7 +145,7 @@ class Chaos:
         """How often a run goes on by itself after one of its ranks was killed."""
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(tried), "-m")
         name = "restarts"
-        process = self.start(name, "schedule.steps=100000", command=(sys.executable, *torchrun, *COMMAND[-2:]))
+        process = self.start(name, "optimizer.steps=100000", command=(sys.executable, *torchrun, *COMMAND[-2:]))
         survived = 0
         while self._goes_on(name, process, survived) and survived < tried:
             time.sleep(dice.uniform(0.0, 1.0))
@@ -200,13 +200,13 @@ def killed(folder: Path, *, quick: bool) -> dict[str, int]:
 
 def damaged(folder: Path, *, quick: bool) -> dict[str, int]:
     """A small run of two ranks, and so of two shards in each of its checkpoints."""
-    changes = ("model.preset=layers=2,hidden=16,heads=2", "data.tokens=32", "plan.slices=2", "schedule.steps=6",
+    changes = ("model.preset=layers=2,hidden=16,heads=2", "data.seq_len=32", "plan.num_slices=2", "optimizer.steps=6",
                "checkpoints.keep=0", "evaluation.every=0")  # fmt: skip
     file, run = folder / "damaged.toml", folder / "undamaged"
     file.write_text(CONFIG)
     changes = (*changes, f"logging.folder={run}", f"data.cache={folder / 'damaged-data'}")
     subprocess.run([*COMMAND, str(file), *changes], check=True, stdout=subprocess.DEVNULL)
-    damages, dice = Damages(load(file, (*changes, "plan.pipe=1")), folder), random.Random(0)
+    damages, dice = Damages(load(file, (*changes, "plan.pp=1")), folder), random.Random(0)
     tries = 20 if quick else 100
     tried = [damages.attempt(number, dice) for number in range(tries)]
     table("Damaged checkpoints", ("damage", "outcome"), [(what, silent or "noticed") for what, silent in tried])

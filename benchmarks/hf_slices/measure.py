@@ -35,7 +35,9 @@ def whole(ids: Tensor) -> tuple[Contender, list[Tensor]]:
 
 
 def sliced(ids: Tensor, slices: int) -> tuple[Contender, list[Tensor], Pipeline]:
-    pipe = Pipeline(Decoder(llama()), Plan.uniform(batch=1, tokens=TOKENS, slices=slices, boundaries=(0, LAYERS)))
+    pipe = Pipeline(
+        Decoder(llama()), Plan.uniform(batch_size=1, seq_len=TOKENS, num_slices=slices, boundaries=(0, LAYERS))
+    )
 
     def step() -> None:
         pipe.step(ids, ids.roll(-1, 1))

@@ -53,7 +53,9 @@ def peak_bytes(pipe: Pipeline, ids: Tensor, labels: Tensor) -> int:
 
 def plan_for(config: GPTConfig, tokens: int, order: str, batch: int, slices: int, chunks: int) -> Plan:
     cuts = tuple(config.layers * k // (STAGES * chunks) for k in range(STAGES * chunks + 1))
-    return Plan.uniform(batch=batch, tokens=tokens, slices=slices, boundaries=cuts, order=order, chunks=chunks)
+    return Plan.uniform(
+        batch_size=batch, seq_len=tokens, num_slices=slices, boundaries=cuts, order=order, chunks=chunks
+    )
 
 
 def measure(config: GPTConfig, tokens: int, orders: list[tuple[str, int, int]]) -> list[Any]:
@@ -71,7 +73,7 @@ def measure(config: GPTConfig, tokens: int, orders: list[tuple[str, int, int]]) 
 def main() -> None:
     quick = arguments(__doc__ or "").quick
     tokens = 256 if quick else 1024
-    config = GPTConfig(layers=8, hidden=256, heads=4, vocab=256, max_tokens=tokens)
+    config = GPTConfig(layers=8, hidden=256, heads=4, vocab=256, max_seq_len=tokens)
     expected = {
         ("gpipe", 1, 1): float(BATCH),
         ("1f1b", 1, 1): float(min(BATCH, STAGES)),

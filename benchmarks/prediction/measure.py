@@ -17,16 +17,18 @@ CUTS, CHUNKED = (0, 3, 6), (0, 1, 3, 4, 6)
 
 def even(tokens: int, batch: int, slices: int, order: str, chunks: int = 1) -> Plan:
     cuts = CHUNKED if chunks == 2 else CUTS
-    return Plan.uniform(batch=batch, tokens=tokens, slices=slices, boundaries=cuts, order=order, chunks=chunks)
+    return Plan.uniform(
+        batch_size=batch, seq_len=tokens, num_slices=slices, boundaries=cuts, order=order, chunks=chunks
+    )
 
 
 def planned(profile: Profile, batch: int, order: str) -> Plan:
-    request = Request(batch, profile.tokens, data=1, pipe=2, tensor=1, order=order, chunks=1, recompute=False)
+    request = Request(batch, profile.seq_len, dp=1, pp=2, tp=1, order=order, chunks=1, recompute=False)
     return choose(ProfileSource(profile, 2), request).chosen.plan
 
 
 def plans(profile: Profile, quick: bool) -> dict[str, Plan]:
-    tokens = profile.tokens
+    tokens = profile.seq_len
     found = {f"1 sequence, {n} even slices": even(tokens, 1, n, "terapipe") for n in ((1, 4, 8) if quick else COUNTS)}
     found["1 sequence, planned"] = planned(profile, 1, "terapipe")
     found["1 sequence, planned, deferred"] = planned(profile, 1, "terapipe-deferred")
@@ -49,7 +51,7 @@ def measure(quick: bool) -> tuple[list[float], dict[str, tuple[float, float, flo
     Machines drift, so the profile's rounds and the plans' take turns. What is planned is planned with the first ones.
     """
     tokens = 1024 if quick else 2048
-    profiler = Profiler(GPT(CONFIG), layers=3, tokens=tokens)
+    profiler = Profiler(GPT(CONFIG), layers=3, seq_len=tokens)
     early = profiler.transport.gather(profiler.run(5.0 if quick else 20.0))[0]
     tried = profiler.transport.gather(plans(early, quick))[0]
     contenders = {name: training(CONFIG, plan) for name, plan in tried.items()}

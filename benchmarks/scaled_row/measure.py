@@ -12,7 +12,7 @@ TOKENS, BATCH = 2048, 2  # as in settings 9 and 10
 
 def measure(quick: bool) -> dict[str, tuple[float, float]]:
     """Predicted and best measured seconds of GPipe and of the planned slices."""
-    profiler = Profiler(GPT(CONFIG), layers=3, tokens=TOKENS)
+    profiler = Profiler(GPT(CONFIG), layers=3, seq_len=TOKENS)
     profile = profiler.transport.gather(profiler.run(10.0 if quick else 25.0))[0]
     plan = profiler.transport.gather(planned(profile, BATCH, "terapipe"))[0]
     plans = {

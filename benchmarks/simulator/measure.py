@@ -18,7 +18,7 @@ def main() -> None:
     rates: dict[str, float] = {}
     for order, ranks, batch, slices in (("terapipe", 96, 2, 20), ("terapipe-1f1b", 48, 8, 16), ("1f1b", 8, 512, 1)):
         cuts = [config.layers * k // ranks for k in range(ranks + 1)]
-        plan = Plan.uniform(batch=batch, tokens=2048, slices=slices, boundaries=cuts, order=order)
+        plan = Plan.uniform(batch_size=batch, seq_len=2048, num_slices=slices, boundaries=cuts, order=order)
         cost = AnalyticCost(config, cluster("p3.16xlarge:48"), Layout(1, ranks, 4))
         made = schedule(plan)
         count = sum(map(len, made.ranks))

@@ -15,12 +15,12 @@ from terapipe.search.request import ProfileSource, Request
 from tests.hosts import finish, hosts, torchrun, why_not
 
 TOKENS = 2048
-CONFIG = GPTConfig(layers=8, hidden=256, heads=8, vocab=256, max_tokens=TOKENS)
+CONFIG = GPTConfig(layers=8, hidden=256, heads=8, vocab=256, max_seq_len=TOKENS)
 RATE, DELAY = "100mbit", "5ms"
 
 
 def planned(profile: Profile) -> Plan:
-    request = Request(1, profile.tokens, data=1, pipe=2, tensor=1, recompute=False)
+    request = Request(1, profile.seq_len, dp=1, pp=2, tp=1, recompute=False)
     return choose(ProfileSource(profile, 2), request).chosen.plan
 
 
@@ -31,7 +31,7 @@ def plans(profile: Profile) -> dict[str, Plan]:
 def on_host(quick: bool) -> None:
     """What the rank of each host runs; the first reports."""
     pin(0)
-    profiler = Profiler(GPT(CONFIG), layers=CONFIG.layers // 4, tokens=TOKENS // 2 if quick else TOKENS)
+    profiler = Profiler(GPT(CONFIG), layers=CONFIG.layers // 4, seq_len=TOKENS // 2 if quick else TOKENS)
     together = profiler.transport.gather
     profile = together(profiler.run(5.0 if quick else 30.0))[0]
     tried = together(plans(profile))[0]
@@ -57,7 +57,7 @@ def show(profile: Profile, tried: dict[str, Plan], times: dict[str, list[float]]
         "megabyte_ms": 1e3 * float(cost.transfer(0, 1, 1, (1 << 20) / (4 * CONFIG.hidden))),
     }
     header = ("planned", "plan", "predicted s", "best measured s", "ratio", "median measured s")
-    title = (__doc__ or "") + (f" Quick: {profile.tokens} tokens only." if profile.tokens < TOKENS else "")
+    title = (__doc__ or "") + (f" Quick: {profile.seq_len} tokens only." if profile.seq_len < TOKENS else "")
     report(title, header, rows, figures)
 
 

@@ -31,12 +31,12 @@ def noisy(units: int, sizes: int = 1) -> SliceCost:
 
 def questions() -> dict[str, Callable[[], Cuts]]:
     return {
-        "tokens_2048": partial(solve, gpt, tokens=2048, stages=40, step=STEP),
-        "tokens_8192": partial(solve, gpt, tokens=8192, stages=40, step=STEP),
-        "joint_72": partial(solve, gpt, tokens=2048, stages=24, step=STEP, batch=72),
-        "noisy_2048": partial(solve, noisy(256), tokens=2048, stages=40, step=STEP),
-        "noisy_8192": partial(solve, noisy(1024), tokens=8192, stages=40, step=STEP),
-        "noisy_joint_72": partial(solve, noisy(256, 72), tokens=2048, stages=24, step=STEP, batch=72),
+        "tokens_2048": partial(solve, gpt, seq_len=2048, stages=40, step=STEP),
+        "tokens_8192": partial(solve, gpt, seq_len=8192, stages=40, step=STEP),
+        "joint_72": partial(solve, gpt, seq_len=2048, stages=24, step=STEP, batch_size=72),
+        "noisy_2048": partial(solve, noisy(256), seq_len=2048, stages=40, step=STEP),
+        "noisy_8192": partial(solve, noisy(1024), seq_len=8192, stages=40, step=STEP),
+        "noisy_joint_72": partial(solve, noisy(256, 72), seq_len=2048, stages=24, step=STEP, batch_size=72),
     }
 
 

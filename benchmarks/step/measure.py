@@ -17,7 +17,7 @@ from terapipe import GPT, GPTConfig, Pipeline, Plan
 
 TOKENS = 2048
 QUICK = 768
-CONFIG = GPTConfig(layers=4, hidden=512, heads=8, vocab=256, max_tokens=TOKENS)
+CONFIG = GPTConfig(layers=4, hidden=512, heads=8, vocab=256, max_seq_len=TOKENS)
 QUICK_TORCH = {1: ("GPipe", "InterleavedZeroBubble"), 2: ("InterleavedZeroBubble",), 4: ("InterleavedZeroBubble",)}
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 

@@ -15,7 +15,7 @@ def main() -> None:
     for stages, microbatches, slices in SIZES:
         for order in ("terapipe", "terapipe-1f1b"):
             cuts = range(stages + 1)
-            plan = Plan.uniform(batch=microbatches, tokens=2048, slices=slices, boundaries=cuts, order=order)
+            plan = Plan.uniform(batch_size=microbatches, seq_len=2048, num_slices=slices, boundaries=cuts, order=order)
             made = schedule(plan)
             count = sum(map(len, made.ranks))
             contenders = {"schedule": partial(schedule, plan), "validate": partial(validate, made)}

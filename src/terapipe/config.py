@@ -21,12 +21,12 @@ def key(default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained. Exactly one of preset, config, folder and own."""
+    """What is trained. Exactly one of preset, config, folder and factory."""
 
     preset: str = key("", "a GPT: gpt-tiny, gpt-small, gpt3-1b ..., or a shape: layers=4,hidden=64,heads=4")
     config: str = key("", "a Hugging Face config.json: random weights")
     folder: str = key("", "a Hugging Face folder with weights, to train on")
-    own: str = key("", "your own model: module:function or file.py:function, which returns it when called")
+    factory: str = key("", "your own model: module:function or file.py:function, which returns it when called")
     seed: int = key(0, "of the random weights")
     dtype: Literal["float32", "bfloat16", "float64"] = key(
         "float32", "of parameters and computations; bfloat16 has float32 master weights in the optimizer"
@@ -53,12 +53,12 @@ class DataConfig:
         "Hugging Face model has the one in its own folder",
     )
     vocab: int = key(4096, 'entries of a tokenizer that is trained; with "bytes" there are 257')
-    tokens: int = key(1024, "tokens per sequence")
-    batch: int = key(1, "sequences per forward and backward, over all replicas")
-    packing: Literal["joined", "separate", "alone"] = key(
-        "joined",
-        "joined: documents follow each other and attention crosses their borders; separate: it does not; alone: every "
-        "sequence is one document or a part of one, filled up",
+    seq_len: int = key(1024, "tokens per sequence")
+    batch_size: int = key(1, "sequences per forward and backward, over all replicas")
+    packing: Literal["concat", "packed", "padded"] = key(
+        "concat",
+        "concat: documents follow each other and attention crosses their borders; packed: it does not; padded: every "
+        "sequence is one document or a part of one, filled up with padding",
     )
     shuffle: bool = key(True, "sequences in an order drawn anew for each epoch, the same for the same seed")
     seed: int = key(0, "of the order")
@@ -76,15 +76,15 @@ class PlanConfig:
     )
     profile: str = key("", "what `terapipe profile` wrote; without it the model is measured at start")
     seconds: float = key(20.0, "to measure for, at start; 0: do not measure, cut into equal slices")
-    ranks: int = key(0, "processes to start when not under torchrun; default: data x pipe x tensor")
-    data: int = key(0, "replicas")
-    pipe: int = key(0, "ranks of each pipeline")
-    tensor: int = key(1, "devices to each operator")
-    shard: bool = key(False, "replicas share out parameters, gradients and optimizer state (FSDP2)")
+    ranks: int = key(0, "processes to start when not under torchrun; default: dp x pp x tp")
+    dp: int = key(0, "data parallel replicas")
+    pp: int = key(0, "pipeline ranks")
+    tp: int = key(1, "tensor parallel ranks")
+    shard: bool = key(False, "replicas shard parameters, gradients and optimizer state (FSDP2)")
     order: str = key("", f"one of {', '.join(ORDERS)}")
-    slices: int = key(0, "so many equal slices")
+    num_slices: int = key(0, "so many equal slices")
     slice_lengths: tuple[int, ...] = key((), "or the lengths of slices, such as [704, 688, 656]")
-    microbatch: int = key(0, "sequences per microbatch")
+    microbatch_size: int = key(0, "sequences per microbatch")
     chunks: int = key(0, "chunks of layers per rank")
     tile: int = key(8, "slice lengths are multiples of it")
     memory: str = key("", "budget of each device, such as 16GiB; default: what it has")
@@ -101,22 +101,22 @@ class OptimizerConfig:
     beta2: float = key(0.95, "decay of the mean of their squares")
     eps: float = key(1e-8, "added to the root of the latter")
     weight_decay: float = key(0.1, "of matrices; biases and norms have none")
-    clip: float = key(1.0, "largest norm of all gradients together; 0: no clipping")
+    steps: int = key(1000, "optimizer steps to train for")
+    max_grad_norm: float = key(1.0, "largest norm of all gradients together; 0: no clipping")
     accumulate: int = key(1, "batches whose gradients are added up for one step")
     fused: Literal["auto", "on", "off"] = key("auto", "torch's fused implementation: where there is one")
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
-    """How long, and the learning rate on the way."""
+class LRConfig:
+    """The learning rate on the way."""
 
-    steps: int = key(1000, "of the optimizer")
     kind: Literal["cosine", "wsd", "linear", "constant"] = key(
         "cosine", "after the warm-up; wsd: constant, then falling in the last part (warm-up, stable, decay)"
     )
     warmup: int = key(100, "steps in which the learning rate rises from 0")
     decay: float = key(0.2, "the share of all steps in which wsd falls")
-    floor: float = key(0.1, "the last learning rate, as a share of the highest")
+    min_lr_ratio: float = key(0.1, "the last learning rate, as a share of the highest")
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class FailureConfig:
 
     timeout: float = key(300.0, "seconds that a rank waits for another before all stop")
     restarts: int = key(0, "when not under torchrun: how often to go on from the last checkpoint after a rank died")
-    nan: Literal["stop", "skip"] = key("stop", "when loss or gradients are not finite: stop, or leave that step out")
-    skips: int = key(10, "with skip: stop after so many in a row")
+    on_nan: Literal["stop", "skip"] = key("stop", "when loss or gradients are not finite: stop, or leave that step out")
+    max_skipped: int = key(10, "with skip: stop after so many in a row")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class RunConfig:
     data: DataConfig = DataConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    lr: LRConfig = LRConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -273,8 +273,8 @@ def _typed(wanted: Any, value: Any, where: str) -> Any:
 
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _POSITIVE = (
-    "data.tokens", "data.batch", "data.vocab", "plan.tensor", "plan.tile", "plan.slice_lengths", "optimizer.accumulate",
-    "schedule.steps", "logging.every", "failures.timeout", "failures.skips",
+    "data.seq_len", "data.batch_size", "data.vocab", "plan.tp", "plan.tile", "plan.slice_lengths",
+    "optimizer.accumulate", "optimizer.steps", "logging.every", "failures.timeout", "failures.max_skipped",
 )  # fmt: skip
 
 
@@ -290,27 +290,29 @@ def _check(config: RunConfig, name: str) -> None:
                     if not value >= 0 or (place in _POSITIVE and value == 0):
                         raise ValueError(f"{name}: {place} must be {least}, got {value!r}")
     model = config.model
-    kinds = [k for k in ("preset", "config", "folder", "own") if getattr(model, k)]
+    kinds = [k for k in ("preset", "config", "folder", "factory") if getattr(model, k)]
     if len(kinds) != 1:
         raise ValueError(
-            f"{name}: a model is given by exactly one of model.preset, config, folder and own, got "
+            f"{name}: a model is given by exactly one of model.preset, config, folder and factory, got "
             f"{' and '.join(kinds) or 'none'}"
         )
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
-    if config.plan.slices and config.plan.slice_lengths:
-        raise ValueError(f"{name}: plan.slices is a number of equal slices, plan.slice_lengths their lengths; give one")
+    if config.plan.num_slices and config.plan.slice_lengths:
+        raise ValueError(
+            f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"
+        )
     if config.plan.order and config.plan.order not in ORDERS:
         _refuse_unknown({config.plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
     if config.plan.memory:
         nbytes(config.plan.memory)
-    for place, share in (("data.eval_share", config.data.eval_share), ("schedule.decay", config.schedule.decay)):
+    for place, share in (("data.eval_share", config.data.eval_share), ("lr.decay", config.lr.decay)):
         if share > 1:
             raise ValueError(f"{name}: {place} is a share of the whole, at most 1, got {share}")
-    if config.data.batch % (config.plan.data or 1):
+    if config.data.batch_size % (config.plan.dp or 1):
         raise ValueError(
-            f"{name}: every replica takes the same number of sequences: plan.data {config.plan.data} must divide "
-            f"data.batch {config.data.batch}"
+            f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
+            f"data.batch_size {config.data.batch_size}"
         )
 
 

@@ -15,11 +15,11 @@ class GPTConfig:
     kv_heads: int | None = None  # fewer than heads: grouped-query attention
     ffn: int | None = None  # four times hidden
     vocab: int = 50257
-    max_tokens: int = 2048
+    max_seq_len: int = 2048
     tied: bool = True  # the head shares the embedding's weight
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "max_tokens", "num_kv_heads", "ffn_hidden"):
+        for name in ("layers", "hidden", "heads", "vocab", "max_seq_len", "num_kv_heads", "ffn_hidden"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -49,7 +49,7 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        ends = (self.vocab if self.tied else 2 * self.vocab) * self.hidden + self.max_tokens * self.hidden
+        ends = (self.vocab if self.tied else 2 * self.vocab) * self.hidden + self.max_seq_len * self.hidden
         return self.layers * self.layer_parameters + ends + 2 * self.hidden
 
     def layer_flops(self, tokens: int) -> float:
@@ -61,8 +61,8 @@ class GPTConfig:
 
 
 PRESETS: dict[str, GPTConfig] = {
-    "gpt-tiny": GPTConfig(layers=4, hidden=64, heads=4, vocab=256, max_tokens=1024),
-    "gpt-small": GPTConfig(layers=6, hidden=256, heads=4, vocab=256, max_tokens=4096),
+    "gpt-tiny": GPTConfig(layers=4, hidden=64, heads=4, vocab=256, max_seq_len=1024),
+    "gpt-small": GPTConfig(layers=6, hidden=256, heads=4, vocab=256, max_seq_len=4096),
     # The models of the TeraPipe paper.
     "gpt3-1b": GPTConfig(layers=24, hidden=2048, heads=16),
     "gpt3-13b": GPTConfig(layers=40, hidden=5120, heads=40),
@@ -86,7 +86,7 @@ def model(text: str) -> GPTConfig:
                 "layers=96,hidden=12288,heads=96"
             )
         return PRESETS[text]
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_tokens")
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_seq_len")
     shape: dict[str, Any] = {}
     for item in text.split(","):
         name, _, value = (word.strip() for word in item.partition("="))

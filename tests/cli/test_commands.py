@@ -15,10 +15,19 @@ from terapipe.scheduling.simulator import simulate
 from tests.costs import SimpleCost
 from tests.planning.test_fitted import made
 
-BIG = ["--model", "gpt3-175b", "--cluster", "p3.16xlarge:48", "--batch", "2", "--seq", "2048"]
-LAYOUT = ["--data", "1", "--pipe", "48", "--tensor", "8"]
-SMALL = ["--model", "layers=8,hidden=4096,heads=32", "--cluster", "p3.16xlarge:1", "--batch", "1", "--seq", "2048"]
-FOUR = ["--data", "1", "--pipe", "4", "--tensor", "2"]
+BIG = ["--model", "gpt3-175b", "--cluster", "p3.16xlarge:48", "--batch-size", "2", "--seq-len", "2048"]
+LAYOUT = ["--dp", "1", "--pp", "48", "--tp", "8"]
+SMALL = [
+    "--model",
+    "layers=8,hidden=4096,heads=32",
+    "--cluster",
+    "p3.16xlarge:1",
+    "--batch-size",
+    "1",
+    "--seq-len",
+    "2048",
+]
+FOUR = ["--dp", "1", "--pp", "4", "--tp", "2"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -60,7 +69,7 @@ def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "times as fast as the best without slicing" in shown
     assert "Runners-up" in shown
-    assert main(["plan", *SMALL, "--data", "1", "--pipe", "1", "--tensor", "1", "--memory", "64GiB"]) == 0
+    assert main(["plan", *SMALL, "--dp", "1", "--pp", "1", "--tp", "1", "--memory", "64GiB"]) == 0
     assert "do not slice" in capsys.readouterr().out
 
 
@@ -92,7 +101,7 @@ def test_simulate_sets_a_measured_timeline_beside(tmp_path: Path, capsys: pytest
     saved, measured = tmp_path / "plan.json", tmp_path / "timeline.json"
     saved.write_text(plan.to_json())
     measured.write_text(simulate(schedule(plan), SimpleCost(token=1e-5)).to_json())
-    options = ["simulate", str(saved), *SMALL[:4], "--data", "1", "--tensor", "1", "--measured", str(measured)]
+    options = ["simulate", str(saved), *SMALL[:4], "--dp", "1", "--tp", "1", "--measured", str(measured)]
     assert main(options) == 0
     assert "measured:" in capsys.readouterr().out
     other = Timeline(Plan((1,), ((2048,),), (0, 2, 4, 6, 8)), ())
@@ -104,9 +113,9 @@ def test_simulate_sets_a_measured_timeline_beside(tmp_path: Path, capsys: pytest
 def test_a_profile_takes_the_clusters_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     path.write_text(made().to_json())
-    found = printed(capsys, "plan", "--profile", str(path), "--batch", "1", "--seq", "2048")
+    found = printed(capsys, "plan", "--profile", str(path), "--batch-size", "1", "--seq-len", "2048")
     assert found["layout"]["pipe"] * found["layout"]["data"] == 2
-    four = printed(capsys, "plan", "--profile", str(path), "--batch", "1", "--seq", "2048", "--pipe", "3")
+    four = printed(capsys, "plan", "--profile", str(path), "--batch-size", "1", "--seq-len", "2048", "--pp", "3")
     assert four["layout"]["pipe"] == 3
 
 
@@ -115,7 +124,19 @@ def test_a_cost_table_is_solved_on_its_own_grid(tmp_path: Path, capsys: pytest.C
     seconds = {(1, 0): 1.0, (1, 1): 1.5, (1, 2): 9.0, (2, 0): 4.0, (2, 1): 2.0, (3, 0): 10.0}
     rows = [{"size": 1, "length": 64 * n, "context": 64 * c, "seconds": s} for (n, c), s in seconds.items()]
     path.write_text(json.dumps(rows))
-    common = ["plan", "--cost-table", str(path), "--batch", "1", "--seq", "192", "--pipe", "3", "--order", "terapipe"]
+    common = [
+        "plan",
+        "--cost-table",
+        str(path),
+        "--batch-size",
+        "1",
+        "--seq-len",
+        "192",
+        "--pp",
+        "3",
+        "--order",
+        "terapipe",
+    ]
     found = printed(capsys, *common)
     assert found["slices"] == [[64, 128]]
     assert found["step_time"] == pytest.approx(3.0 + 2 * 2.0)
@@ -131,14 +152,14 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest
     whole, cut = broken(tmp_path / "whole.json", profile), broken(tmp_path / "cut.json", profile[:500])
     nan = broken(tmp_path / "nan.json", '[{"size": 1, "length": 8, "context": 0, "seconds": NaN}]')
     negative = broken(tmp_path / "negative.json", '[{"size": 1, "length": 8, "context": 0, "seconds": -1}]')
-    size = ["--batch", "2", "--seq", "2048"]
+    size = ["--batch-size", "2", "--seq-len", "2048"]
     cases: list[tuple[list[str], str]] = [
         (["plan", "--model", "gpt3-175", *BIG[2:]], "did you mean 'gpt3-175b'"),
-        (["plan", *BIG, "--data", "3"], "not divisible by data 3"),
+        (["plan", *BIG, "--dp", "3"], "not divisible by data 3"),
         (["plan", *BIG, *LAYOUT, "--memory", "1GiB"], "no plan fits into 1.00 GiB"),
         (["plan", *BIG, "--memory", "lots"], "a number of bytes reads like"),
         (
-            ["plan", *BIG, "--slices", "1024,1024"],
+            ["plan", *BIG, "--num-slices", "1024,1024"],
             "lengths are given by --slice-lengths",
         ),
         (["plan", *BIG, "--slice-lengths", "a,b"], "lengths are whole numbers"),
@@ -146,13 +167,13 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest
         (["plan", "--profile", cut, *size], "damaged or cut off"),
         (["plan", "--profile", whole, "--model", "gpt-tiny", *size], "the profile is of another model"),
         (["plan", "--profile", str(tmp_path / "none.json"), *size], "No such file"),
-        (["plan", "--cost-table", nan, "--pipe", "2", *size], "finite and at least 0"),
-        (["plan", "--cost-table", negative, "--pipe", "2", *size], "finite and at least 0"),
+        (["plan", "--cost-table", nan, "--pp", "2", *size], "finite and at least 0"),
+        (["plan", "--cost-table", negative, "--pp", "2", *size], "finite and at least 0"),
         (["compare", *BIG, "--order", "gpipe"], "leave out --order"),
         (["simulate", cut, "--cluster", "cpu", "--model", "gpt-tiny"], "not JSON"),
-        (["simulate", "--cluster", "cpu", "--model", "gpt-tiny"], "give a saved plan, or --batch and --seq"),
-        (["profile", "--model", "gpt-tiny", "--seq", "64", "--ranks", "9"], "every rank measures"),
-        (["profile", "--model", "gpt-tiny", "--seq", "64", "--sizes", "x"], "--sizes lists numbers"),
+        (["simulate", "--cluster", "cpu", "--model", "gpt-tiny"], "give a saved plan, or --batch-size and --seq-len"),
+        (["profile", "--model", "gpt-tiny", "--seq-len", "64", "--ranks", "9"], "every rank measures"),
+        (["profile", "--model", "gpt-tiny", "--seq-len", "64", "--sizes", "x"], "--sizes lists numbers"),
     ]
     for arguments, said in cases:
         assert main(arguments) == 2, arguments
@@ -172,11 +193,11 @@ def test_the_installed_command_answers() -> None:
 def test_profile_measures_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two real ranks, started as a user would; what they measured makes a plan."""
     out = tmp_path / "profile.json"
-    assert main(["profile", "--model", "gpt-tiny", "--seq", "128", "--seconds", "2", "--out", str(out)]) == 0
+    assert main(["profile", "--model", "gpt-tiny", "--seq-len", "128", "--seconds", "2", "--out", str(out)]) == 0
     assert "error on held-out points" in capsys.readouterr().out
     profile = Profile.from_json(out.read_text())
     assert profile.ranks == 2
     assert profile.transfers
     assert {s.kind for s in profile.samples} >= {"forward", "backward", "weights", "head", "embedding"}
     assert any(s.context for s in profile.samples)
-    assert main(["plan", "--profile", str(out), "--batch", "1", "--seq", "128", "--json"]) == 0
+    assert main(["plan", "--profile", str(out), "--batch-size", "1", "--seq-len", "128", "--json"]) == 0

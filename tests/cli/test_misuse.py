@@ -22,8 +22,8 @@ NOT_COUNTS = ("", "x", "0", "-3", "1.5", "nan", "1e3", "4,4", "0x10")
 NOT_SECONDS = ("", "x", "0", "-1", "nan", "inf", "-inf", "1,5")
 NOT_BYTES = ("", "lots", "-1GiB", "1TB", "16 apples", "0", "nan")
 MODEL = ["--model", "layers=4,hidden=64,heads=4"]
-SIZE = ["--batch", "2", "--seq", "64"]
-FIXED = ["--data", "1", "--pipe", "2", "--tensor", "1", "--order", "terapipe", "--recompute", "off"]
+SIZE = ["--batch-size", "2", "--seq-len", "64"]
+FIXED = ["--dp", "1", "--pp", "2", "--tp", "1", "--order", "terapipe", "--recompute", "off"]
 CLUSTER = [*MODEL, "--cluster", "dgx-a100:1"]
 TOML = '[model]\npreset = "gpt-tiny"\n[data]\ntrain = "{text}"\ntokens = 32\n[logging]\nfolder = "{folder}"\n'
 
@@ -68,12 +68,12 @@ class Files:
         """Commands that are right; each misuse changes one thing of one of them."""
         return {
             "plan": ["plan", *CLUSTER, *SIZE, *FIXED],
-            "plan by profile": ["plan", "--profile", self.profile, "--batch", "2", "--seq", "2048", *FIXED],
-            "plan by table": ["plan", "--cost-table", self.table, *SIZE, "--pipe", "2"],
+            "plan by profile": ["plan", "--profile", self.profile, "--batch-size", "2", "--seq-len", "2048", *FIXED],
+            "plan by table": ["plan", "--cost-table", self.table, *SIZE, "--pp", "2"],
             "compare": ["compare", *CLUSTER, *SIZE, *FIXED[:6]],
             "simulate": ["simulate", self.plan, *CLUSTER],
-            "simulate bare": ["simulate", self.bare, *CLUSTER, "--data", "1", "--tensor", "1"],
-            "profile": ["profile", *MODEL, "--seq", "64", "--ranks", "1", "--out", str(self.folder / "new.json")],
+            "simulate bare": ["simulate", self.bare, *CLUSTER, "--dp", "1", "--tp", "1"],
+            "profile": ["profile", *MODEL, "--seq-len", "64", "--ranks", "1", "--out", str(self.folder / "new.json")],
             "train": ["train", self.run],
             "doctor": ["doctor"],
             "verify": ["verify", "llama"],
@@ -121,9 +121,16 @@ def wrong_values(files: Files) -> Iterator[tuple[str, list[str]]]:
         "optimizer.rate=1",
         "nothing.lr=1",
         "optimizer=3",
-        "plan.data=3",
+        "plan.dp=3",
     )
-    more = ("data.tokens=-1", "data.tokens=1.5", "model.dtype=int8", "plan.order=none", "schedule.steps=0", "a.b.c=1")
+    more = (
+        "data.seq_len=-1",
+        "data.seq_len=1.5",
+        "model.dtype=int8",
+        "plan.order=none",
+        "optimizer.steps=0",
+        "a.b.c=1",
+    )
     yield from (
         ("train", [value]) for value in (*keys, *more, "model.folder=x", "plan.memory=lots", "optimizer.lr=nan")
     )
@@ -140,15 +147,15 @@ def wrong_files(files: Files) -> Iterator[tuple[str, list[str]]]:
     for option, kinds in others.items():
         for path in [*kinds, *files.wrong]:
             if option in ("--profile", "--cost-table"):
-                yield "", ["plan", option, path, *SIZE, "--pipe", "2"]
+                yield "", ["plan", option, path, *SIZE, "--pp", "2"]
             elif option:
                 yield "simulate", [option, path]
             else:
-                yield "", ["simulate", path, *CLUSTER, "--data", "1", "--tensor", "1"]
+                yield "", ["simulate", path, *CLUSTER, "--dp", "1", "--tp", "1"]
     for path in [files.plan, files.table, files.profile, *files.wrong]:
         yield "", ["train", path]
         yield "train", [f"plan.file={path}"] if path != files.plan else ["plan.file=nowhere"]
-        yield "", ["profile", "--model", path, "--seq", "64"]
+        yield "", ["profile", "--model", path, "--seq-len", "64"]
         yield "", ["verify", path]
     folder, under = str(files.folder), str(Path(files.plan) / "x")
     for path in (folder, under):
@@ -164,29 +171,60 @@ def wrong_files(files: Files) -> Iterator[tuple[str, list[str]]]:
 
 def conflicts(files: Files) -> Iterator[tuple[str, list[str]]]:
     """Options that contradict each other, or of which one would have no effect."""
-    pairs = ["--slices=2 --slice-lengths=32,32", "--slices=2 --tile=8", "--slices=2 --distinct=1", "--shard"]
-    pairs += ["--slice-lengths=32,32 --tile=16", "--order=gpipe --slices=2", "--order=1f1b --chunks=2", "--chunks=99"]
-    pairs += ["--order=gpipe --tile=8", "--order=1f1b --distinct=2", "--tensor=3", "--pipe=5", "--data=2 --pipe=8"]
-    pairs += ["--microbatch=3", "--image=x", "--name=x", "--endpoint=h:1", f"--profile={files.profile}", "--tile=128"]
-    pairs += [f"--cost-table={files.table}", "--slices=65", "--memory=1KiB", "--order=terapipe-v --chunks=3"]
+    pairs = [
+        "--num-slices=2 --slice-lengths=32,32",
+        "--num-slices=2 --tile=8",
+        "--num-slices=2 --distinct=1",
+        "--shard",
+    ]
+    pairs += [
+        "--slice-lengths=32,32 --tile=16",
+        "--order=gpipe --num-slices=2",
+        "--order=1f1b --chunks=2",
+        "--chunks=99",
+    ]
+    pairs += ["--order=gpipe --tile=8", "--order=1f1b --distinct=2", "--tp=3", "--pp=5", "--dp=2 --pp=8"]
+    pairs += [
+        "--microbatch-size=3",
+        "--image=x",
+        "--name=x",
+        "--endpoint=h:1",
+        f"--profile={files.profile}",
+        "--tile=128",
+    ]
+    pairs += [f"--cost-table={files.table}", "--num-slices=65", "--memory=1KiB", "--order=terapipe-v --chunks=3"]
     yield from (("plan", pair.split()) for pair in pairs)
-    pairs = ["--sensitivity", "--layers-only", *MODEL, "--tensor=2", "--cluster=dgx-a100:1"]
+    pairs = ["--sensitivity", "--layers-only", *MODEL, "--tp=2", "--cluster=dgx-a100:1"]
     yield from (("plan by profile", [pair] if pair.startswith("--") else MODEL) for pair in pairs)
     pairs = ["--sensitivity", "--layers-only", "--tile=8", "--chunks=1", "--recompute=on", "--distinct=1", "--shard"]
-    pairs += ["--memory=1GiB", "--order=gpipe", "--model=gpt-tiny", "--slices=2", "--slice-lengths=32,32", "--seq=128"]
+    pairs += [
+        "--memory=1GiB",
+        "--order=gpipe",
+        "--model=gpt-tiny",
+        "--num-slices=2",
+        "--slice-lengths=32,32",
+        "--seq-len=128",
+    ]
     yield from (("plan by table", [pair]) for pair in pairs)
-    pairs = ["--order=gpipe", "--slices=2", "--slice-lengths=32,32", "--chunks=2", "--distinct=2", "--shard"]
+    pairs = ["--order=gpipe", "--num-slices=2", "--slice-lengths=32,32", "--chunks=2", "--distinct=2", "--shard"]
     yield from (("compare", [pair]) for pair in pairs)
-    pairs = ["--order=gpipe", "--slices=2", "--slice-lengths=32,32", "--chunks=1", "--distinct=2", "--microbatch=1"]
-    pairs += ["--recompute=off", "--tile=8", "--data=2", "--pipe=3", "--tensor=2", "--batch=3", "--seq=65", "--shard"]
+    pairs = [
+        "--order=gpipe",
+        "--num-slices=2",
+        "--slice-lengths=32,32",
+        "--chunks=1",
+        "--distinct=2",
+        "--microbatch-size=1",
+    ]
+    pairs += ["--recompute=off", "--tile=8", "--dp=2", "--pp=3", "--tp=2", "--batch-size=3", "--seq-len=65", "--shard"]
     pairs += ["--json --width=80", f"--profile={files.profile}", "--model=gpt-small"]
     yield from (("simulate", pair.split()) for pair in pairs)
-    yield from (("simulate bare", [pair]) for pair in ("--shard", "--data=0", "--tensor=3", "--batch=3", "--pipe=4"))
+    yield from (("simulate bare", [pair]) for pair in ("--shard", "--dp=0", "--tp=3", "--batch-size=3", "--pp=4"))
     for verb in files.bases():
         yield from ((verb, [word]) for word in ("--nonsense", "--js", "--all=1", "--json=yes"))
     yield from (("", words.split()) for words in ("", "fly", "plan", "simulate", "compare --json", "train", "verify"))
-    yield from (("", words.split()) for words in ("verify llama --all", "verify llamma", "profile --seq 64"))
-    yield "", ["plan", *CLUSTER, "--batch", "2"]
+    yield from (("", words.split()) for words in ("verify llama --all", "verify llamma", "profile --seq-len 64"))
+    yield "", ["plan", *CLUSTER, "--batch-size", "2"]
     yield "", ["plan", "--cluster", "dgx-a100:1", *SIZE]
     yield "", ["plan", *MODEL, *SIZE]
     yield "", ["simulate", files.plan]

@@ -10,7 +10,7 @@ from tests.cli.test_commands import FOUR, SMALL, printed
 from tests.planning.test_fitted import made
 
 TWO_HOSTS = [*SMALL[:3], "p3.16xlarge:2", *SMALL[4:], "--order", "gpipe"]
-SIXTEEN = ["--data", "1", "--pipe", "8", "--tensor", "2"]
+SIXTEEN = ["--dp", "1", "--pp", "8", "--tp", "2"]
 
 
 def test_on_one_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,7 @@ def test_on_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_json_has_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "plan", *TWO_HOSTS, "--data", "1", "--pipe", "6", "--tensor", "2")["launch"]
+    found = printed(capsys, "plan", *TWO_HOSTS, "--dp", "1", "--pp", "6", "--tp", "2")["launch"]
     assert (found["hosts"], found["processes_per_host"]) == (2, 6)
     assert found["torchrun"] == [
         "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 "
@@ -41,14 +41,14 @@ def test_json_has_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
     profile = tmp_path / "profile.json"
     profile.write_text(made().to_json())
-    found = printed(capsys, "plan", "--profile", str(profile), "--batch", "1", "--seq", "2048")["launch"]
+    found = printed(capsys, "plan", "--profile", str(profile), "--batch-size", "1", "--seq-len", "2048")["launch"]
     assert found["torchrun"] == ["torchrun --standalone --nproc-per-node 2 train.py"]
 
 
 def test_a_cost_table_is_taken_to_be_of_one_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.json"
     table.write_text(json.dumps([{"size": 1, "length": 64, "context": 0, "seconds": 1.0}]))
-    common = ["plan", "--cost-table", str(table), "--batch", "1", "--seq", "64", "--pipe", "3"]
+    common = ["plan", "--cost-table", str(table), "--batch-size", "1", "--seq-len", "64", "--pp", "3"]
     assert printed(capsys, *common)["launch"]["processes_per_host"] == 3
 
 
@@ -66,14 +66,14 @@ def test_jobs_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_on_cpus_no_job_asks_for_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slurm, kubernetes = tmp_path / "job.sh", tmp_path / "job.yaml"
-    one = ["--data", "1", "--pipe", "1", "--tensor", "1", "--order", "gpipe"]
-    small = ["--model", "gpt-tiny", "--cluster", "cpu", "--batch", "1", "--seq", "64"]
+    one = ["--dp", "1", "--pp", "1", "--tp", "1", "--order", "gpipe"]
+    small = ["--model", "gpt-tiny", "--cluster", "cpu", "--batch-size", "1", "--seq-len", "64"]
     assert main(["plan", *small, *one, "--slurm", str(slurm), "--kubernetes", str(kubernetes)]) == 0
     assert "gpu" not in slurm.read_text() + kubernetes.read_text()
 
 
 def test_a_plan_that_cannot_be_spread_is_shown_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    uneven = ["plan", *TWO_HOSTS, "--batch", "3", "--data", "3", "--pipe", "5", "--tensor", "1"]
+    uneven = ["plan", *TWO_HOSTS, "--batch-size", "3", "--dp", "3", "--pp", "5", "--tp", "1"]
     assert main(uneven) == 0
     assert "No launch: every host starts equally many processes" in capsys.readouterr().out
     assert printed(capsys, *uneven)["launch"] is None

@@ -9,7 +9,7 @@ from terapipe.cli import main
 
 
 def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "llama", "--stages", "3", "--slices", "6"]) == 0
+    assert main(["verify", "llama", "--stages", "3", "--num-slices", "6"]) == 0
     out = capsys.readouterr().out
     assert "llama                    exact    fast seam, largest error" in out
     assert "model.layers.*.self_attn.k_proj.weight" in out
@@ -37,7 +37,7 @@ def test_a_model_that_differs_and_one_that_is_refused(capsys: pytest.CaptureFixt
     [
         ([], "give one model, or --all"),
         (["no-such-model"], "'no-such-model' is no file or folder here, and no causal-LM type"),
-        (["llama", "--slices", "20"], "a check cuts 29 tokens into 1 to 14 slices, got 20"),
+        (["llama", "--num-slices", "20"], "a check cuts 29 tokens into 1 to 14 slices, got 20"),
         (["llama", "--stages", "0"], "--stages must be at least 1, got 0"),
     ],
 )

@@ -25,8 +25,8 @@ def selective(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
 
 def piped(layout: Layout, plan: Plan, shard: bool) -> tuple[float, dict[str, Tensor]]:
     pipe = Pipeline(selective(CONFIG), plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
-    rows = slice(pipe.replica * plan.batch, (pipe.replica + 1) * plan.batch)
-    ids, labels = make_batch(CONFIG, plan.batch * layout.data, plan.tokens, ignored=True)
+    rows = slice(pipe.dp_rank * plan.batch_size, (pipe.dp_rank + 1) * plan.batch_size)
+    ids, labels = make_batch(CONFIG, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
     loss = pipe.step(ids[rows], labels[rows])
     return loss.item(), gradients(pipe)
 
@@ -52,8 +52,8 @@ def test_gradients_are_the_plain_models(
     recompute: bool,
     shard: bool,
 ) -> None:
-    plan = Plan((1, 2), lengths, (0, 1, 4) if layout.pipe == 2 else (0, 4), order, 1, recompute)
-    ids, labels = make_batch(CONFIG, plan.batch * layout.data, plan.tokens, ignored=True)
+    plan = Plan((1, 2), lengths, (0, 1, 4) if layout.pp == 2 else (0, 4), order, 1, recompute)
+    ids, labels = make_batch(CONFIG, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
     found = ranks(layout.devices)(piped, layout, plan, shard)
     assert worst_error(plain(CONFIG, ids, labels, torch.float64), found, CONFIG) < 1e-12
 
@@ -126,10 +126,10 @@ def stepped(recompute: bool, layout: Layout, shard: bool) -> dict[str, Tensor]:
     made = decoder("llama")
     if recompute:
         made.recompute_layers()
-    plan = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4) if layout.pipe == 2 else (0, 4))
+    plan = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4) if layout.pp == 2 else (0, 4))
     pipe = Pipeline(made, plan, mesh=mesh_of(layout) if layout.devices > 1 else None, shard=shard, timeout=300.0)
-    ids, labels = make_batch(TINY, 2 * layout.data, 29, ignored=True)
-    rows = slice(2 * pipe.replica, 2 * pipe.replica + 2)
+    ids, labels = make_batch(TINY, 2 * layout.dp, 29, ignored=True)
+    rows = slice(2 * pipe.dp_rank, 2 * pipe.dp_rank + 2)
     assert all(stage.model.is_gradient_checkpointing == recompute for stage in pipe.stages.values())
     pipe.step(ids[rows], labels[rows])
     return gradients(pipe)

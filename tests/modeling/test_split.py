@@ -43,7 +43,7 @@ def test_a_split_stage_is_the_same_from_meta_and_holds_about_half(ranks: Callabl
 
 def kept(tokens: bool) -> tuple[int, tuple[int, ...]]:
     """Bytes that a forward saves for its backward, parameters aside, and the shape that is sent on."""
-    config = GPTConfig(layers=2, hidden=64, heads=4, vocab=32, max_tokens=64)
+    config = GPTConfig(layers=2, hidden=64, heads=4, vocab=32, max_seq_len=64)
     stage = split_stage(GPT(config), 1, 2, tokens)
     cache = stage.make_cache(1, 64)
     cache.begin(0, 64)

@@ -76,7 +76,7 @@ def test_transfers_are_interpolated_and_the_optimizer_counted() -> None:
     assert cost.transfer(0, 1, 1, 4) == pytest.approx(1e-4)  # 4 tokens of 256 floats
     assert cost.transfer(0, 1, 2, 512) == pytest.approx(1e-3)
     assert cost.once([Part(3)]) == pytest.approx(3 * PRESETS["gpt-small"].layer_parameters * 1e-9)
-    assert FittedCost(made(), layout=Layout(data=2)).once([Part(3)]) > cost.once([Part(3)])
+    assert FittedCost(made(), layout=Layout(dp=2)).once([Part(3)]) > cost.once([Part(3)])
 
 
 def two_hosts(*kinds: bool, device: str = "cpu") -> Profile:
@@ -99,7 +99,7 @@ def test_a_transfer_takes_the_link_that_its_ranks_have() -> None:
     assert [megabyte(cost, *pair) for pair in ((0, 1), (1, 2), (2, 3))] == pytest.approx([INSIDE, BETWEEN, INSIDE])
     assert megabyte(cost, 3, 0) == pytest.approx(BETWEEN)  # round the corner, from chunk to chunk
     assert megabyte(cost, 4, 5) == pytest.approx(INSIDE)  # a third host would be filled like the measured ones
-    wide = FittedCost(two_hosts(False, True), layout=Layout(pipe=2, tensor=2))
+    wide = FittedCost(two_hosts(False, True), layout=Layout(pp=2, tp=2))
     assert megabyte(wide, 0, 1) == pytest.approx(BETWEEN)
 
 
@@ -128,16 +128,16 @@ def test_what_comes_once_takes_the_link_between_hosts_where_replicas_lie_apart()
         return FittedCost(profile, layout=layout).once(part) - count * 1e-9
 
     both = two_hosts(False, True)
-    assert added(Layout(data=1, pipe=4), both) == 0.0
-    assert added(Layout(data=2, pipe=1), both) == pytest.approx(1e-3 + 4 * count / 1e9)
-    assert added(Layout(data=4, pipe=1), both) == pytest.approx(20e-3 + 6 * count / 1e7)  # one leaves each host
-    assert added(Layout(data=2, pipe=2), both) == pytest.approx(20e-3 + 2 * 4 * count / 1e7)  # two share the link
+    assert added(Layout(dp=1, pp=4), both) == 0.0
+    assert added(Layout(dp=2, pp=1), both) == pytest.approx(1e-3 + 4 * count / 1e9)
+    assert added(Layout(dp=4, pp=1), both) == pytest.approx(20e-3 + 6 * count / 1e7)  # one leaves each host
+    assert added(Layout(dp=2, pp=2), both) == pytest.approx(20e-3 + 2 * 4 * count / 1e7)  # two share the link
 
 
 def test_a_tied_weight_is_exchanged_over_the_link_between_first_and_last_rank() -> None:
     tied = replace(two_hosts(False, True), config=replace(PRESETS["gpt-small"], tied=True))
     first = [Part(3, first=True)]
-    near, far = (FittedCost(tied, layout=Layout(pipe=pipe)).once(first) for pipe in (2, 4))
+    near, far = (FittedCost(tied, layout=Layout(pp=pipe)).once(first) for pipe in (2, 4))
     nbytes = 4 * tied.config.vocab * tied.config.hidden
     assert far - near == pytest.approx(19e-3 + nbytes / 1e7 - nbytes / 1e9)
 
@@ -185,7 +185,7 @@ def test_bad_profiles_are_refused() -> None:
 
 def test_another_models_profile_is_refused() -> None:
     profile = made()
-    profile.check_model(replace(PRESETS["gpt-small"], max_tokens=99))
+    profile.check_model(replace(PRESETS["gpt-small"], max_seq_len=99))
     with pytest.raises(ValueError, match="another model: layers 6 and 4, hidden 256 and 64"):
         profile.check_model(PRESETS["gpt-tiny"])
 
@@ -200,7 +200,7 @@ def test_the_plan_heeds_a_slow_link() -> None:
     """100 megabits per second and 5 ms: another plan than where messages take no time."""
     profile = made()
     slow = replace(profile, transfers=tuple(Transfer(n, (5e-3 + 8 * n / 1e8,), True) for n in (1 << 12, 1 << 20)))
-    request = Request(1, 2048, data=1, pipe=2, tensor=1, recompute=False)
+    request = Request(1, 2048, dp=1, pp=2, tp=1, recompute=False)
     with_link, as_if_free = (
         choose(ProfileSource(found, 2), request).chosen.plan for found in (slow, replace(profile, transfers=()))
     )

@@ -7,7 +7,7 @@ from terapipe import GPT, GPTConfig
 from terapipe.planning.cost import Part, parts
 from terapipe.planning.memory import ShapeMemory, parameters
 
-CONFIG = GPTConfig(layers=3, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=50, max_tokens=256)
+CONFIG = GPTConfig(layers=3, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=50, max_seq_len=256)
 
 
 def saved_bytes(stage: GPT, x: torch.Tensor, context: int) -> int:
@@ -53,7 +53,7 @@ def test_keys_values_and_their_gradients() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_all_counted(tied: bool) -> None:
-    config = GPTConfig(layers=4, hidden=64, heads=4, vocab=50, max_tokens=32, tied=tied)
+    config = GPTConfig(layers=4, hidden=64, heads=4, vocab=50, max_seq_len=32, tied=tied)
     model = GPT(config)
     assert parameters(config, parts((0, 4))) == sum(p.numel() for p in model.parameters())
     for part, (first, last) in zip(parts((0, 1, 3, 4)), ((0, 1), (1, 3), (3, 4)), strict=True):
@@ -72,7 +72,7 @@ def test_recomputation_keeps_only_the_ends() -> None:
 
 
 def test_tensor_parallelism_divides() -> None:
-    one, four = ShapeMemory(CONFIG), ShapeMemory(CONFIG, tensor=4)
+    one, four = ShapeMemory(CONFIG), ShapeMemory(CONFIG, tp=4)
     assert four.static(Part(2)) == one.static(Part(2)) / 4
     assert four.cache(Part(2), 1, 256) == one.cache(Part(2), 1, 256) / 4
     assert one.kept(Part(2), 1, 64) / 4 < four.kept(Part(2), 1, 64) < one.kept(Part(2), 1, 64)

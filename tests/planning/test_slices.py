@@ -13,8 +13,8 @@ def test_grid_covers_every_token_of_every_sequence_once() -> None:
         (row, token) for s in plan.slices for row in range(s.row, s.row + s.size) for token in range(s.context, s.end)
     ]
     assert sorted(seen) == [(row, token) for row in range(3) for token in range(8)]
-    assert plan.batch == 3
-    assert plan.tokens == 8
+    assert plan.batch_size == 3
+    assert plan.seq_len == 8
 
 
 @given(plans())
@@ -23,7 +23,7 @@ def test_json_round_trip(plan: Plan) -> None:
 
 
 def test_uniform_takes_batches_and_lengths_that_do_not_divide() -> None:
-    plan = Plan.uniform(batch=5, tokens=10, slices=4, microbatch=2, boundaries=(0, 1))
+    plan = Plan.uniform(batch_size=5, seq_len=10, num_slices=4, microbatch_size=2, boundaries=(0, 1))
     assert plan.sizes == (2, 2, 1)
     assert plan.lengths == ((3, 3, 2, 2),) * 3
 

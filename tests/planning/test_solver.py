@@ -156,9 +156,9 @@ def test_a_batch_is_cut_as_well_as_by_trying_everything(sizes: tuple[int, ...], 
 def check(table: Array, stages: int, batch: int, sizes: tuple[int, ...]) -> None:
     if not feasible(table, batch, sizes):
         with pytest.raises(ValueError, match="no allowed slices add up"):
-            solve_table(table, stages=stages, batch=batch, sizes=sizes)
+            solve_table(table, stages=stages, batch_size=batch, sizes=sizes)
         return
-    cuts = solve_table(table, stages=stages, batch=batch, sizes=sizes)
+    cuts = solve_table(table, stages=stages, batch_size=batch, sizes=sizes)
     assert sum(cuts.sizes) == batch
     assert cuts.time == pytest.approx(time_of(cuts, table, stages, sizes), rel=1e-12)
     assert cuts.time == pytest.approx(by_limits(table, stages, batch, sizes), rel=1e-12)
@@ -170,7 +170,7 @@ def test_whole_batches_are_enumerated_too() -> None:
         stages = STAGES[i % len(STAGES)]
         best = enumerated(table, stages, 3, (1, 2, 3))
         if np.isfinite(best):
-            assert solve_table(table, stages=stages, batch=3).time == pytest.approx(best, rel=1e-12)
+            assert solve_table(table, stages=stages, batch_size=3).time == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -202,14 +202,14 @@ def test_a_function_and_its_table_give_the_same(batch: int, stages: int) -> None
     n, step = 32, 64
     k, c, b = np.arange(1, n + 1)[:, None] * step, np.arange(n) * step, np.arange(1, batch + 1)[:, None, None]
     table = gpt(b, k, c)
-    cuts = solve(gpt, tokens=n * step, stages=stages, step=step, batch=batch)
-    assert cuts == solve_table(table, stages=stages, batch=batch, unit=step)
+    cuts = solve(gpt, seq_len=n * step, stages=stages, step=step, batch_size=batch)
+    assert cuts == solve_table(table, stages=stages, batch_size=batch, unit=step)
     assert cuts.time == pytest.approx(time_of(cuts, table, stages, tuple(range(1, batch + 1)), step), rel=1e-12)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_never_worse_than_equal_slices_and_microbatches(stages: int) -> None:
-    best = solve(gpt, tokens=512, stages=stages, batch=4).time
+    best = solve(gpt, seq_len=512, stages=stages, batch_size=4).time
     for size, count in product((1, 2, 4), (1, 2, 4, 8, 16, 32, 64)):
         length = 512 // count
         each = gpt(size, length, np.arange(count) * length)
@@ -217,29 +217,32 @@ def test_never_worse_than_equal_slices_and_microbatches(stages: int) -> None:
 
 
 def test_slices_get_shorter_as_the_context_grows() -> None:
-    lengths = solve(gpt, tokens=16384, stages=40, step=64).lengths[0]
+    lengths = solve(gpt, seq_len=16384, stages=40, step=64).lengths[0]
     assert lengths[0] > lengths[-1]
 
 
 def test_the_bubble_is_paid_once_for_the_batch() -> None:
     """Many microbatches fill the pipeline, so that longer slices pay than for one."""
-    one, many = solve(gpt, tokens=2048, stages=24, step=64), solve(gpt, tokens=2048, stages=24, step=64, batch=32)
+    one, many = (
+        solve(gpt, seq_len=2048, stages=24, step=64),
+        solve(gpt, seq_len=2048, stages=24, step=64, batch_size=32),
+    )
     assert many.time < 32 * one.time / 2
     assert max(map(max, many.lengths)) * max(many.sizes) > max(one.lengths[0])
 
 
 def test_the_last_slice_takes_the_tokens_that_are_no_multiple_of_the_step() -> None:
-    cuts = solve(gpt, tokens=2043, stages=40)
+    cuts = solve(gpt, seq_len=2043, stages=40)
     assert sum(cuts.lengths[0]) == 2043
     assert all(n % 8 == 0 for n in cuts.lengths[0][:-1])
-    assert solve(gpt, tokens=5, stages=3).lengths == ((5,),)
+    assert solve(gpt, seq_len=5, stages=3).lengths == ((5,),)
 
 
 def test_only_the_lengths_and_sizes_that_are_allowed() -> None:
-    cuts = solve(gpt, tokens=1000, stages=40, lengths=[300, 200, 50, 4000], batch=6, sizes=[2, 4, 9])
+    cuts = solve(gpt, seq_len=1000, stages=40, lengths=[300, 200, 50, 4000], batch_size=6, sizes=[2, 4, 9])
     assert set(cuts.sizes) <= {2, 4}
     assert all(set(row) <= {300, 200, 50} for row in cuts.lengths)
-    every = solve(gpt, tokens=1000, stages=40, step=50, batch=6, sizes=[2, 4])
+    every = solve(gpt, seq_len=1000, stages=40, step=50, batch_size=6, sizes=[2, 4])
     assert every.time <= cuts.time
 
 
@@ -278,12 +281,12 @@ def test_a_cost_that_is_no_time_is_refused(wrong: float) -> None:
         return np.where((length == 16) & (context == 8), wrong, 1.0)
 
     with pytest.raises(ValueError, match=r"at least 0, .* got (nan|-1.0) for size 1, length 16 and context 8; correct"):
-        solve(cost, tokens=64, stages=2)
+        solve(cost, seq_len=64, stages=2)
 
 
 def test_no_allowed_slice_is_an_error() -> None:
     with pytest.raises(ValueError, match="no allowed slices"):
-        solve(lambda size, length, context: np.full_like(length, np.inf), tokens=64, stages=2)
+        solve(lambda size, length, context: np.full_like(length, np.inf), seq_len=64, stages=2)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4), (1, 5, 4), (4, 4), (1, 0, 0)])
@@ -296,7 +299,7 @@ def test_a_wrong_table_says_where() -> None:
     table = np.ones((2, 3, 3))
     table[1, 1, 0] = -2.0
     with pytest.raises(ValueError, match=r"got -2\.0 for size 2, length 20 and context 0"):
-        solve_table(table, stages=2, batch=2, unit=10)
+        solve_table(table, stages=2, batch_size=2, unit=10)
 
 
 def test_helpers_of_this_file() -> None:

@@ -57,7 +57,7 @@ def test_processes_are_spread_evenly(layout: Layout, hosts: int, processes: int)
     assert launch is not None
     assert (launch.hosts, launch.processes) == (hosts, processes)
     assert launch.hosts * launch.processes == layout.devices
-    assert launch.processes % layout.tensor == 0
+    assert launch.processes % layout.tp == 0
     assert launch.cores == 8 * processes
 
 

@@ -35,7 +35,7 @@ ALONE = Layout(1, 1, 1)
 
 
 def pipeline(layout: Layout = ALONE, shard: bool = False, dtype: torch.dtype = torch.float64) -> Pipeline:
-    boundaries = (0, 2) if layout.pipe == 1 else (0, 1, 2)
+    boundaries = (0, 2) if layout.pp == 1 else (0, 1, 2)
     plan = Plan((1,), ((8, 4),), boundaries, "terapipe-1f1b")
     mesh = mesh_of(layout) if layout.devices > 1 else None
     return Pipeline(make_model(CONFIG, dtype), plan, mesh=mesh, shard=shard, timeout=300.0)
@@ -390,7 +390,7 @@ def too_much(folder: str, layout: Layout) -> list[tuple[int | None, str]]:
     pipe.save(folder, optimizer, notes={"step": 1})
     wanted = snapshot(pipe, optimizer)
     steps(pipe, optimizer, range(1, 2))
-    last = pipe.rank == layout.pipe - 1
+    last = pipe.rank == layout.pp - 1
     extra = {f"much.{pipe.rank}": torch.ones(1 << 20)} if last else {}
     said = []
     for save_it in (

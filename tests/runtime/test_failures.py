@@ -21,7 +21,7 @@ from terapipe.runtime.failures import Board
 from tests.models import TINY, make_batch, make_model
 from tests.ranks import Ranks
 
-PLAN = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=(0, 1, 2, 3, 4), order="terapipe-1f1b")
+PLAN = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 1, 2, 3, 4), order="terapipe-1f1b")
 SHORT, LONG = 3.0, 300.0  # timeouts, for those who wait for a stuck rank and for all others
 
 Told = tuple[str, str]  # an error's kind and its words
@@ -30,7 +30,7 @@ Told = tuple[str, str]  # an error's kind and its words
 def misbehave(rank: int, how: str, free: Path) -> Told:
     """One good step, then one in which a rank does something bad in its third forward."""
     pipe = Pipeline(make_model(TINY), PLAN, timeout=SHORT if how == "stick" else LONG)
-    ids, labels = make_batch(TINY, PLAN.batch, PLAN.tokens, ignored=False)
+    ids, labels = make_batch(TINY, PLAN.batch_size, PLAN.seq_len, ignored=False)
     pipe.step(ids, labels)
     if pipe.rank == rank:
         _spoil(pipe.stages[rank], how, free)
@@ -130,14 +130,14 @@ def test_a_timeout_must_be_positive() -> None:
         Pipeline(make_model(TINY), Plan((1,), ((8,),), (0, 4)), timeout=0)
 
 
-WIDE = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=(0, 2, 4), order="terapipe-1f1b")
+WIDE = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 2, 4), order="terapipe-1f1b")
 
 
 def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard: bool) -> Told:
     """As ``misbehave``, with replicas and split operators."""
     timeout = SHORT if how == "stick" else LONG
     pipe = Pipeline(make_model(TINY), WIDE, mesh=device_mesh(layout), shard=shard, timeout=timeout)
-    ids, labels = make_batch(TINY, WIDE.batch, WIDE.tokens, ignored=False)
+    ids, labels = make_batch(TINY, WIDE.batch_size, WIDE.seq_len, ignored=False)
     pipe.step(ids, labels)
     if dist.get_rank() == rank:
         _spoil(next(iter(pipe.stages.values())), how, free)
@@ -147,9 +147,7 @@ def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard
 @pytest.mark.parametrize(
     ("how", "layout", "shard"),
     [
-        pytest.param(
-            how, layout, shard, marks=[pytest.mark.exhaustive] if how == "stick" and layout.tensor == 1 else []
-        )
+        pytest.param(how, layout, shard, marks=[pytest.mark.exhaustive] if how == "stick" and layout.tp == 1 else [])
         for how in ("raise", "die", "stick")
         for layout, shard in ((Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False))
     ],

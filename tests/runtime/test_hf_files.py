@@ -32,14 +32,14 @@ def decoder(kind: str) -> Decoder:
 
 def pipeline(model: Decoder, layout: Layout, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
     chunks = options.pop("chunks", 1)
-    plan = Plan((1,), ((9, 1, 12),), BOUNDARIES[layout.pipe * chunks], "terapipe", chunks)
+    plan = Plan((1,), ((9, 1, 12),), BOUNDARIES[layout.pp * chunks], "terapipe", chunks)
     mesh = mesh_of(layout) if layout.devices > 1 and mesh is None else mesh
     return Pipeline(model, plan, mesh=mesh, timeout=300.0, **options)
 
 
 def step(pipe: Pipeline) -> float:
     """The loss before it, of each replica's row."""
-    ids = torch.randint(90, (2, 22), generator=torch.Generator().manual_seed(0))[pipe.replica :][:1]
+    ids = torch.randint(90, (2, 22), generator=torch.Generator().manual_seed(0))[pipe.dp_rank :][:1]
     loss = pipe.step(ids, ids.roll(-1, 1)).item()
     torch.optim.SGD(pipe.parameters(), lr=0.5).step()
     pipe.zero_grad()
@@ -103,9 +103,9 @@ def test_a_model_saved_from_any_layout_is_opened_by_transformers_and_trained_on(
     results = [train_and_save(*saving)] if alone else ranks(layout.devices)(train_and_save, *saving)
     check_saved(folder, [saved for _, saved in results])
     assert [f.name for f in tmp_path.iterdir()] == ["model"]
-    if layout.data == 1:
-        other = Layout(1, 3 - layout.pipe, 1)
-        losses = ranks(2)(next_loss, other, str(folder)) if other.pipe == 2 else [next_loss(other, str(folder))]
+    if layout.dp == 1:
+        other = Layout(1, 3 - layout.pp, 1)
+        losses = ranks(2)(next_loss, other, str(folder)) if other.pp == 2 else [next_loss(other, str(folder))]
         assert losses == [pytest.approx(results[0][0], rel=1e-5)] * len(losses)
 
 

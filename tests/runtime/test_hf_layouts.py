@@ -47,8 +47,8 @@ def laid_out(name: str, layout: Layout, shard: bool, folded: bool) -> Found:
         cuts, order, chunks = ((0, 1, 2, 3, 4), "terapipe-v", 2) if folded else ((0, 1, 4), "terapipe", 1)
         plan = Plan((2,), ((10, 2, 12, 4),), cuts, order, chunks)
         pipe = Pipeline(decoder, plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
-        ids, labels = batch(2 * layout.data)
-        mine = slice(2 * pipe.replica, 2 * pipe.replica + 2)
+        ids, labels = batch(2 * layout.dp)
+        mine = slice(2 * pipe.dp_rank, 2 * pipe.dp_rank + 2)
         pipe.step(ids[mine], labels[mine])
         pipe.clip_grad_norm_(1e9)
         return gradients(pipe)
@@ -76,7 +76,7 @@ MORE = pytest.mark.exhaustive
 def test_gradients_are_those_of_one_piece(
     ranks: Callable[[int], Ranks], name: str, layout: Layout, shard: bool, folded: bool
 ) -> None:
-    wanted = plainly(name, 2 * layout.data)
+    wanted = plainly(name, 2 * layout.dp)
     largest = max(g.abs().max().item() for g in wanted.values())
     seen = set()
     for found in ranks(layout.devices)(laid_out, name, layout, shard, folded):

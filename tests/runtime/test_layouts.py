@@ -28,12 +28,12 @@ def name(value: object) -> str:
 
 def plan_of(layout: Layout) -> Plan:
     """With two replicas of two stages, folded."""
-    boundaries = {1: (0, 4), 2: (0, 3, 4), 3: (0, 1, 2, 4)}[layout.pipe]
-    each = ROWS // layout.data
+    boundaries = {1: (0, 4), 2: (0, 3, 4), 3: (0, 1, 2, 4)}[layout.pp]
+    each = ROWS // layout.dp
     # Even lengths where there is one replica: its devices then share out the tokens, too.
     odd, even = ((9, 1, 12, 6), (20, 8), (27, 1), (15, 13)), ((10, 2, 12, 4), (20, 8), (26, 2), (14, 14))
-    plan = Plan((1,) * each, (odd if layout.data > 1 else even)[:each], boundaries, "terapipe-1f1b")
-    folded = (layout.data, layout.pipe) == (2, 2)
+    plan = Plan((1,) * each, (odd if layout.dp > 1 else even)[:each], boundaries, "terapipe-1f1b")
+    folded = (layout.dp, layout.pp) == (2, 2)
     return replace(plan, boundaries=(0, 1, 2, 3, 4), order="terapipe-v", chunks=2) if folded else plan
 
 
@@ -45,7 +45,7 @@ def pipeline(layout: Layout, shard: bool) -> Pipeline:
 def rows(pipe: Pipeline, seed: int) -> tuple[Tensor, Tensor]:
     """This replica's part of a batch."""
     ids, labels = make_batch(CONFIG, ROWS, 28, ignored=True, seed=seed)
-    mine = slice(pipe.replica * pipe.plan.batch, (pipe.replica + 1) * pipe.plan.batch)
+    mine = slice(pipe.dp_rank * pipe.plan.batch_size, (pipe.dp_rank + 1) * pipe.plan.batch_size)
     return ids[mine], labels[mine]
 
 
@@ -160,9 +160,9 @@ def test_shared_state_is_smaller_by_the_number_of_replicas(ranks: Callable[[int]
 def uneven(layout: Layout, shares: tuple[int, ...], shard: bool) -> tuple[float, dict[str, Tensor]]:
     pipe = pipeline(layout, shard)
     ids, labels = make_batch(CONFIG, sum(shares), 28, ignored=True)
-    first = sum(shares[: pipe.replica])
-    mine = slice(first, first + shares[pipe.replica])
-    loss = pipe.step(*fill_batch(ids[mine], labels[mine], pipe.plan.batch))
+    first = sum(shares[: pipe.dp_rank])
+    mine = slice(first, first + shares[pipe.dp_rank])
+    loss = pipe.step(*fill_batch(ids[mine], labels[mine], pipe.plan.batch_size))
     return loss.item(), gradients(pipe)
 
 

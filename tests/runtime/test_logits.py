@@ -31,8 +31,8 @@ def piped(layout: Layout, plan: Plan, shard: bool = False) -> list[Tensor]:
     """The logits of each prompt, of which this replica has two or three sequences."""
     mesh = mesh_of(layout) if layout.devices > 1 else None
     pipe = Pipeline(make_model(CONFIG), plan, mesh=mesh, shard=shard, timeout=300.0)
-    rows = slice(0, 2) if pipe.replica == 0 else slice(2, 5)
-    ids, labels = make_batch(CONFIG, 1, plan.tokens, ignored=False)
+    rows = slice(0, 2) if pipe.dp_rank == 0 else slice(2, 5)
+    ids, labels = make_batch(CONFIG, 1, plan.seq_len, ignored=False)
     before = pipe.step(ids, labels).item()
     events = len(pipe.timeline().events)
     found = [pipe.next_token_logits(prompt(5, tokens)[rows]) for tokens in LENGTHS]
@@ -60,7 +60,7 @@ def test_logits_are_the_plain_models_on_every_rank(
 ) -> None:
     found = ranks(layout.devices)(piped, layout, plan, shard)
     for rank, logits in enumerate(found):
-        rows = slice(0, 2) if rank < layout.devices // layout.data else slice(2, 5)
+        rows = slice(0, 2) if rank < layout.devices // layout.dp else slice(2, 5)
         for tokens, scores in zip(LENGTHS, logits, strict=True):
             wanted = plainly(prompt(5, tokens)[rows])
             assert scores.shape == wanted.shape

@@ -19,7 +19,7 @@ FOLDED = replace(PLAN, boundaries=(0, 1, 2, 3, 4), order="terapipe-v", chunks=2)
 
 
 def batch(ignored: bool = True, seed: int = 0) -> tuple[Tensor, Tensor]:
-    return make_batch(TINY, PLAN.batch, PLAN.tokens, ignored, seed)
+    return make_batch(TINY, PLAN.batch_size, PLAN.seq_len, ignored, seed)
 
 
 def everything(plan: Plan) -> dict[str, object]:
@@ -144,7 +144,7 @@ def test_a_described_model_is_made_real_stage_by_stage(ranks: Callable[[int], Ra
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: Plan, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Pipeline(GPT(TINY), plan).step(*make_batch(TINY, plan.batch, plan.tokens, ignored=False))
+        Pipeline(GPT(TINY), plan).step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False))
 
 
 @pytest.mark.parametrize(

@@ -44,18 +44,18 @@ def test_a_gpt_and_its_weights_left_as_they_were(layers: int, measured: int) -> 
     """The first layer is not measured with the others: its stage has the embedding too."""
     model = make_model(TINY, torch.float32)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    check(profiler.Profiler(model, layers=layers, tokens=32, sizes=(1, 2)), measured)
+    check(profiler.Profiler(model, layers=layers, seq_len=32, sizes=(1, 2)), measured)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_single_layer() -> None:
-    config = GPTConfig(1, 16, 4, vocab=19, max_tokens=32)
-    check(profiler.Profiler(GPT(config), layers=1, tokens=32), 1)
+    config = GPTConfig(1, 16, 4, vocab=19, max_seq_len=32)
+    check(profiler.Profiler(GPT(config), layers=1, seq_len=32), 1)
 
 
 def test_a_model_of_ones_own() -> None:
-    check(profiler.Profiler(own_model.Decoder(), layers=2, tokens=32, shape=ROUGH), 2)
+    check(profiler.Profiler(own_model.Decoder(), layers=2, seq_len=32, shape=ROUGH), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,7 +67,7 @@ def test_a_hugging_face_decoder(name: str, seam: str, shortest: int, dtype: torc
         warnings.simplefilter("ignore")
         decoder = Decoder.from_config(small_config(name), dtype=dtype)
     assert decoder.seam == seam
-    made = profiler.Profiler(decoder, layers=2, tokens=32, shape=shape_of(decoder))
+    made = profiler.Profiler(decoder, layers=2, seq_len=32, shape=shape_of(decoder))
     assert min(point.length for point in made.points) == shortest
     assert made.dtype == dtype
     check(made, 2)
@@ -76,10 +76,10 @@ def test_a_hugging_face_decoder(name: str, seam: str, shortest: int, dtype: torc
 
 def test_another_dtype_needs_weights_that_are_not_the_models() -> None:
     with pytest.raises(ValueError, match=r"convert it with .to\(torch.bfloat16\)"):
-        profiler.Profiler(GPT(TINY), layers=1, tokens=16, dtype=torch.bfloat16)
+        profiler.Profiler(GPT(TINY), layers=1, seq_len=16, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = GPT(TINY)
-    made = profiler.Profiler(model, layers=1, tokens=16, dtype=torch.bfloat16)
+    made = profiler.Profiler(model, layers=1, seq_len=16, dtype=torch.bfloat16)
     made.round(made.points[:1])
     assert {p.dtype for p in made.stage.parameters()} == {torch.bfloat16}
 
@@ -94,12 +94,12 @@ def test_another_dtype_needs_weights_that_are_not_the_models() -> None:
 )
 def test_what_cannot_be_measured(model: Splittable, layers: int, shape: GPTConfig | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        profiler.Profiler(model, layers=layers, tokens=16, shape=shape)
+        profiler.Profiler(model, layers=layers, seq_len=16, shape=shape)
 
 
 def test_the_command_takes_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_config("llama").save_pretrained(tmp_path)
-    command = ["profile", "--seq", "32", "--seconds", "0.1", "--ranks", "1", "--dtype", "bfloat16"]
+    command = ["profile", "--seq-len", "32", "--seconds", "0.1", "--ranks", "1", "--dtype", "bfloat16"]
     command += ["--out", str(tmp_path / "profile.json")]
     with (  # all in this process
         patch.object(launch, "launch", lambda function, ranks, *given: function(*given)),
@@ -116,7 +116,7 @@ def measured(hosts: str, seconds: float) -> tuple[tuple[str, ...], list[Transfer
     """The hosts, one letter for each rank's, and the messages between them, in about so many seconds for each link."""
     name = hosts[dist.get_rank()]
     with patch.object(profiler, "host_name", lambda: name), patch.object(profiler, "SENDING", seconds):
-        made = profiler.Profiler(GPT(PRESETS["gpt-tiny"]), layers=1, tokens=16)
+        made = profiler.Profiler(GPT(PRESETS["gpt-tiny"]), layers=1, seq_len=16)
         return made.hosts, made._transfers()
 
 

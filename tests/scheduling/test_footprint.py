@@ -16,7 +16,12 @@ def peak(order: str, ranks: int, batch: int, slices: int, chunks: int = 1) -> fl
     """In microbatches on one rank."""
     stages = ranks * chunks
     plan = Plan.uniform(
-        batch=batch, tokens=slices * 4, slices=slices, boundaries=range(stages + 1), order=order, chunks=chunks
+        batch_size=batch,
+        seq_len=slices * 4,
+        num_slices=slices,
+        boundaries=range(stages + 1),
+        order=order,
+        chunks=chunks,
     )
     return max(peaks(program(plan), plan, SimpleMemory())) / (slices * 4 * chunks)
 

@@ -68,7 +68,12 @@ def peak(made: Schedule, rank: int) -> int:
 
 def uniform(order: str, stages: int, batch: int, slices: int, chunks: int = 1) -> Plan:
     return Plan.uniform(
-        batch=batch, tokens=60, slices=slices, boundaries=range(stages * chunks + 1), order=order, chunks=chunks
+        batch_size=batch,
+        seq_len=60,
+        num_slices=slices,
+        boundaries=range(stages * chunks + 1),
+        order=order,
+        chunks=chunks,
     )
 
 

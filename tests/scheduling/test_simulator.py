@@ -30,7 +30,12 @@ COSTS = st.builds(
 def uniform(order: str, ranks: int, batch: int, slices: int = 1, chunks: int = 1) -> Plan:
     stages = ranks * chunks
     return Plan.uniform(
-        batch=batch, tokens=slices * 4, slices=slices, boundaries=range(stages + 1), order=order, chunks=chunks
+        batch_size=batch,
+        seq_len=slices * 4,
+        num_slices=slices,
+        boundaries=range(stages + 1),
+        order=order,
+        chunks=chunks,
     )
 
 

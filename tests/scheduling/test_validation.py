@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from terapipe import Action, Op, Plan, Schedule, schedule, validate
 from tests.plans import plans
 
-PLAN = Plan.uniform(batch=2, tokens=12, slices=3, boundaries=(0, 1, 2, 3), order="terapipe-1f1b")
+PLAN = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 1, 2, 3), order="terapipe-1f1b")
 
 
 def with_rank(made: Schedule, rank: int, actions: list[Action]) -> Schedule:

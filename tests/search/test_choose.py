@@ -16,9 +16,9 @@ from terapipe.search.cuts import Grid, improve, swelling, uniform
 from terapipe.search.request import ClusterSource, Request, layouts
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource
 
-SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_tokens=4096)
+SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_seq_len=4096)
 SOURCE = ClusterSource(SMALL, cluster("p3.16xlarge:1"))
-ONE = Request(batch=1, tokens=2048, data=1, pipe=4, tensor=2)
+ONE = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2)
 
 
 @pytest.mark.parametrize("order", ["terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-v", "interleaved"])
@@ -35,7 +35,7 @@ def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
 
 
 def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
-    decision = choose(SOURCE, Request(batch=4, tokens=2048))
+    decision = choose(SOURCE, Request(batch_size=4, seq_len=2048))
     assert decision.runners_up
     times = [choice.step_time for choice in decision.runners_up]
     assert times == sorted(times)
@@ -51,24 +51,30 @@ def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
 
 def test_what_is_fixed_stays_fixed() -> None:
     request = Request(
-        batch=8, tokens=2048, data=2, pipe=2, tensor=2, order="terapipe-1f1b", slices=(1000, 600, 448), microbatch=2,
+        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448), microbatch_size=2,
         recompute=True,
     )  # fmt: skip
     choice = choose(SOURCE, request).chosen
     assert choice.layout == Layout(2, 2, 2)
     assert choice.plan == Plan((2, 2), ((1000, 600, 448),) * 2, choice.plan.boundaries, "terapipe-1f1b", 1, True)
-    assert choose(SOURCE, request.fixed(slices=5, tile=8)).chosen.plan.lengths[0] == (410, 410, 410, 409, 409)
+    assert choose(SOURCE, request.fixed(slice_lengths=None, num_slices=5, tile=8)).chosen.plan.lengths[0] == (
+        410,
+        410,
+        410,
+        409,
+        409,
+    )
 
 
 def test_a_single_stage_is_not_sliced() -> None:
-    decision = choose(SOURCE, Request(batch=1, tokens=2048, data=1, pipe=1, tensor=1))
+    decision = choose(SOURCE, Request(batch_size=1, seq_len=2048, dp=1, pp=1, tp=1))
     assert not decision.chosen.sliced
     assert decision.unsliced is decision.chosen
 
 
 def test_many_sequences_on_few_stages_are_not_sliced() -> None:
     source = ClusterSource(SMALL, cluster("dgx-a100:1"))
-    assert not choose(source, Request(batch=64, tokens=256, data=1, pipe=2, tensor=1)).chosen.sliced
+    assert not choose(source, Request(batch_size=64, seq_len=256, dp=1, pp=2, tp=1)).chosen.sliced
 
 
 def test_the_budget_rules() -> None:
@@ -107,7 +113,7 @@ def test_a_limit_on_lengths_does_not_break_the_budget(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"data": 3, "batch": 4}, "a batch of 4 is not divisible by data 3; try --data 2 or --batch 6"),
+        ({"data": 3, "batch": 4}, "a batch of 4 is not divisible by data 3; try --dp 2 or --batch-size 6"),
         ({"order": "zigzag"}, "unknown order 'zigzag'"),
         ({"slices": (1000, 1000)}, "sum to the 2048 tokens"),
         ({"slices": 0}, "between 1 and the 2048 tokens"),
@@ -137,7 +143,7 @@ def test_what_no_layout_satisfies_is_refused(parts: dict[str, object], said: str
 
 
 def test_layouts_use_every_device() -> None:
-    found = layouts(SOURCE, Request(batch=4, tokens=2048))
+    found = layouts(SOURCE, Request(batch_size=4, seq_len=2048))
     assert all(layout.devices == 8 for layout in found)
     assert Layout(4, 2, 1) in found
     assert Layout(8, 1, 1) not in found  # a batch of 4 has nothing for eight replicas
@@ -180,7 +186,7 @@ def test_shaped_slices_take_times_in_these_proportions() -> None:
 
 
 def test_folded_plans_have_short_slices_at_both_ends() -> None:
-    request = Request(1, 2048, data=1, pipe=2, tensor=1, chunks=2, recompute=False)
+    request = Request(1, 2048, dp=1, pp=2, tp=1, chunks=2, recompute=False)
     source = SimpleSource(SimpleCost(fixed=20.0), SimpleMemory(), 8, 2)
     folded, looped = (choose(source, request.fixed(order=f"terapipe-{kind}")).chosen for kind in ("v", "deferred"))
     first, *between, last = folded.plan.lengths[0]
@@ -212,16 +218,16 @@ def test_improving_never_makes_it_worse() -> None:
 
 
 def test_long_sequences_are_planned_too() -> None:
-    source = ClusterSource(replace(SMALL, max_tokens=2**18), cluster("dgx-h100:1"))
-    chosen = choose(source, Request(batch=1, tokens=2**18, data=1, pipe=8, tensor=1, order="terapipe-1f1b")).chosen
+    source = ClusterSource(replace(SMALL, max_seq_len=2**18), cluster("dgx-h100:1"))
+    chosen = choose(source, Request(batch_size=1, seq_len=2**18, dp=1, pp=8, tp=1, order="terapipe-1f1b")).chosen
     assert chosen.sliced
-    assert chosen.plan.tokens == 2**18
+    assert chosen.plan.seq_len == 2**18
 
 
 def test_shared_state_lets_replicas_fit() -> None:
     """Weights, gradients and state of a stage take 30 GiB; shared by four replicas 16."""
     source = ClusterSource(PRESETS["gpt3-13b"], cluster("p4d.24xlarge:4"))
-    request = Request(batch=8, tokens=2048, data=4, pipe=8, tensor=1, order="1f1b", recompute=True, budget=20 << 30)
+    request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, budget=20 << 30)
     with pytest.raises(ValueError, match="share state between replicas"):
         choose(source, request)
     shared = choose(source, request.fixed(shard=True)).chosen

@@ -10,12 +10,12 @@ from terapipe.search.estimates import estimates
 from terapipe.search.request import ClusterSource, Request
 from terapipe.search.sensitivity import CONSTANTS, FACTORS, mistakes, wrong_host
 
-SOURCE = ClusterSource(GPTConfig(layers=8, hidden=2048, heads=16, max_tokens=65536), cluster("dgx-a100:1"))
+SOURCE = ClusterSource(GPTConfig(layers=8, hidden=2048, heads=16, max_seq_len=65536), cluster("dgx-a100:1"))
 
 
 def test_a_wrong_constant_never_beats_the_right_one_by_much() -> None:
     """The search is no exact optimiser, so a mistake may find a slightly better plan, but not a much better one."""
-    request = Request(batch=1, tokens=2048, data=1, pipe=4, tensor=2, order="terapipe", chunks=1)
+    request = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2, order="terapipe", chunks=1)
     found = list(mistakes(SOURCE, request))
     assert len(found) == len(CONSTANTS) * len(FACTORS)
     assert all(-0.02 < mistake.regret < 1.0 for mistake in found)
@@ -31,12 +31,12 @@ def test_each_constant_is_changed_alone(constant: str) -> None:
 
 
 def test_sharding_is_estimated_with_or_without_a_ring() -> None:
-    (alone,) = estimates(SOURCE, Request(batch=8, tokens=4096))
-    (ring,) = estimates(SOURCE, Request(batch=1, tokens=65536))
+    (alone,) = estimates(SOURCE, Request(batch_size=8, seq_len=4096))
+    (ring,) = estimates(SOURCE, Request(batch_size=1, seq_len=65536))
     assert alone.name == "FSDP (estimate)"
     assert ring.name == "FSDP, rings of 8 (estimate)"
-    assert estimates(SOURCE, Request(batch=3, tokens=4096)) == []
-    assert 0 < alone.step_time < estimates(SOURCE, Request(batch=16, tokens=4096))[0].step_time
+    assert estimates(SOURCE, Request(batch_size=3, seq_len=4096)) == []
+    assert 0 < alone.step_time < estimates(SOURCE, Request(batch_size=16, seq_len=4096))[0].step_time
     slow = replace(SOURCE, cluster=cluster("p3.16xlarge:8"))
-    (bound,) = estimates(slow, Request(batch=1, tokens=65536))
+    (bound,) = estimates(slow, Request(batch_size=1, seq_len=65536))
     assert bound.peak_bytes > 0

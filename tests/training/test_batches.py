@@ -31,8 +31,8 @@ def token_file(lengths: list[int]) -> TokenFile:
 
 def batches(lengths: list[int], tokens: int, packing: Packing, shuffle: bool = False, seed: int = 0) -> Batches:
     file = token_file(lengths)
-    assume(packing == "alone" or file.num_tokens >= tokens)
-    assume(packing != "alone" or max(lengths) > 1)
+    assume(packing == "padded" or file.num_tokens >= tokens)
+    assume(packing != "padded" or max(lengths) > 1)
     return Batches(file, tokens, packing, shuffle, seed)
 
 
@@ -47,17 +47,17 @@ def test_every_token_is_predicted_once(packing: Packing, lengths: list[int], tok
     assert ids.dtype == labels.dtype == torch.int64
     assert (labels[counted] == ids[counted] + 1).all()  # the next token
     starts = set(token_file(lengths).starts.tolist())
-    last = sum(lengths) - 1 if packing == "alone" else min(sum(lengths) - 1, len(data) * tokens)
-    wanted = [i for i in range(1, last + 1) if packing == "joined" or i not in starts]
+    last = sum(lengths) - 1 if packing == "padded" else min(sum(lengths) - 1, len(data) * tokens)
+    wanted = [i for i in range(1, last + 1) if packing == "concat" or i not in starts]
     assert sorted(labels[counted].tolist()) == wanted
-    if packing != "alone":
+    if packing != "padded":
         assert sorted(ids.flatten().tolist()) == list(range(len(data) * tokens))
 
 
 @settings(deadline=None)
 @given(lengths, sizes)
 def test_alone_means_alone(lengths: list[int], tokens: int) -> None:
-    data = batches(lengths, tokens, "alone")
+    data = batches(lengths, tokens, "padded")
     ids, labels, documents = data.rows(0, len(data))
     assert documents is None
     assert (labels != IGNORE).any(dim=1).all()
@@ -73,13 +73,13 @@ def test_alone_means_alone(lengths: list[int], tokens: int) -> None:
 @settings(deadline=None)
 @given(lengths, sizes, st.booleans())
 def test_where_documents_begin(lengths: list[int], tokens: int, shuffle: bool) -> None:
-    data = batches(lengths, tokens, "separate", shuffle)
+    data = batches(lengths, tokens, "packed", shuffle)
     ids, _, documents = data.rows(1, 2 * len(data))
     starts = set(token_file(lengths).starts.tolist())
     assert documents is not None
     for row, found in zip(ids.tolist(), documents, strict=True):
         assert found == tuple(place for place, token in enumerate(row) if place == 0 or token in starts)
-    assert batches(lengths, tokens, "joined").documents(0, 1) is None
+    assert batches(lengths, tokens, "concat").documents(0, 1) is None
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -95,30 +95,30 @@ def test_the_order_is_that_of_single_sequences(
     parts = [again.rows(first + some, more), again.rows(first, some)][::-1]
     assert torch.equal(whole.ids, torch.cat([p.ids for p in parts]))
     assert torch.equal(whole.labels, torch.cat([p.labels for p in parts]))
-    if packing == "separate":
+    if packing == "packed":
         assert whole.documents == sum((p.documents or () for p in parts), ())
 
 
 def test_epochs_and_seeds_differ() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        data = Batches(token_file([100]), 2, "joined", True, seed)
+        data = Batches(token_file([100]), 2, "concat", True, seed)
         return data.rows(epoch * len(data), len(data)).ids[:, 0].tolist()
 
     drawn = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert all(sorted(one) == list(range(0, 100, 2)) for one in drawn)
     assert len({tuple(one) for one in [*drawn, sorted(drawn[0])]}) == 5
     assert drawn[1] == order(0, 1)
-    plain = Batches(token_file([100]), 2, "joined", False, 0)
+    plain = Batches(token_file([100]), 2, "concat", False, 0)
     assert plain.rows(48, 4).ids[:, 0].tolist() == [96, 98, 0, 2]
 
 
 def test_documents_are_told_without_reading_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("one")
     (tmp_path / "b.md").write_text("two")
-    config = DataConfig(train=(str(tmp_path / "*.md"),), tokens=8)
+    config = DataConfig(train=(str(tmp_path / "*.md"),), seq_len=8)
     prepare(config, tmp_path / "data")
     file = open_data(config, tmp_path / "data").train
-    data = Batches(file, 8, "separate", True, 0)
+    data = Batches(file, 8, "packed", True, 0)
     (tmp_path / "data" / "train" / "tokens.bin").unlink()
     assert data.documents(0, 2) == ((0, 4), (0, 4))
     with pytest.raises(FileNotFoundError):

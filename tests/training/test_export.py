@@ -15,7 +15,7 @@ from tests.training.test_run import train
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_logits(tied: bool) -> None:
-    shape = GPTConfig(layers=2, hidden=24, heads=3, ffn=40, vocab=50, max_tokens=30, tied=tied)
+    shape = GPTConfig(layers=2, hidden=24, heads=3, ffn=40, vocab=50, max_seq_len=30, tied=tied)
     gpt = GPT(shape).double()
     with torch.no_grad():
         for number, parameter in enumerate(gpt.parameters()):  # zero biases would hide a mistake

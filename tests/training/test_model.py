@@ -26,15 +26,15 @@ def told(folder: Path, *replaced: str) -> RunConfig:
         f"""
 [data]
 train = "{folder / "text.txt"}"
-tokens = 32
-batch = 2
+seq_len = 32
+batch_size = 2
 eval_share = 0.2
 [plan]
 seconds = 0
-[schedule]
-steps = 4
+[lr]
 warmup = 0
 [optimizer]
+steps = 4
 lr = 0.01
 [evaluation]
 every = 4
@@ -60,7 +60,7 @@ def test_a_hugging_face_model_is_trained_and_exported(ranks: Callable[[int], Ran
     folder = tmp_path / "exported"
     config = told(
         tmp_path, f"model.config={tmp_path / 'llama' / 'config.json'}", "model.dtype=bfloat16", "data.tokenizer=train",
-        "data.vocab=280", "data.packing=separate", "plan.slices=3", f"checkpoints.export={folder}",
+        "data.vocab=280", "data.packing=packed", "plan.num_slices=3", f"checkpoints.export={folder}",
     )  # fmt: skip
     ranks(2)(train, config)
     assert len(losses(config.folder)) == 4
@@ -75,13 +75,13 @@ def test_a_hugging_face_model_is_trained_and_exported(ranks: Callable[[int], Ran
 
 
 def test_a_model_of_ones_own_is_trained(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    config = told(tmp_path, f"model.own={OWN}:Decoder", "evaluation.sample=0", "plan.slice_lengths=[12,20]")
+    config = told(tmp_path, f"model.factory={OWN}:Decoder", "evaluation.sample=0", "plan.slice_lengths=[12,20]")
     ranks(2)(train, config)
     assert losses(config.folder)[-1] < losses(config.folder)[0]
 
 
 def test_a_measured_run_keeps_its_plan(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    config = told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", "plan.seconds=0.5", "plan.tile=4", "plan.pipe=2")
+    config = told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", "plan.seconds=0.5", "plan.tile=4", "plan.pp=2")
     ranks(2)(train, config, 2)
     kept = (config.folder / "planned.json").read_text()
     assert {"profile.json", "predicted.json", "timeline.json", "plan.json", "report.html"} <= {
@@ -98,11 +98,11 @@ def test_a_measured_run_keeps_its_plan(ranks: Callable[[int], Ranks], tmp_path: 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (ModelConfig(own="nothing"), "module:function"),
-        (ModelConfig(own="nothing:here"), "No module named 'nothing'"),
-        (ModelConfig(own="nothing.py:here"), "no file nothing.py"),
-        (ModelConfig(own="terapipe:nowhere"), "has no function 'nowhere'"),
-        (ModelConfig(own="terapipe.presets:GPTConfig"), "missing|returned"),
+        (ModelConfig(factory="nothing"), "module:function"),
+        (ModelConfig(factory="nothing:here"), "No module named 'nothing'"),
+        (ModelConfig(factory="nothing.py:here"), "no file nothing.py"),
+        (ModelConfig(factory="terapipe:nowhere"), "has no function 'nowhere'"),
+        (ModelConfig(factory="terapipe.presets:GPTConfig"), "missing|returned"),
         (ModelConfig(preset="gpt-larg"), "unknown model"),
         (ModelConfig(folder="/nowhere"), "config.json"),
     ],
@@ -114,14 +114,14 @@ def test_models_that_are_none(model: ModelConfig, said: str) -> None:
 
 def test_layouts() -> None:
     assert layout_of(PlanConfig(), 4, 0) == Layout(1, 4, 1)
-    assert layout_of(PlanConfig(data=2), 4, 0) == Layout(2, 2, 1)
+    assert layout_of(PlanConfig(dp=2), 4, 0) == Layout(2, 2, 1)
     assert layout_of(PlanConfig(shard=True), 4, 2) == Layout(2, 2, 1, shard=True)
-    assert layout_of(PlanConfig(tensor=2), 8, 0) == Layout(1, 4, 2)
+    assert layout_of(PlanConfig(tp=2), 8, 0) == Layout(1, 4, 2)
     with pytest.raises(ValueError, match="must be the number of processes"):
-        layout_of(PlanConfig(data=3), 4, 0)
+        layout_of(PlanConfig(dp=3), 4, 0)
     with pytest.raises(ValueError, match="is 2, but there are 4"):
-        layout_of(PlanConfig(data=1), 4, 2)
-    assert ranks_wanted(PlanConfig(data=2, pipe=3, tensor=2)) == 12
+        layout_of(PlanConfig(dp=1), 4, 2)
+    assert ranks_wanted(PlanConfig(dp=2, pp=3, tp=2)) == 12
 
 
 def test_a_plan_from_a_file(tmp_path: Path) -> None:

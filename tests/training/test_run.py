@@ -17,8 +17,8 @@ from terapipe.config import RunConfig, parse
 from terapipe.modeling.stage import IGNORE
 from terapipe.presets import model
 from terapipe.training.batches import Batches
+from terapipe.training.learning_rate import learning_rate
 from terapipe.training.metrics import read
-from terapipe.training.schedule import learning_rate
 from terapipe.training.tokens import open_data
 from tests.commands import Command, started
 from tests.ranks import Ranks
@@ -36,18 +36,18 @@ dtype = "float64"
 [data]
 train = "{folder.parent / "text.txt"}"
 cache = "{folder.parent / "data"}"
-tokens = 24
-batch = 2
+seq_len = 24
+batch_size = 2
 eval_share = 0.1
 [plan]
 seconds = 0
 [optimizer]
+steps = 50
 accumulate = 2
-clip = 0.5
+max_grad_norm = 0.5
 lr = 0.01
 eps = 1e-4
-[schedule]
-steps = 50
+[lr]
 warmup = 5
 [checkpoints]
 every = 0
@@ -111,7 +111,7 @@ def plainly(told: RunConfig, steps: int) -> list[float]:
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(told.optimizer.beta1, told.optimizer.beta2), eps=1e-4)
-    batches = Batches(data.train, told.data.tokens, told.data.packing, True, 0)
+    batches = Batches(data.train, told.data.seq_len, told.data.packing, True, 0)
     found = []
     for step in range(steps):
         rows = batches.rows(4 * step, 4)  # two batches of two
@@ -119,7 +119,7 @@ def plainly(told: RunConfig, steps: int) -> list[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, told.schedule, told.optimizer.lr)
+            group["lr"] = learning_rate(step, told.lr, told.optimizer)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
@@ -130,14 +130,14 @@ LAYOUTS = {
     "one process": (1, ()),
     "2 stages": (2, ("plan.order=1f1b",)),
     "3 stages sliced": (3, ("plan.order=terapipe", "plan.slice_lengths=[9,1,14]")),
-    "2 replicas x 2 stages": (4, ("plan.data=2", "plan.slices=3")),
-    "2 replicas x 2 stages, sharded": (4, ("plan.data=2", "plan.shard=true", "plan.order=terapipe-1f1b")),
+    "2 replicas x 2 stages": (4, ("plan.dp=2", "plan.num_slices=3")),
+    "2 replicas x 2 stages, sharded": (4, ("plan.dp=2", "plan.shard=true", "plan.order=terapipe-1f1b")),
 }
 
 
 @pytest.mark.parametrize(
     ("packing", "steps"),
-    [("joined", 10), *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (("alone", 10), ("joined", 50)))],
+    [("concat", 10), *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (("padded", 10), ("concat", 50)))],
 )
 def test_the_curve_is_that_of_a_plain_loop(
     ranks: Callable[[int], Ranks], place: Path, packing: str, steps: int
@@ -147,7 +147,7 @@ def test_the_curve_is_that_of_a_plain_loop(
     found = {}
     for number, (name, (size, more)) in enumerate(LAYOUTS.items()):
         source = (f"data.train={place / 'lines.jsonl'}", f"data.cache={place / 'lines'}", f"data.packing={packing}")
-        told = config(place / f"{packing}{steps}-{number}", "", f"schedule.steps={steps}", *more, *source)
+        told = config(place / f"{packing}{steps}-{number}", "", f"optimizer.steps={steps}", *more, *source)
         ranks(size)(train, told)
         found[name] = losses(told.folder)
         assert evaluations(told.folder) == pytest.approx(evaluations(place / f"{packing}{steps}-0"), rel=1e-9)
@@ -171,12 +171,12 @@ def reached(folder: Path, step: int) -> bool:
     return any(row["step"] >= step for row in read(folder) if "loss" in row)
 
 
-ENDLESS = ("schedule.kind=constant", "schedule.steps=1000000")  # over only when a test says so
+ENDLESS = ("lr.kind=constant", "optimizer.steps=1000000")  # over only when a test says so
 
 
 def straight(ranks: Callable[[int], Ranks], folder: Path, steps: int) -> list[float]:
     """The curve of as many steps, undisturbed."""
-    told = config(folder.with_name(f"{folder.name}-straight"), "", "schedule.kind=constant", f"schedule.steps={steps}")
+    told = config(folder.with_name(f"{folder.name}-straight"), "", "lr.kind=constant", f"optimizer.steps={steps}")
     ranks(2)(train, told)
     return losses(told.folder)
 
@@ -184,7 +184,7 @@ def straight(ranks: Callable[[int], Ranks], folder: Path, steps: int) -> list[fl
 def test_a_killed_rank_is_survived(ranks: Callable[[int], Ranks], place: Path) -> None:
     """By itself, from the last checkpoint, to the last bit."""
     folder = place / "killed"
-    told = config(folder, "", *ENDLESS, "checkpoints.every=5", "plan.pipe=2", "failures.restarts=1")
+    told = config(folder, "", *ENDLESS, "checkpoints.every=5", "plan.pp=2", "failures.restarts=1")
     with command(folder, told) as run:
         run.until(lambda: reached(folder, 12))
         os.kill(run.workers()[1], signal.SIGKILL)
@@ -202,10 +202,10 @@ def _after_resuming(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) -> None:
-    folder, steps = place / "moved", ("schedule.kind=constant", "schedule.steps=40")
+    folder, steps = place / "moved", ("lr.kind=constant", "optimizer.steps=40")
     ranks(2)(train, config(folder, "", *steps), 11)
     ranks(3)(train, config(folder, "", *steps, "plan.order=terapipe", "plan.slice_lengths=[5,12,7]"), 9)
-    ranks(4)(train, config(folder, "", *steps, "plan.data=2", "plan.shard=true"), 8)
+    ranks(4)(train, config(folder, "", *steps, "plan.dp=2", "plan.shard=true"), 8)
     assert len(losses(folder)) == 28
     ranks(1)(train, config(folder, "", *steps))
     assert losses(folder) == pytest.approx(straight(ranks, folder, 40), rel=1e-9)
@@ -214,14 +214,14 @@ def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) 
 @pytest.mark.parametrize("size", [1, 2])
 def test_asked_to_stop_it_saves_and_ends_well(ranks: Callable[[int], Ranks], place: Path, size: int) -> None:
     folder = place / f"stopped{size}"
-    told = config(folder, "", *ENDLESS, f"plan.pipe={size}")
+    told = config(folder, "", *ENDLESS, f"plan.pp={size}")
     with command(folder, told) as run:
         run.until(lambda: reached(folder, 3))
         run.signal(signal.SIGINT)
         assert run.end() == 0, run.said
         assert "SIGINT" in run.said
     steps = len(losses(folder)) + 4
-    ranks(size)(train, config(folder, "", ENDLESS[0], f"schedule.steps={steps}", f"plan.pipe={size}"))
+    ranks(size)(train, config(folder, "", ENDLESS[0], f"optimizer.steps={steps}", f"plan.pp={size}"))
     found = losses(folder)
     assert len(found) == steps
     wanted = straight(ranks, folder, steps)
@@ -230,11 +230,11 @@ def test_asked_to_stop_it_saves_and_ends_well(ranks: Callable[[int], Ranks], pla
 
 def test_beginning_anew_and_from_another_run(ranks: Callable[[int], Ranks], place: Path) -> None:
     first, second = place / "first", place / "second"
-    ranks(2)(train, config(first, "", "schedule.steps=3", "checkpoints.resume=off"))
+    ranks(2)(train, config(first, "", "optimizer.steps=3", "checkpoints.resume=off"))
     with pytest.raises(ValueError, match="holds checkpoints of a run before"):
-        ranks(1)(train, config(first, "", "schedule.steps=4", "checkpoints.resume=off"))
+        ranks(1)(train, config(first, "", "optimizer.steps=4", "checkpoints.resume=off"))
     start = first / "checkpoints" / "step-00000003"
-    more = ("schedule.steps=5", f"checkpoints.resume={start}")
+    more = ("optimizer.steps=5", f"checkpoints.resume={start}")
     ranks(1)(train, config(second, "", *more), 1)
     assert [row["step"] for row in read(second) if "loss" in row] == [4]
     ranks(1)(train, config(second, "", *more))
@@ -247,7 +247,9 @@ def test_beginning_anew_and_from_another_run(ranks: Callable[[int], Ranks], plac
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_what_is_not_finite_is_not_learned(ranks: Callable[[int], Ranks], place: Path, policy: str) -> None:
     folder = place / f"nan-{policy}"
-    told = config(folder, "", "schedule.steps=6", f"failures.nan={policy}", "failures.skips=3", "optimizer.lr=1e300")
+    told = config(
+        folder, "", "optimizer.steps=6", f"failures.on_nan={policy}", "failures.max_skipped=3", "optimizer.lr=1e300"
+    )
     with pytest.raises(ArithmeticError, match="not finite"):
         ranks(2)(train, told)
     rows = [row for row in read(folder) if "loss" in row]
@@ -257,7 +259,7 @@ def test_what_is_not_finite_is_not_learned(ranks: Callable[[int], Ranks], place:
 
 def test_bad_input_is_one_message(place: Path) -> None:
     folder = place / "bad"
-    told = config(folder, "", "plan.pipe=2", f"data.train={place / 'nothing.txt'}")
+    told = config(folder, "", "plan.pp=2", f"data.train={place / 'nothing.txt'}")
     with command(folder, told) as run:
         assert run.end() == 1
         assert "nothing.txt" in run.said

@@ -26,7 +26,7 @@ def write(path: Path, texts: list[str]) -> str:
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
-    return DataConfig(train=(write(tmp_path / "source.jsonl", TEXTS),), tokens=4)
+    return DataConfig(train=(write(tmp_path / "source.jsonl", TEXTS),), seq_len=4)
 
 
 def built(config: DataConfig, folder: Path) -> tuple[list[int], list[int]]:
@@ -96,7 +96,7 @@ def test_a_share_for_evaluation(
 ) -> None:
     texts = [chr(97 + i) * length for i, length in enumerate(lengths)]
     write(tmp_path / "source.jsonl", texts)
-    config = replace(config, eval_share=share, packing="alone")
+    config = replace(config, eval_share=share, packing="padded")
     prepare(config, tmp_path / "data")
     data = open_data(config, tmp_path / "data")
     files = (data.train, data.eval)
@@ -113,7 +113,7 @@ def test_nothing_is_done_twice_and_nothing_stale_is_kept(
     first = built(config, folder)
     with monkeypatch.context() as patched:
         patched.setattr(preparing, "_build", None)
-        assert built(replace(config, tokens=5, vocab=99, shuffle=False), folder) == first
+        assert built(replace(config, seq_len=5, vocab=99, shuffle=False), folder) == first
     write(tmp_path / "source.jsonl", ["something else"])
     assert built(config, folder) == plainly(["something else"])
     write(tmp_path / "more.jsonl", ["more"])
@@ -200,9 +200,9 @@ def test_what_is_refused(config: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     total = len(plainly(TEXTS)[0])
     with pytest.raises(ValueError, match=rf"has 999 tokens .*, but the train data only {total} in 4 documents"):
-        prepare(replace(config, tokens=999), folder)
+        prepare(replace(config, seq_len=999), folder)
     with pytest.raises(ValueError, match=r"the eval data only 28 in 1 documents; .* data\.eval_share"):
-        prepare(replace(config, tokens=40, eval_share=0.4), folder)
+        prepare(replace(config, seq_len=40, eval_share=0.4), folder)
     with pytest.raises(ValueError, match=r"eval_share must leave documents to train on, got 1\.0"):
         prepare(replace(config, eval_share=1.0), folder)
     with pytest.raises(ValueError, match=r"at least one document .* got none in .*none\.jsonl"):

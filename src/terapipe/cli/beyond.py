@@ -45,7 +45,7 @@ def picture(found: Sequence[Outcome]) -> str:
         case, planned = each.case, each.planned.step_time
         usual = each.usual.step_time / planned if each.usual else 0.0
         other = each.others[0].step_time / planned if each.others else 0.0
-        ratios[f"{case.model}, {case.where}, {case.batch} x {case.tokens // 1024}k"] = (1.0, usual, other)
+        ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = (1.0, usual, other)
     return svg.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
 
 
@@ -58,13 +58,13 @@ def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
 def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
     for i, c in enumerate(grown(setting).values()):
         first = "" if i else f"({setting.number}) {setting.model}"
-        batch = str(c.plan.batch * c.layout.data)
-        yield first, c.name, f"{c.tokens_per_second:,.0f}", batch, units.memory(c.peak_bytes), cut(c.plan)
+        batch_size = str(c.plan.batch_size * c.layout.dp)
+        yield first, c.name, f"{c.tokens_per_second:,.0f}", batch_size, units.memory(c.peak_bytes), cut(c.plan)
 
 
 def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
     case, planned = found.case, found.planned
-    first = f"{case.model}, {case.where}, {case.batch} x {case.tokens // 1024}k"
+    first = f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"
     yield (first, *_row("planned", planned, planned))
     yield ("", *_row("best 1F1B", found.usual, planned)) if found.usual else ("", "best 1F1B", "none fits", "", "", "")
     for e in found.others:
@@ -74,6 +74,6 @@ def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
 
 def _row(name: str, choice: Choice, best: Choice) -> tuple[str, ...]:
     layout = choice.layout
-    how = f"{choice.plan.order}, {layout.data} x {layout.pipe} x {layout.tensor}, {cut(choice.plan)}"
+    how = f"{choice.plan.order}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(choice.plan)}"
     ratio = f"{choice.step_time / best.step_time:.2f}"
     return name, units.seconds(choice.step_time), ratio, units.memory(choice.peak_bytes), how

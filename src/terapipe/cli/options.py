@@ -39,20 +39,20 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required
 
 
 def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument("--batch", type=int, required=required, help="sequences per step, over all replicas")
-    parser.add_argument("--seq", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
+    parser.add_argument("--batch-size", type=int, required=required, help="sequences per step, over all replicas")
+    parser.add_argument("--seq-len", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
     parser.add_argument("--memory", metavar="BYTES", help="budget per device, such as 16GiB; default: what it has")
     fixed = parser.add_argument_group("fixed by you, chosen if left out")
-    fixed.add_argument("--data", type=int, help="replicas")
-    fixed.add_argument("--pipe", type=int, help="ranks of the pipeline")
-    fixed.add_argument("--tensor", type=int, help="devices to each operator")
+    fixed.add_argument("--dp", type=int, help="data parallel replicas")
+    fixed.add_argument("--pp", type=int, help="pipeline ranks")
+    fixed.add_argument("--tp", type=int, help="tensor parallel ranks")
     fixed.add_argument("--order", help=f"one of {', '.join(ORDERS)}")
-    fixed.add_argument("--slices", type=_count, metavar="COUNT", help="how many equal slices of each sequence")
+    fixed.add_argument("--num-slices", type=_count, metavar="COUNT", help="how many equal slices of each sequence")
     fixed.add_argument("--slice-lengths", type=_lengths, metavar="TOKENS,...", help="such as 704,688,656")
-    fixed.add_argument("--microbatch", type=int, help="sequences per microbatch")
+    fixed.add_argument("--microbatch-size", type=int, help="sequences per microbatch")
     fixed.add_argument("--chunks", type=int, help="chunks of layers per rank")
     fixed.add_argument("--recompute", choices=("on", "off"), help="keep only a slice's input for its backward")
-    fixed.add_argument("--shard", action="store_true", help="replicas share out their state: Pipeline(shard=True)")
+    fixed.add_argument("--shard", action="store_true", help="shard model state over replicas (FSDP2)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--tile", type=int, help="slice lengths are multiples of it (default 8)")
     limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
@@ -77,7 +77,7 @@ def source_of(parsed: argparse.Namespace) -> Source:
         profile = load(parsed.profile, Profile.from_json)
         if parsed.model is not None:
             profile.check_model(model(parsed.model))
-        ranks = (getattr(parsed, "data", None) or 1) * (getattr(parsed, "pipe", None) or 0) or profile.ranks
+        ranks = (getattr(parsed, "dp", None) or 1) * (getattr(parsed, "pp", None) or 0) or profile.ranks
         return ProfileSource(profile, ranks)
     if parsed.cluster is None:
         raise ValueError("costs come from --cluster and --model, or from --profile; give one of them")
@@ -88,26 +88,26 @@ def source_of(parsed: argparse.Namespace) -> Source:
 
 def _long_enough(config: GPTConfig, parsed: argparse.Namespace) -> GPTConfig:
     """A preset with positions for sequences of the asked length: a plan for longer ones is a plan for such a model."""
-    return replace(config, max_tokens=max(config.max_tokens, getattr(parsed, "seq", None) or 1))
+    return replace(config, max_seq_len=max(config.max_seq_len, getattr(parsed, "seq_len", None) or 1))
 
 
 def request_of(parsed: argparse.Namespace) -> Request:
-    if parsed.batch is None or parsed.seq is None:
-        raise ValueError("give --batch and --seq")
-    slices = parsed.slices if parsed.slice_lengths is None else parsed.slice_lengths
+    if parsed.batch_size is None or parsed.seq_len is None:
+        raise ValueError("give --batch-size and --seq-len")
     _refuse_conflicts(parsed)
     return Request(
-        batch=parsed.batch,
-        tokens=parsed.seq,
-        data=parsed.data,
-        pipe=parsed.pipe,
-        tensor=parsed.tensor,
+        batch_size=parsed.batch_size,
+        seq_len=parsed.seq_len,
+        dp=parsed.dp,
+        pp=parsed.pp,
+        tp=parsed.tp,
         order=parsed.order,
-        slices=slices,
-        microbatch=parsed.microbatch,
+        num_slices=parsed.num_slices,
+        slice_lengths=parsed.slice_lengths,
+        microbatch_size=parsed.microbatch_size,
         chunks=parsed.chunks,
         recompute={"on": True, "off": False, None: None}[parsed.recompute],
-        tile=max(1, min(TILE, parsed.seq)) if parsed.tile is None else parsed.tile,
+        tile=max(1, min(TILE, parsed.seq_len)) if parsed.tile is None else parsed.tile,
         distinct=parsed.distinct,
         shard=parsed.shard,
         budget=None if parsed.memory is None else nbytes(parsed.memory),
@@ -116,14 +116,14 @@ def request_of(parsed: argparse.Namespace) -> Request:
 
 def _refuse_conflicts(parsed: argparse.Namespace) -> None:
     """Options that would have no effect beside others."""
-    if parsed.slices is not None:
-        refuse_with("--slices", parsed, "slice_lengths", "tile", "distinct")
+    if parsed.num_slices is not None:
+        refuse_with("--num-slices", parsed, "slice_lengths", "tile", "distinct")
     if parsed.slice_lengths is not None:
         refuse_with("--slice-lengths", parsed, "tile", "distinct")
     if parsed.order is not None and not order_named(parsed.order).sliced:
         refuse_with(f"--order {parsed.order}, which takes whole sequences", parsed, "tile", "distinct")
-    if parsed.data == 1:
-        refuse_with("--data 1", parsed, "shard")
+    if parsed.dp == 1:
+        refuse_with("--dp 1", parsed, "shard")
 
 
 def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:

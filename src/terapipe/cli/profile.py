@@ -34,7 +34,7 @@ def add(verbs: Verbs) -> None:
         help=f"a preset ({', '.join(PRESETS)}), a shape, or a Hugging Face model: its config.json or folder",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    parser.add_argument("--seq", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
+    parser.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
     parser.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time (default 2)")
     parser.add_argument("--sizes", default="1", help="sequences per microbatch to measure, such as 1,2,4")
     parser.add_argument("--seconds", type=float, default=45.0, help="stop after about so long (default 45)")
@@ -43,10 +43,10 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.seq < 1 or not 0 < parsed.seconds < inf:
-        raise ValueError(f"--seq and --seconds must be positive, got {parsed.seq} and {parsed.seconds}")
+    if parsed.seq_len < 1 or not 0 < parsed.seconds < inf:
+        raise ValueError(f"--seq-len and --seconds must be positive, got {parsed.seq_len} and {parsed.seconds}")
     check_outputs(parsed)
-    config = _found(parsed.model, parsed.seq)
+    config = _found(parsed.model, parsed.seq_len)
     sizes = _sizes(parsed.sizes)
     # A model that cannot be cut is refused here, in one message, before any rank is started.
     layers = (config if isinstance(config, GPTConfig) else _made(config, parsed.dtype)[1]).layers
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
     from terapipe.runtime.launch import launch
     from terapipe.runtime.transport import under_torchrun
 
-    asked = (config, parsed.dtype, parsed.seq, sizes, parsed.seconds, parsed.ranks)
+    asked = (config, parsed.dtype, parsed.seq_len, sizes, parsed.seconds, parsed.ranks)
     measured = measure(*asked) if under_torchrun() else launch(measure, parsed.ranks, *asked)
     if measured is not None:
         _show(measured, parsed.out)
@@ -63,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _found(text: str, tokens: int) -> Any:
+def _found(text: str, seq_len: int) -> Any:
     """The shape of a GPT, or the configuration of a Hugging Face model."""
     if text not in PRESETS and Path(text).exists():
         verify.load()
@@ -76,7 +76,7 @@ def _found(text: str, tokens: int) -> Any:
                 f"{text} is a type of models, not one: give the config.json, or the folder, of the model to measure"
             ) from None
         raise
-    return replace(config, max_tokens=max(tokens, config.max_tokens))
+    return replace(config, max_seq_len=max(seq_len, config.max_seq_len))
 
 
 def _types() -> list[str]:
@@ -87,7 +87,9 @@ def _types() -> list[str]:
     return causal_lm_types()
 
 
-def measure(config: Any, dtype: str, tokens: int, sizes: tuple[int, ...], seconds: float, ranks: int) -> Profile | None:
+def measure(
+    config: Any, dtype: str, seq_len: int, sizes: tuple[int, ...], seconds: float, ranks: int
+) -> Profile | None:
     """What every rank runs; only the first returns the profile, and shows how far it is."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -96,7 +98,7 @@ def measure(config: Any, dtype: str, tokens: int, sizes: tuple[int, ...], second
 
     take_cores()
     made, shape = _made(config, dtype)
-    profiler = Profiler(made, layers=max(1, shape.layers // ranks), tokens=tokens, sizes=sizes, shape=shape)
+    profiler = Profiler(made, layers=max(1, shape.layers // ranks), seq_len=seq_len, sizes=sizes, shape=shape)
     first = profiler.transport.rank == 0
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
     with Progress(*columns, disable=not first, transient=True) as bar:
@@ -132,7 +134,7 @@ def _show(measured: Profile, out: Path) -> None:
         f"{len(measured.samples)} points, {min(counts)} to {max(counts)} measurements each, on {measured.ranks} ranks; "
         f"error on held-out points: {held_out}"
     )
-    whole_stage = [s for s in measured.samples if s.length == measured.tokens and s.kind in ("forward", "backward")]
+    whole_stage = [s for s in measured.samples if s.length == measured.seq_len and s.kind in ("forward", "backward")]
     for sample in whole_stage:
         middle = sorted(sample.seconds)[len(sample.seconds) // 2]
         what = f"{sample.kind} of {measured.layers} layers, {sample.size} x {sample.length} tokens"
@@ -142,7 +144,9 @@ def _show(measured: Profile, out: Path) -> None:
         if sizes:
             shown = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
             show.console.print(f"  messages {where}: {shown}")
-    show.console.print(f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch 1 --seq {measured.tokens}")
+    show.console.print(
+        f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch-size 1 --seq-len {measured.seq_len}"
+    )
 
 
 def _judge(measured: Profile) -> None:

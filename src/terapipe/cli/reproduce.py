@@ -71,7 +71,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     without, sliced, speedup = row.errors
     lengths = row.sliced.plan.lengths[0]
     return (
-        f"({s.number}) {s.model}, {s.layout.data} x {s.layout.pipe} x {s.layout.tensor}",
+        f"({s.number}) {s.model}, {s.layout.dp} x {s.layout.pp} x {s.layout.tp}",
         f"{s.without:.2f} / {row.without.step_time:.2f} s",
         f"{without:+.0%}",
         f"{s.sliced:.2f} / {row.sliced.step_time:.2f} s",

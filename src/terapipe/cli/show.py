@@ -40,7 +40,7 @@ def described(choice: Choice) -> dict[str, str]:
     plan = choice.plan
     out = {
         "layers": "stages of " + runs([b - a for a, b in zip(plan.boundaries, plan.boundaries[1:], strict=False)]),
-        "microbatches": runs(plan.sizes) + (" sequences" if plan.batch > 1 else " sequence"),
+        "microbatches": runs(plan.sizes) + (" sequences" if plan.batch_size > 1 else " sequence"),
         "slices": slices(plan),
         "recompute": "yes" if plan.recompute else "no",
         "idle": units.share(choice.idle),
@@ -55,7 +55,7 @@ def described(choice: Choice) -> dict[str, str]:
 
 def slices(plan: Plan) -> str:
     if all(len(row) == 1 for row in plan.lengths):
-        return f"none: whole sequences of {plan.tokens} tokens (do not slice)"
+        return f"none: whole sequences of {plan.seq_len} tokens (do not slice)"
     rows = [f"{len(row)} of {runs(row)}" for row in dict.fromkeys(plan.lengths)]
     return "; or ".join(rows) + " tokens"
 
@@ -109,7 +109,7 @@ def choices(rows: Sequence[Choice], best: Choice | None = None) -> Table:
             units.share(c.idle),
             units.memory(c.peak_bytes) if c.peak_bytes else "?",
             "yes" if c.fits else "[red]no[/]",
-            f"{c.layout.data} x {c.layout.pipe} x {c.layout.tensor}",
+            f"{c.layout.dp} x {c.layout.pp} x {c.layout.tp}",
             cut(c.plan),
         )
     return table

@@ -72,14 +72,14 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None]:
     if parsed.plan is None:
-        if parsed.batch is None or parsed.seq is None:
-            raise ValueError("give a saved plan, or --batch and --seq to make one")
+        if parsed.batch_size is None or parsed.seq_len is None:
+            raise ValueError("give a saved plan, or --batch-size and --seq-len to make one")
         source, request = source_of(parsed), request_of(parsed)
         choice = choose(source, request).chosen
         return Bench(source, request, choice.layout, choice.plan.recompute), choice, None
     saved = load(parsed.plan, SavedPlan.from_json)
     plan, layout = saved.plan, _layout(parsed, saved)
-    parsed.seq, parsed.data, parsed.pipe = plan.tokens, layout.data, layout.pipe
+    parsed.seq_len, parsed.dp, parsed.pp = plan.seq_len, layout.dp, layout.pp
     named = parsed.cluster is not None or parsed.profile is not None
     if not named:
         refuse_with("the costs that are saved with the plan, and no --cluster", parsed, "model", "layers_only")
@@ -87,9 +87,9 @@ def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None
     if plan.num_layers != source.layers:
         raise ValueError(f"the plan splits {plan.num_layers} layers, the model has {source.layers}")
     budget = saved.budget if parsed.memory is None else nbytes(parsed.memory)
-    request = Request(plan.batch * layout.data, plan.tokens, shard=layout.shard, tile=1, budget=budget)
-    if layout.tensor not in source.tensor_degrees():
-        raise ValueError(f"tensor must be one of {source.tensor_degrees()} on {source.name}, got {layout.tensor}")
+    request = Request(plan.batch_size * layout.dp, plan.seq_len, shard=layout.shard, tile=1, budget=budget)
+    if layout.tp not in source.tensor_degrees():
+        raise ValueError(f"tp must be one of {source.tensor_degrees()} on {source.name}, got {layout.tp}")
     if layout.devices > source.devices:
         raise ValueError(f"{layout} needs {layout.devices} devices, {source.name} has {source.devices}")
     bench = Bench(source, request, layout, plan.recompute)
@@ -100,15 +100,15 @@ def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     """The plan's own; what was given must agree with it. A bare plan has none: then it must be given."""
     refuse_with("a saved plan, which fixes all that", parsed, *FIXED)
     if saved.layout is None:
-        if parsed.data is None or parsed.tensor is None:
-            raise ValueError(f"{parsed.plan} is a bare plan, without its layout; give --data and --tensor")
-        layout = Layout(parsed.data, saved.plan.num_ranks, parsed.tensor, parsed.shard)
-        if min(layout.data, layout.tensor) < 1 or (layout.shard and layout.data == 1):
-            raise ValueError(f"--data and --tensor are at least 1, and --shard needs several replicas, got {layout}")
+        if parsed.dp is None or parsed.tp is None:
+            raise ValueError(f"{parsed.plan} is a bare plan, without its layout; give --dp and --tp")
+        layout = Layout(parsed.dp, saved.plan.num_ranks, parsed.tp, parsed.shard)
+        if min(layout.dp, layout.tp) < 1 or (layout.shard and layout.dp == 1):
+            raise ValueError(f"--dp and --tp are at least 1, and --shard needs several replicas, got {layout}")
     else:
         layout = saved.layout
-    batch, tokens = saved.plan.batch * layout.data, saved.plan.tokens
-    known = {**asdict(layout), "batch": batch, "seq": tokens}
+    batch_size, seq_len = saved.plan.batch_size * layout.dp, saved.plan.seq_len
+    known = {**asdict(layout), "batch_size": batch_size, "seq_len": seq_len}
     for name, value in known.items():
         asked = getattr(parsed, name)
         if asked is not None and asked is not False and asked != value:

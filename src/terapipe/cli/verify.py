@@ -28,7 +28,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("model", nargs="?", help="a model type such as llama, a config.json, or a model's folder")
     parser.add_argument("--all", action="store_true", help="every causal-LM type of the installed transformers")
     parser.add_argument("--stages", type=int, default=2, help="stages (default 2)")
-    parser.add_argument("--slices", type=int, default=4, help="slices of 29 tokens (default 4)")
+    parser.add_argument("--num-slices", type=int, default=4, help="slices of 29 tokens (default 4)")
     parser.add_argument(
         "--tp", type=int, default=1, help="tensor parallel over so many processes, by the model's own plan (default 1)"
     )
@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
     load()
     from terapipe.modeling.hf.trial import lengths
 
-    lengths(parsed.slices, 1)  # refuses before anything is built
+    lengths(parsed.num_slices, 1)  # refuses before anything is built
     if parsed.all:
         return _all(parsed)
     verdict = next(iter(_found({parsed.model: config_of(parsed.model)}, parsed)))
@@ -122,10 +122,10 @@ def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["Ver
 
 def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["Verdict"]:
     if parsed.tp == 1:
-        return _checked(configs, parsed.stages, parsed.slices)
+        return _checked(configs, parsed.stages, parsed.num_slices)
     from terapipe.runtime.launch import launch
 
-    return iter(launch(_with_tensor_parallel, parsed.tp, parsed.tp, configs, parsed.stages, parsed.slices))
+    return iter(launch(_with_tensor_parallel, parsed.tp, parsed.tp, configs, parsed.stages, parsed.num_slices))
 
 
 def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list["Verdict"]:
@@ -139,7 +139,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
 
     torch.set_num_threads(1)
     load()
-    mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tensor"]
+    mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tp"]
     try:
         verdicts = _checked(configs, stages, slices)
         return [check_tensor_parallel(v, configs[v.model], mesh) if v.exact else v for v in verdicts]
@@ -181,7 +181,7 @@ def _all(parsed: argparse.Namespace) -> int:
 
     verdicts, wrong, same = [], Counter[str](), 0
     alone = ((verdict, dict[str, float]()) for verdict in _found(_all_configs(), parsed))
-    for verdict, found in sweep(parsed.stages, parsed.slices) if parsed.tp == 1 else alone:
+    for verdict, found in sweep(parsed.stages, parsed.num_slices) if parsed.tp == 1 else alone:
         verdicts.append(verdict)
         unconfirmed = [use for use, error in found.items() if not error <= (0 if use == "dropout" else BOUND)]
         wrong.update(unconfirmed)
@@ -238,6 +238,6 @@ def _print(verdict: "Verdict", parsed: argparse.Namespace) -> None:
             table.add_row(group, f"{error:.1e}")
         over = f", with tensor parallel {parsed.tp}" if parsed.tp > 1 else ""
         show.console.print(
-            f"\nA small copy in {parsed.stages} stages and {parsed.slices} slices{over}, against one piece:"
+            f"\nA small copy in {parsed.stages} stages and {parsed.num_slices} slices{over}, against one piece:"
         )
         show.console.print(table)

@@ -20,7 +20,7 @@ from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.stage import Stage
 
 KINDS = 64  # of calls that code is compiled for: one sequence or more, one token or more, with gradients or without
-TENSOR = "tensor"  # the dimension of a mesh whose devices share operators
+TENSOR = "tp"  # the dimension of a mesh whose devices share operators
 
 _compiled: WeakSet[nn.Module] = WeakSet()
 _disable: Callable[[Any], Any] = torch.compiler.disable

@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.first, self.last = 0, config.layers
         self.cut = 1  # devices among which the tokens of hidden states are shared out between stages
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
-        self.positions: nn.Embedding | None = nn.Embedding(config.max_tokens, config.hidden)
+        self.positions: nn.Embedding | None = nn.Embedding(config.max_seq_len, config.hidden)
         # Keyed by the layer's number in the whole model, so that a stage's parameters keep their names.
         again = recompute == "selective"
         self.layers = nn.ModuleDict({str(i): Block(config, i, again) for i in range(config.layers)})
@@ -235,8 +235,8 @@ class GPT(nn.Module):
         return list(self.layers.values())
 
     def make_cache(self, size: int, tokens: int) -> SliceCache:
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"the model has positions for {self.config.max_tokens} tokens, got sequences of {tokens}")
+        if tokens > self.config.max_seq_len:
+            raise ValueError(f"the model has positions for {self.config.max_seq_len} tokens, got sequences of {tokens}")
         return SliceCache(tokens)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:

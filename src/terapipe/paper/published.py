@@ -17,7 +17,7 @@ class Setting:
     number: int
     model: str
     hosts: int  # p3.16xlarge
-    batch: int
+    batch_size: int
     layout: Layout
     without: float
     sliced: float

@@ -10,7 +10,7 @@ GROWTH = (1, 2, 4, 8, 16)
 
 def orders(setting: Setting, growth: int = 1) -> list[Choice]:
     """Every order at its best in the published layout, within a V100's memory, recomputing where that pays."""
-    request = request_of(setting).fixed(batch=setting.batch * growth, budget=None, recompute=None)
+    request = request_of(setting).fixed(batch_size=setting.batch_size * growth, budget=None, recompute=None)
     return compare(source_of(setting), request)
 
 

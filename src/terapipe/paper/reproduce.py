@@ -58,11 +58,11 @@ def source_of(setting: Setting) -> ClusterSource:
 def request_of(setting: Setting) -> Request:
     layout = setting.layout
     return Request(
-        batch=setting.batch,
-        tokens=TOKENS,
-        data=layout.data,
-        pipe=layout.pipe,
-        tensor=layout.tensor,
+        batch_size=setting.batch_size,
+        seq_len=TOKENS,
+        dp=layout.dp,
+        pp=layout.pp,
+        tp=layout.tp,
         recompute=False,
         budget=UNLIMITED,
     )

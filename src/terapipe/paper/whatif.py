@@ -14,13 +14,13 @@ from terapipe.search.request import ClusterSource, Request
 class Case:
     model: str
     where: str
-    batch: int
-    tokens: int
+    batch_size: int
+    seq_len: int
 
     @property
     def source(self) -> ClusterSource:
         config = PRESETS[self.model]
-        return ClusterSource(replace(config, max_tokens=max(config.max_tokens, self.tokens)), cluster(self.where))
+        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), cluster(self.where))
 
 
 CASES = (
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def outcome(case: Case) -> Outcome:
-    request = Request(case.batch, case.tokens, tile=max(8, case.tokens // 1024))
+    request = Request(case.batch_size, case.seq_len, tile=max(8, case.seq_len // 1024))
     decision: Decision = choose(case.source, request)
     try:
         usual = choose(case.source, request.fixed(order="1f1b")).chosen

@@ -39,22 +39,22 @@ class AnalyticCost:
 
     def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
         device = self.cluster.host.device
-        flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tensor
+        flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tp
         products = np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
         return np.asarray(part.layers * (products + self._accumulation), dtype=np.float64)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
-        link = self._link(source * self.layout.tensor, target * self.layout.tensor)
+        link = self._link(source * self.layout.tp, target * self.layout.tp)
         return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
 
     def sending(self, source: int, target: int) -> Sending:
-        link = self._link(source * self.layout.tensor, target * self.layout.tensor)
+        link = self._link(source * self.layout.tp, target * self.layout.tp)
         return Sending(self.cluster.host.overlapped, link.latency)
 
     def once(self, held: Sequence[Part]) -> float:
         device = self.cluster.host.device
-        count = parameters(self.config, held) / self.layout.tensor if self.ends else self._layer_parameters(held)
+        count = parameters(self.config, held) / self.layout.tp if self.ends else self._layer_parameters(held)
         optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
         return optimizer + self._reduction(count) + self._tied(held)
 
@@ -63,21 +63,21 @@ class AnalyticCost:
     @property
     def _rate(self) -> float:
         """Of products of the model's width by a tensor rank's share of it, taken as squares of the same area."""
-        return self.cluster.host.device.rate(self.config.hidden / self.layout.tensor**0.5)
+        return self.cluster.host.device.rate(self.config.hidden / self.layout.tp**0.5)
 
     @property
     def _weight_bytes(self) -> float:
-        return self.config.layer_parameters * self.cluster.host.device.element / self.layout.tensor
+        return self.config.layer_parameters * self.cluster.host.device.element / self.layout.tp
 
     def _layer_parameters(self, held: Sequence[Part]) -> float:
-        return sum(part.layers for part in held) * self.config.layer_parameters / self.layout.tensor
+        return sum(part.layers for part in held) * self.config.layer_parameters / self.layout.tp
 
     def _flops(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """Multiply-adds, counted twice, of one layer's forward on one device."""
         tokens = np.multiply(size, length)
         seen = np.add(context, np.multiply(length, 0.5 if self.cluster.host.device.causal else 1.0))
         linear = 2.0 * tokens * self.config.layer_parameters
-        return np.asarray((linear + 4.0 * tokens * seen * self.config.hidden) / self.layout.tensor, dtype=np.float64)
+        return np.asarray((linear + 4.0 * tokens * seen * self.config.hidden) / self.layout.tp, dtype=np.float64)
 
     def _products(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """Arithmetic, or reading the weights where that takes longer."""
@@ -95,7 +95,7 @@ class AnalyticCost:
 
     def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:
         """Two in each direction: after attention and after the feed-forward layer."""
-        t = self.layout.tensor
+        t = self.layout.tp
         if t == 1:
             return 0.0
         link = self._link(0, t - 1)
@@ -110,7 +110,7 @@ class AnalyticCost:
         embedding = 3.0 * tokens * self.config.hidden * device.element / device.bandwidth if part.first else 0.0
         if not part.last:
             return np.asarray(embedding, dtype=np.float64)
-        head = 3 * self.config.head_flops(1) * tokens / self.layout.tensor / self._rate
+        head = 3 * self.config.head_flops(1) * tokens / self.layout.tp / self._rate
         return np.asarray(embedding + head + 3 * device.layer_overhead, dtype=np.float64)
 
     # Links
@@ -121,7 +121,7 @@ class AnalyticCost:
 
     def _reduction(self, count: float) -> float:
         """All replicas sum their gradients round a ring; the devices of a host share its card."""
-        d = self.layout.data
+        d = self.layout.dp
         if d == 1:
             return 0.0
         host = self.cluster.host
@@ -135,7 +135,7 @@ class AnalyticCost:
         first, last = (any(getattr(part, end) for part in held) for end in ("first", "last"))
         if not (self.ends and self.config.tied) or first == last:
             return 0.0
-        host, tensor = self.cluster.host, self.layout.tensor
+        host, tp = self.cluster.host, self.layout.tp
         nbytes = float(self.config.vocab * self.config.hidden * host.device.element)
-        link = self._link(0, (self.layout.pipe - 1) * tensor)
-        return link.seconds(nbytes if link is host.outside else nbytes / tensor)
+        link = self._link(0, (self.layout.pp - 1) * tp)
+        return link.seconds(nbytes if link is host.outside else nbytes / tp)

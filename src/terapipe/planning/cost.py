@@ -66,7 +66,7 @@ class Memory(Protocol):
     def owed(self, part: Part, size: Numbers, length: Numbers) -> Array:
         """What one slice keeps from the input half of its backward to the weight half."""
 
-    def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
+    def cache(self, part: Part, size: Numbers, seq_len: int) -> Array:
         """Keys, values and their gradients of one microbatch, from its first forward to its last backward."""
 
     def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:

@@ -9,28 +9,28 @@ from terapipe.planning.cost import Cost, Part
 
 
 def document_lengths(
-    cost: Cost, part: Part, starts: Sequence[int], tokens: int, slices: int, *, tile: int = 1
+    cost: Cost, part: Part, starts: Sequence[int], seq_len: int, slices: int, *, tile: int = 1
 ) -> tuple[int, ...]:
     """Lengths of at most so many slices of about equal time, forward and backward, of one sequence.
 
     ``starts`` are the places where documents begin. Lengths are multiples of ``tile``, but for the last one.
     """
-    if not starts or starts[0] != 0 or any(b <= a for a, b in zip(starts, [*starts[1:], tokens], strict=True)):
-        raise ValueError(f"documents begin at 0 and at rising places below {tokens}, got {list(starts)}")
+    if not starts or starts[0] != 0 or any(b <= a for a, b in zip(starts, [*starts[1:], seq_len], strict=True)):
+        raise ValueError(f"documents begin at 0 and at rising places below {seq_len}, got {list(starts)}")
     if slices < 1 or tile < 1:
         raise ValueError(f"slices and tile must be at least 1, got {slices} and {tile}")
-    edges = [*range(0, tokens, tile), tokens]
-    sums = np.cumsum([0.0, *(_seconds(cost, part, starts, a, b, tokens) for a, b in pairwise(edges))])
+    edges = [*range(0, seq_len, tile), seq_len]
+    sums = np.cumsum([0.0, *(_seconds(cost, part, starts, a, b, seq_len) for a, b in pairwise(edges))])
     wanted = sums[-1] * np.arange(1, slices) / slices
     inner = {edges[int(np.abs(sums - seconds).argmin())] for seconds in wanted}
-    cuts = sorted({0, tokens, *inner})
+    cuts = sorted({0, seq_len, *inner})
     return tuple(b - a for a, b in pairwise(cuts))
 
 
-def _seconds(cost: Cost, part: Part, starts: Sequence[int], first: int, last: int, tokens: int) -> float:
+def _seconds(cost: Cost, part: Part, starts: Sequence[int], first: int, last: int, seq_len: int) -> float:
     """What some tokens add to the documents they belong to."""
     total = 0.0
-    for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
+    for start, stop in zip(starts, [*starts[1:], seq_len], strict=True):
         a, b = max(first, start), min(last, stop)
         if a < b:  # the difference of two prefixes: short slices' fixed costs would drown what matters here
             total += _prefix(cost, part, b - start) - _prefix(cost, part, a - start)

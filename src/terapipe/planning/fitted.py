@@ -150,12 +150,12 @@ class FittedCost:
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.profile.config.hidden * self.profile.element)
-        return self._link(source * self.layout.tensor, target * self.layout.tensor)(nbytes)
+        return self._link(source * self.layout.tp, target * self.layout.tp)(nbytes)
 
     def sending(self, source: int, target: int) -> Sending:
         """A rank on a CPU sends by a thread that shares its cores with the one that computes, and inside a host copying
         is all there is to it; a message to another host mostly waits for the wire."""
-        link = self._link(source * self.layout.tensor, target * self.layout.tensor)
+        link = self._link(source * self.layout.tp, target * self.layout.tp)
         return Sending(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
 
     def once(self, held: Sequence[Part]) -> float:
@@ -163,7 +163,7 @@ class FittedCost:
         config, count = self.profile.config, parameters(self.profile.config, held)
         seconds = count * typical(self.profile.optimizer) + self._reduction(count)
         if config.tied and any(part.first for part in held) != any(part.last for part in held):
-            ends = self._link(0, (self.layout.pipe - 1) * self.layout.tensor)
+            ends = self._link(0, (self.layout.pp - 1) * self.layout.tp)
             seconds += float(ends(float(self.profile.element) * config.vocab * config.hidden))
         return seconds
 
@@ -184,10 +184,10 @@ class FittedCost:
 
     def _reduction(self, count: int) -> float:
         """All replicas sum their gradients, in their own dtype, round a ring; what leaves a host shares one link."""
-        data, replica = self.layout.data, self.layout.pipe * self.layout.tensor
-        if data == 1:
+        dp, replica = self.layout.dp, self.layout.pp * self.layout.tp
+        if dp == 1:
             return 0.0
-        sent = 2 * (data - 1) / data * self.profile.element * count
+        sent = 2 * (dp - 1) / dp * self.profile.element * count
         per_host = self.profile.ranks_per_host
         if self.layout.devices <= per_host:
             return float(self._link(0, 0)(sent))

@@ -1,26 +1,28 @@
-"""How the devices of a cluster are shared out: replicas, stages, operators."""
+"""How many devices each kind of parallelism takes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many replicas, stages' ranks, and devices to each operator; whether replicas share out their state."""
+    """Data parallel replicas (``dp``), pipeline ranks (``pp``) and tensor parallel ranks (``tp``).
 
-    data: int = 1
-    pipe: int = 1
-    tensor: int = 1
+    With ``shard``, replicas shard parameters, gradients and optimizer state (FSDP2).
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
     shard: bool = False
 
     @property
     def devices(self) -> int:
-        return self.data * self.pipe * self.tensor
+        return self.dp * self.pp * self.tp
 
     def __str__(self) -> str:
-        shared = " (sharded)" if self.shard else ""
-        return f"data {self.data}{shared} x pipe {self.pipe} x tensor {self.tensor}"
+        return f"dp {self.dp}{' (sharded)' if self.shard else ''} x pp {self.pp} x tp {self.tp}"
 
     @property
-    def sharers(self) -> int:
-        """Replicas among which parameters, gradients and the optimizer's state are shared out between steps."""
-        return self.data if self.shard else 1
+    def shards(self) -> int:
+        """Into how many shards the model state is divided."""
+        return self.dp if self.shard else 1

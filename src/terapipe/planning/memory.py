@@ -14,7 +14,7 @@ def parameters(config: GPTConfig, held: Sequence[Part]) -> int:
     count = sum(part.layers for part in held) * config.layer_parameters
     embedding = config.vocab * config.hidden
     if any(part.first for part in held):
-        count += embedding + config.max_tokens * config.hidden
+        count += embedding + config.max_seq_len * config.hidden
     if any(part.last for part in held):
         both = any(part.first for part in held) and config.tied
         count += 2 * config.hidden + (0 if both else embedding)
@@ -28,17 +28,17 @@ class ShapeMemory:
     config: GPTConfig
     element: int = 4
     state: int = 8
-    tensor: int = 1
+    tp: int = 1
     recompute: bool = False
-    sharers: int = 1  # replicas that share out the state
+    shards: int = 1  # replicas that share out the state
 
     def static(self, part: Part) -> float:
         """Weights and gradients, and the optimizer's state. Sharers of it have a part of each, and during a step whole
         weights and gradients beside."""
         each = float(2 * self.element + self.state)
-        if self.sharers > 1:
-            each = 2 * self.element + each / self.sharers
-        return parameters(self.config, [part]) / self.tensor * each
+        if self.shards > 1:
+            each = 2 * self.element + each / self.shards
+        return parameters(self.config, [part]) / self.tp * each
 
     def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
         # Beside what the layers save: the output until its gradient is back; on the last stage that gradient itself.
@@ -51,18 +51,16 @@ class ShapeMemory:
         c = self.config
         inputs = 3 * c.hidden + c.ffn_hidden
         gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
-        per_token = (inputs + gradients) * self.element / self.tensor
+        per_token = (inputs + gradients) * self.element / self.tp
         return np.asarray(part.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
         width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and a gradient of each
-        return np.asarray(
-            part.layers * np.multiply(size, tokens) * width * self.element / self.tensor, dtype=np.float64
-        )
+        return np.asarray(part.layers * np.multiply(size, tokens) * width * self.element / self.tp, dtype=np.float64)
 
     def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
-        logits = tokens * (3 * 4 * self.config.vocab / self.tensor) if part.last else 0.0 * tokens
+        logits = tokens * (3 * 4 * self.config.vocab / self.tp) if part.last else 0.0 * tokens
         again = part.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
         return np.asarray(logits, dtype=np.float64), np.asarray(again, dtype=np.float64)
 
@@ -71,5 +69,5 @@ class ShapeMemory:
         c = self.config
         whole = 4 * c.hidden
         split = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention's result twice, both sides of the activation
-        per_token = (whole + split / self.tensor) * self.element + 4 * (c.heads / self.tensor + 4)
+        per_token = (whole + split / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)

@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
 class Profile:
     config: GPTConfig
     layers: int  # of the stage that was measured
-    tokens: int  # the longest sequence
+    seq_len: int  # the longest sequence
     ranks: int  # that measured at the same time
     samples: tuple[Sample, ...]
     transfers: tuple[Transfer, ...]
@@ -88,7 +88,7 @@ class Profile:
     def to_json(self) -> str:
         samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
         transfers = [dict(transfer._asdict(), seconds=list(transfer.seconds)) for transfer in self.transfers]
-        shape = {"layers": self.layers, "tokens": self.tokens, "ranks": self.ranks, "hosts": list(self.hosts)}
+        shape = {"layers": self.layers, "seq_len": self.seq_len, "ranks": self.ranks, "hosts": list(self.hosts)}
         known = {**shape, "optimizer": list(self.optimizer)}
         about = {"model": asdict(self.config), "machine": dict(self.machine), "versions": dict(self.versions)}
         return json.dumps({"format": FORMAT, **about, **known, "transfers": transfers, "samples": samples}, indent=1)
@@ -112,7 +112,7 @@ class Profile:
             return cls(
                 config=GPTConfig(**data["model"]),
                 layers=int(data["layers"]),
-                tokens=int(data["tokens"]),
+                seq_len=int(data["seq_len"]),
                 ranks=int(data["ranks"]),
                 samples=samples,
                 transfers=transfers,
@@ -127,7 +127,7 @@ class Profile:
     def check_model(self, config: GPTConfig) -> None:
         """Refuses another model's profile. The number of positions is no part of what was measured."""
         mine, other = asdict(self.config), asdict(config)
-        differ = [f"{k} {mine[k]} and {other[k]}" for k in mine if k != "max_tokens" and mine[k] != other[k]]
+        differ = [f"{k} {mine[k]} and {other[k]}" for k in mine if k != "max_seq_len" and mine[k] != other[k]]
         if differ:
             raise ValueError(
                 f"the profile is of another model: {', '.join(differ)} (profile and --model); "

@@ -85,59 +85,65 @@ class Plan:
                 f"{self.num_stages} stages; try one of {[c for c in range(1, 9) if self.num_stages % c == 0]}"
             )
 
-    def resized(self, batch: int, tokens: int, tile: int = 1) -> "Plan":
+    def resized(self, batch_size: int, seq_len: int, tile: int = 1) -> "Plan":
         """The same for another batch: slices in the same proportions, multiples of ``tile``; microbatches as these,
         from the first again where there are more. Ranks that know the shape of a batch agree on it without a word."""
-        if batch < 1 or tokens < 1 or tokens % tile:
+        if batch_size < 1 or seq_len < 1 or seq_len % tile:
             raise ValueError(
                 f"a plan can be made for at least one sequence of a positive multiple of {tile} tokens, got "
-                f"{batch} sequences of {tokens}"
+                f"{batch_size} sequences of {seq_len}"
             )
         sizes: list[int] = []
-        while sum(sizes) < batch:
-            sizes.append(min(self.sizes[len(sizes) % len(self.sizes)], batch - sum(sizes)))
-        rows = [self._scaled(self.lengths[m % len(self.lengths)], tokens, tile) for m in range(len(sizes))]
+        while sum(sizes) < batch_size:
+            sizes.append(min(self.sizes[len(sizes) % len(self.sizes)], batch_size - sum(sizes)))
+        rows = [self._scaled(self.lengths[m % len(self.lengths)], seq_len, tile) for m in range(len(sizes))]
         return replace(self, sizes=tuple(sizes), lengths=tuple(rows))
 
-    def _scaled(self, lengths: Sequence[int], tokens: int, tile: int) -> tuple[int, ...]:
+    def _scaled(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
         # Whole numbers throughout: every rank must come to the same result.
-        ends = {(2 * end * tokens // self.tokens + tile) // (2 * tile) * tile for end in accumulate(lengths)}
-        edges = sorted({0, tokens, *(end for end in ends if end < tokens)})
+        ends = {(2 * end * seq_len // self.seq_len + tile) // (2 * tile) * tile for end in accumulate(lengths)}
+        edges = sorted({0, seq_len, *(end for end in ends if end < seq_len)})
         return tuple(b - a for a, b in pairwise(edges))
 
     @classmethod
     def uniform(
         cls,
         *,
-        batch: int,
-        tokens: int,
+        batch_size: int,
+        seq_len: int,
         boundaries: Sequence[int],
-        slices: int = 1,
-        microbatch: int = 1,
+        num_slices: int = 1,
+        microbatch_size: int = 1,
         order: str = "terapipe",
         chunks: int = 1,
         recompute: bool = False,
     ) -> Self:
-        """Microbatches of ``microbatch`` sequences, each cut into ``slices`` slices, their lengths as even as can be.
+        """Microbatches of ``microbatch_size`` sequences, each cut into ``num_slices`` slices of nearly equal length.
 
         Uneven batches and lengths are fine: the last microbatch may be smaller, the first slices one token longer.
         """
-        for name, value in {"batch": batch, "tokens": tokens, "slices": slices, "microbatch": microbatch}.items():
+        given = {
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "num_slices": num_slices,
+            "microbatch_size": microbatch_size,
+        }
+        for name, value in given.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if slices > tokens:
-            raise ValueError(f"a slice needs at least one token, got {slices} slices of {tokens} tokens")
-        sizes = [min(microbatch, batch - row) for row in range(0, batch, microbatch)]
-        short, longer = divmod(tokens, slices)
-        lengths = (short + 1,) * longer + (short,) * (slices - longer)
+        if num_slices > seq_len:
+            raise ValueError(f"a slice needs at least one token, got {num_slices} slices of {seq_len} tokens")
+        sizes = [min(microbatch_size, batch_size - row) for row in range(0, batch_size, microbatch_size)]
+        short, longer = divmod(seq_len, num_slices)
+        lengths = (short + 1,) * longer + (short,) * (num_slices - longer)
         return cls(tuple(sizes), (lengths,) * len(sizes), tuple(boundaries), order, chunks, recompute)
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         return sum(self.sizes)
 
     @property
-    def tokens(self) -> int:
+    def seq_len(self) -> int:
         return sum(self.lengths[0])
 
     @property

@@ -49,7 +49,7 @@ class _Task(NamedTuple):
     units: int
     spans: Ints  # allowed distances between two cut points, rising
     sizes: tuple[int, ...]
-    batch: int
+    batch_size: int
     stages: int
 
 
@@ -61,10 +61,10 @@ class _Found(NamedTuple):
 def solve(
     cost: SliceCost,
     *,
-    tokens: int,
+    seq_len: int,
     stages: int,
     step: int = 8,
-    batch: int = 1,
+    batch_size: int = 1,
     sizes: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Cuts:
@@ -73,50 +73,50 @@ def solve(
     Microbatches have ``sizes`` (any, unless given) and slices ``lengths`` (all multiples of ``step`` unless given; the
     last slice of a microbatch then also takes the tokens that are no multiple). Exact.
     """
-    _positive(tokens=tokens, stages=stages, step=step, batch=batch)
-    allowed = _sizes(sizes, batch)
+    _positive(seq_len=seq_len, stages=stages, step=step, batch_size=batch_size)
+    allowed = _sizes(sizes, batch_size)
     if lengths is not None:
-        step, spans = _spans(lengths, tokens)
+        step, spans = _spans(lengths, seq_len)
     else:
-        _refuse_long(tokens, step)
-        spans = np.arange(1, -(-tokens // step) + 1)
-    units = -(-tokens // step)
-    points = np.minimum(np.arange(units + 1) * step, tokens)
+        _refuse_long(seq_len, step)
+        spans = np.arange(1, -(-seq_len // step) + 1)
+    units = -(-seq_len // step)
+    points = np.minimum(np.arange(units + 1) * step, seq_len)
 
     def seconds(i: int, starts: Ints, ends: Ints) -> Array:
         context = points[starts]
         return _checked(cost, allowed[i], (points[ends] - context).astype(np.float64), context.astype(np.float64))
 
-    return _cuts(_Task(seconds, units, spans, allowed, batch, stages), points)
+    return _cuts(_Task(seconds, units, spans, allowed, batch_size, stages), points)
 
 
-def _spans(lengths: Sequence[int], tokens: int) -> tuple[int, Ints]:
+def _spans(lengths: Sequence[int], seq_len: int) -> tuple[int, Ints]:
     """The widest grid on which all cuts into these lengths lie, and the lengths in its steps."""
     _positive(**{f"lengths[{i}]": length for i, length in enumerate(lengths)})
-    fitting = [length for length in lengths if length <= tokens]
+    fitting = [length for length in lengths if length <= seq_len]
     step = math.gcd(*fitting)
-    if not step or tokens % step:
-        raise ValueError(f"no slices of {sorted(lengths)} tokens add up to {tokens}; allow {tokens} too")
+    if not step or seq_len % step:
+        raise ValueError(f"no slices of {sorted(lengths)} tokens add up to {seq_len}; allow {seq_len} too")
     return step, np.unique(np.array(fitting) // step)
 
 
-def _refuse_long(tokens: int, step: int) -> None:
-    if tokens > MOST_UNITS * step:
+def _refuse_long(seq_len: int, step: int) -> None:
+    if seq_len > MOST_UNITS * step:
         raise ValueError(
-            f"a sequence can be cut into no more than {MOST_UNITS} steps, got {tokens} tokens in steps of {step}; "
-            f"try step={-(-tokens // (MOST_UNITS * step)) * step}"
+            f"a sequence can be cut into no more than {MOST_UNITS} steps, got {seq_len} tokens in steps of {step}; "
+            f"try step={-(-seq_len // (MOST_UNITS * step)) * step}"
         )
 
 
 def solve_table(
-    table: Array, *, stages: int, batch: int = 1, unit: int = 1, sizes: Sequence[int] | None = None
+    table: Array, *, stages: int, batch_size: int = 1, unit: int = 1, sizes: Sequence[int] | None = None
 ) -> Cuts:
     """The same, from a table: ``table[s, k, j]`` are the seconds of a slice of ``sizes[s]`` sequences, ``k + 1`` units
     of ``unit`` tokens long, after ``j`` units. inf where a slice is not allowed; what passes the end is not read."""
-    _positive(stages=stages, batch=batch, unit=unit)
+    _positive(stages=stages, batch_size=batch_size, unit=unit)
     table = np.asarray(table, dtype=np.float64)
-    given = list(range(1, batch + 1) if sizes is None else sizes)
-    allowed = _sizes(given, batch)
+    given = list(range(1, batch_size + 1) if sizes is None else sizes)
+    allowed = _sizes(given, batch_size)
     if table.ndim != 3 or 0 in table.shape or len(table) != len(given) or table.shape[1] > table.shape[2]:
         raise ValueError(
             "the table must have the shape (sizes, longest slice in units, units), no slice longer than all units, "
@@ -129,7 +129,7 @@ def solve_table(
         return _refuse_negative(found, allowed[i], (ends - starts) * unit, starts * unit)
 
     units = table.shape[2]
-    task = _Task(seconds, units, np.arange(1, table.shape[1] + 1), allowed, batch, stages)
+    task = _Task(seconds, units, np.arange(1, table.shape[1] + 1), allowed, batch_size, stages)
     return _cuts(task, np.arange(units + 1) * unit)
 
 
@@ -144,7 +144,7 @@ def _cuts(task: _Task, points: Ints) -> Cuts:
         stride //= COARSER
     if not best.parts:
         raise ValueError(
-            f"no allowed slices add up to {points[-1]} tokens and a batch of {task.batch}, with {len(task.spans)} "
+            f"no allowed slices add up to {points[-1]} tokens and a batch of {task.batch_size}, with {len(task.spans)} "
             f"lengths and the sizes {list(task.sizes)}; allow others, or make the cost finite for more of them"
         )
     sizes = tuple(task.sizes[i] for i, _ in best.parts)
@@ -191,10 +191,10 @@ def _improve(graph: Graph, task: _Task, best: _Found) -> _Found:
         limits = _spread(graph.cost[top], count)
         there, back = ways(graph, limits), ways(graph.mirrored(), limits)
         total = _totals(there[-graph.chains :], task)
-        at = int(np.argmin(total[task.batch] + (task.stages - 1) * limits))
+        at = int(np.argmin(total[task.batch_size] + (task.stages - 1) * limits))
         found = _trace(graph, there[:, at], total[:, at], float(limits[at]), task)
         best = found if found.time < best.time else best
-        solved = Solved(limits, there, back, total[[task.batch - size for size in task.sizes]])
+        solved = Solved(limits, there, back, total[[task.batch_size - size for size in task.sizes]])
         keep, top = in_play(graph, top, solved, task.stages, best.time * (1 - ROUNDING))
         graph, top, count = graph.only(keep), top[keep], LIMITS
     return best
@@ -209,10 +209,10 @@ def _spread(costs: Array, count: int) -> Array:
 
 def _totals(ends: Array, task: _Task) -> Array:
     """The least seconds of microbatches of 0, 1, .. ``batch`` sequences altogether, from those of one of each size."""
-    total = np.full((task.batch + 1, ends.shape[1]), np.inf)
+    total = np.full((task.batch_size + 1, ends.shape[1]), np.inf)
     total[0] = 0.0
     sizes = np.array(task.sizes)
-    for n in range(min(task.sizes), task.batch + 1):
+    for n in range(min(task.sizes), task.batch_size + 1):
         some = int(np.searchsorted(sizes, n, side="right"))
         total[n] = (total[n - sizes[:some]] + ends[:some]).min(axis=0)
     return total
@@ -220,7 +220,7 @@ def _totals(ends: Array, task: _Task) -> Array:
 
 def _trace(graph: Graph, there: Array, total: Array, limit: float, task: _Task) -> _Found:
     """The cut behind the sums under one limit; of equals, the largest microbatches and the longest last slices."""
-    left, parts, ways_of = task.batch, [], dict[int, tuple[tuple[int, ...], list[float]]]()
+    left, parts, ways_of = task.batch_size, [], dict[int, tuple[tuple[int, ...], list[float]]]()
     if not np.isfinite(total[left]):
         return _Found(math.inf, ())
     costs: list[float] = []
@@ -269,15 +269,17 @@ def _positive(**values: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _sizes(sizes: Sequence[int] | None, batch: int) -> tuple[int, ...]:
+def _sizes(sizes: Sequence[int] | None, batch_size: int) -> tuple[int, ...]:
     """Those that fit the batch, rising."""
-    given = range(1, batch + 1) if sizes is None else sizes
+    given = range(1, batch_size + 1) if sizes is None else sizes
     _positive(**{f"sizes[{i}]": size for i, size in enumerate(given)})
-    fitting = tuple(sorted({int(size) for size in given if size <= batch}))
+    fitting = tuple(sorted({int(size) for size in given if size <= batch_size}))
     sums = {0}
-    for n in range(1, batch + 1):
+    for n in range(1, batch_size + 1):
         if any(n - size in sums for size in fitting):
             sums.add(n)
-    if batch not in sums:
-        raise ValueError(f"the sizes must add up to the batch, got sizes {list(given)} for a batch of {batch}; allow 1")
+    if batch_size not in sums:
+        raise ValueError(
+            f"the sizes must add up to the batch, got sizes {list(given)} for a batch of {batch_size}; allow 1"
+        )
     return fitting

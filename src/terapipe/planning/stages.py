@@ -38,7 +38,7 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     return best[n][2]
 
 
-def split_layers(config: GPTConfig, num_stages: int, tokens: int) -> tuple[int, ...]:
+def split_layers(config: GPTConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
     """Boundaries for a GPT, balanced by the floating-point operations of its layers and its head."""
-    layer = config.layer_flops(tokens)
-    return balance([layer] * config.layers, num_stages, last=config.head_flops(tokens))
+    layer = config.layer_flops(seq_len)
+    return balance([layer] * config.layers, num_stages, last=config.head_flops(seq_len))

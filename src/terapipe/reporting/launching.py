@@ -200,8 +200,8 @@ def uneven(layout: Layout, hosts: Hosts) -> str:
 
 def _processes(layout: Layout, hosts: Hosts) -> int:
     """On each host: the most that divide the layout's devices and keep those of one operator on one host."""
-    assert layout.tensor <= hosts.devices
-    return max(n for n in range(layout.tensor, hosts.devices + 1, layout.tensor) if layout.devices % n == 0)
+    assert layout.tp <= hosts.devices
+    return max(n for n in range(layout.tp, hosts.devices + 1, layout.tp) if layout.devices % n == 0)
 
 
 def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]:
@@ -214,7 +214,7 @@ def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]
     if saved and " train " in f" {launch.script} ":
         out.append(f"The run's file has plan.file = {json.dumps(str(saved))}, which brings the layout with it.")
     elif saved:
-        mesh = f"terapipe.device_mesh(Layout(data={layout.data}, pipe={layout.pipe}, tensor={layout.tensor}))"
+        mesh = f"terapipe.device_mesh(Layout(data={layout.dp}, pipe={layout.pp}, tensor={layout.tp}))"
         shard = " The pipeline is made with shard=True." if layout.shard else ""
         out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.{shard}")
     return out

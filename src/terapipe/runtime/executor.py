@@ -74,17 +74,17 @@ class Executor:
         self._hidden: Tensor | None = None
         self.at: Action | None = None
 
-    def hidden(self, input_ids: Tensor | None, tokens: int) -> Tensor | None:
+    def hidden(self, input_ids: Tensor | None, seq_len: int) -> Tensor | None:
         """By forwards only, what the last stage makes of the last slice of a batch; None where it is not. Of each
         sequence so many tokens count, the rest is padding."""
-        self.run(Batch(self._plan, input_ids), longest=tokens, train=False)
+        self.run(Batch(self._plan, input_ids), longest=seq_len, train=False)
         return self._hidden
 
     def run(self, batch: Batch, *, longest: int | None = None, train: bool) -> Tensor:
         """The batch's summed loss times its scale where the last stage is, zero elsewhere; gradients if ``train``."""
         self._reset()
         self._batch, self._train = batch, train
-        self._longest = longest or longest_document(batch.documents, self._plan.tokens)
+        self._longest = longest or longest_document(batch.documents, self._plan.seq_len)
         self._loss = torch.zeros(
             (), dtype=torch.promote_types(self._dtype, torch.float32), device=self._transport.device
         )
@@ -116,9 +116,9 @@ class Executor:
         found = []
         for run, start, end in self._marks:
             # Weight halves are done together, weight by weight: each gets its tokens' share of the time.
-            tokens = list(accumulate((a.slice.size * a.slice.length for a in run), initial=0))
-            unit = (seconds(end) - seconds(start)) / tokens[-1]
-            for action, (before, after) in zip(run, pairwise(tokens), strict=True):
+            seq_len = list(accumulate((a.slice.size * a.slice.length for a in run), initial=0))
+            unit = (seconds(end) - seconds(start)) / seq_len[-1]
+            for action, (before, after) in zip(run, pairwise(seq_len), strict=True):
                 found.append(Event(rank, action, seconds(start) + before * unit, seconds(start) + after * unit))
         return found
 
@@ -140,7 +140,7 @@ class Executor:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and not self._plan.recompute):
             self._outputs[k, s] = out
-        if not self._train and s.end == self._plan.tokens:
+        if not self._train and s.end == self._plan.seq_len:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
@@ -253,7 +253,7 @@ class Executor:
         key = (k, s.microbatch)
         if key not in self._caches:
             spare = self._spare.get((k, s.size))
-            cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.tokens)
+            cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.seq_len)
             cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             self._caches[key] = cache
         return self._caches[key]

@@ -86,7 +86,7 @@ class _Saving:
         self._folder, self._finish = folder, finish
         self._parts, self._partial = beside(folder, "parts"), beside(folder, "partial")
         # The others hold the same values, or help to make them whole.
-        self._writes = self._transport.replica == self._transport.part == 0
+        self._writes = self._transport.dp_rank == self._transport.tp_rank == 0
         self._leads = self._writes and self._transport.rank == 0
 
     def run(self) -> None:

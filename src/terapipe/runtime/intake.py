@@ -84,7 +84,7 @@ class Intake:
 
     def plan_for(self, given: Tensor | None) -> Plan:
         """The plan of a batch, by its shape alone: nobody is asked."""
-        if self._vary != "replan" or (given is not None and given.shape == (self._plan.batch, self._plan.tokens)):
+        if self._vary != "replan" or (given is not None and given.shape == (self._plan.batch_size, self._plan.seq_len)):
             return self._plan
         if given is None or given.ndim != 2:
             raise ValueError(
@@ -94,7 +94,7 @@ class Intake:
         return self._plan.resized(given.shape[0], given.shape[1], self._tile)
 
     def batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
-        shape = (plan.batch, plan.tokens)
+        shape = (plan.batch_size, plan.seq_len)
         if self._vary == "pad" and tensor is not None and tensor.ndim == 2:
             missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
             tensor = F.pad(tensor, (0, max(0, missing[1]), 0, max(0, missing[0])), value=filler)
@@ -125,25 +125,25 @@ class Intake:
         except TypeError:  # not numbers, or not lists of them
             rows, ordered = ((),), False
         if self._vary == "pad":
-            rows += ((0,),) * (plan.batch - len(rows) if rows else 0)
-        if rows and (len(rows) != plan.batch or not ordered or any(row[-1] >= plan.tokens for row in rows)):
+            rows += ((0,),) * (plan.batch_size - len(rows) if rows else 0)
+        if rows and (len(rows) != plan.batch_size or not ordered or any(row[-1] >= plan.seq_len for row in rows)):
             raise ValueError(
-                f"documents must be, for each of the {plan.batch} sequences, the rising places below "
-                f"{plan.tokens} where documents begin, 0 first, got {documents}"
+                f"documents must be, for each of the {plan.batch_size} sequences, the rising places below "
+                f"{plan.seq_len} where documents begin, 0 first, got {documents}"
             )
         return rows
 
 
-def _refuse_unknown(name: str, tokens: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
+def _refuse_unknown(name: str, seq_len: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
     if vocabulary is None:
         return
-    unknown = ((tokens < 0) | (tokens >= vocabulary)) & (tokens != ignored)
+    unknown = ((seq_len < 0) | (seq_len >= vocabulary)) & (seq_len != ignored)
     if unknown.any():
         row, place = unknown.nonzero()[0].tolist()
         also = f", or {ignored} to leave a place out" if ignored < 0 else ""
         raise ValueError(
             f"{name} must be tokens of the model's vocabulary, 0 to {vocabulary - 1}{also}, got "
-            f"{int(tokens[row, place])} at row {row}, place {place}; is the tokenizer the model's?"
+            f"{int(seq_len[row, place])} at row {row}, place {place}; is the tokenizer the model's?"
         )
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terapipe.planning.layout import Layout
-from terapipe.runtime.transport import DATA, PIPE, TENSOR, ensure_process_group, host_name, local_device
+from terapipe.runtime.transport import DP, PP, TP, ensure_process_group, host_name, local_device
 
 
 def device_mesh(layout: Layout, *, device: torch.device | str | None = None) -> DeviceMesh:
@@ -27,16 +27,16 @@ def device_mesh(layout: Layout, *, device: torch.device | str | None = None) -> 
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, host_name())
     check_hosts(layout, hosts)
-    return init_device_mesh(device.type, (layout.data, layout.pipe, layout.tensor), mesh_dim_names=(DATA, PIPE, TENSOR))
+    return init_device_mesh(device.type, (layout.dp, layout.pp, layout.tp), mesh_dim_names=(DP, PP, TP))
 
 
 def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:
     """Refuses operators that are split over hosts: their every layer would wait for the network."""
-    for first in range(0, layout.devices, layout.tensor):
-        found = sorted(set(hosts[first : first + layout.tensor]))
+    for first in range(0, layout.devices, layout.tp):
+        found = sorted(set(hosts[first : first + layout.tp]))
         if len(found) > 1:
             raise ValueError(
                 f"the devices that share an operator must be of one host, got ranks {first} to "
-                f"{first + layout.tensor - 1} on {', '.join(found)} for {layout}; take a tensor degree that divides "
+                f"{first + layout.tp - 1} on {', '.join(found)} for {layout}; take a tensor degree that divides "
                 "the processes of every host"
             )

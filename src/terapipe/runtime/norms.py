@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.split import local
-from terapipe.runtime.transport import DATA, TENSOR, Transport
+from terapipe.runtime.transport import DP, TP, Transport
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, transport: Transport, wide: torch.dtype) -> Tensor:
@@ -24,7 +24,7 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, transport: 
 
 def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
     """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
-    places = {DATA: transport.replica, TENSOR: transport.part}
+    places = {DP: transport.dp_rank, TP: transport.tp_rank}
     if isinstance(parameter, DTensor):
         for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if not placement.is_replicate():

@@ -23,7 +23,7 @@ from terapipe.runtime.intake import Batch, Documents, Intake, Vary, Vocabulary, 
 from terapipe.runtime.norms import total_norm
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
-from terapipe.runtime.transport import ALL, DATA, TENSOR, Transport, local_device
+from terapipe.runtime.transport import ALL, DP, TP, Transport, local_device
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.proof import proved
@@ -77,20 +77,20 @@ class Pipeline:
             self._check_slices(min(map(min, plan.lengths)), plan.recompute)
             self._check_model_step = getattr(model, "check_step", lambda **_: None)
             self.stages = self._make_stages(model, mesh)
-            self._sharded = self._shard(mesh) if shard and self._transport.replicas > 1 else {}
-            self._reducer = Reducer(self._transport) if self._transport.replicas > 1 and not self._sharded else None
+            self._sharded = self._shard(mesh) if shard and self._transport.dp_size > 1 else {}
+            self._reducer = Reducer(self._transport) if self._transport.dp_size > 1 and not self._sharded else None
             self.tied = model.tied
             self._tied = self._tied_parameters()
             self._intake = Intake(plan, vary, self._tile, self.rank, self.device, self._vocabulary())
             self._executor = self._executor_for(plan)
 
     def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
-        cuts, parts = self.plan.boundaries, self._transport.parts
+        cuts, parts = self.plan.boundaries, self._transport.tp_size
         self._tile = 1
         split: tuple[Split, ...] = ()
         if mesh is not None and parts > 1:
             even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
-            split = (Split(mesh[TENSOR], tokens=even),)
+            split = (Split(mesh[TP], tokens=even),)
             self._tile = parts if even else 1
         return {k: model.stage(cuts[k], cuts[k + 1], self.device, *split) for k in self.plan.stages_of(self.rank)}
 
@@ -127,7 +127,7 @@ class Pipeline:
 
     def _shard(self, mesh: DeviceMesh | None) -> dict[int, Sharded]:
         assert mesh is not None
-        return {k: Sharded(stage, mesh[DATA]) for k, stage in self.stages.items()}
+        return {k: Sharded(stage, mesh[DP]) for k, stage in self.stages.items()}
 
     def _check(self, model: Splittable) -> None:
         if self.plan.num_layers != model.num_layers:
@@ -161,7 +161,7 @@ class Pipeline:
             raise
         except Exception as error:
             at = str((self._executor and self._executor.at) or "")
-            others = self._transport.others(DATA, TENSOR)
+            others = self._transport.others(DP, TP)
             if others and is_connection_error(error):  # within an operator, or while gathering a stage
                 raise self._transport.lost(error, at or "the end of a step", others) from None
             self._transport.fail(Record(self._transport.global_rank, in_words(error), at))
@@ -186,9 +186,9 @@ class Pipeline:
         return self._transport.rank
 
     @property
-    def replica(self) -> int:
+    def dp_rank(self) -> int:
         """Which of the replicas this process belongs to, and so which part of the batch it takes."""
-        return self._transport.replica
+        return self._transport.dp_rank
 
     @property
     def is_first(self) -> bool:
@@ -275,7 +275,7 @@ class Pipeline:
         """How many count, over all replicas. Of every pipeline the rank with the last stage calls it, with its own."""
         with self._telling_others():
             mine = torch.tensor(sum(int((labels != IGNORE).sum()) for labels in batches), device=self.device)
-            return int(self._transport.all_reduce(mine, DATA))
+            return int(self._transport.all_reduce(mine, DP))
 
     def _admit(
         self,
@@ -296,12 +296,12 @@ class Pipeline:
             self._executor_for(batch.plan)
             work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}"
             ids, targets = lone_checksums(input_ids, labels)
-            if batch.labels is not None and self._transport.part == 0:
+            if batch.labels is not None and self._transport.tp_rank == 0:
                 counted = int((batch.labels != IGNORE).sum())
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
         trained = sum(p.requires_grad for p in self._tied)
-        mine = Terms(error is not None, self.replica, checksum(work), ids, targets, counted, len(self._tied), trained)
+        mine = Terms(error is not None, self.dp_rank, checksum(work), ids, targets, counted, len(self._tied), trained)
         terms = agree(self._transport, mine, error, work)
         assert batch is not None
         if 0 < sum(t.trained for t in terms) < sum(t.tied for t in terms):
@@ -319,17 +319,17 @@ class Pipeline:
     def _run(self, batch: Batch, *, train: bool) -> Tensor:
         with self._telling_others():
             self._executor = self._take_over(self._executor_for(batch.plan))
-            if train and self._transport.parts > 1:
+            if train and self._transport.tp_size > 1:
                 share_random_state(self._transport)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
-            with loss_parallel() if self._transport.parts > 1 else nullcontext():
+            with loss_parallel() if self._transport.tp_size > 1 else nullcontext():
                 loss = self._executor.run(batch, train=train)
             if self._reducer:
                 self._reducer.finish()
             for sharded in self._sharded.values():
                 sharded.release()
             if self.is_last:
-                loss = self._transport.all_reduce(loss, DATA)
+                loss = self._transport.all_reduce(loss, DP)
             return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
 
     def _sum_tied_gradients(self) -> None:
@@ -380,7 +380,7 @@ class Pipeline:
             work = f"next_token_logits of {rows} rows of {cast(Tensor, input_ids).shape[1]} tokens"
         except Exception as refusal:
             error = refusal
-        agree(self._transport, Terms(error is not None, self.replica, checksum(work)), error, work)
+        agree(self._transport, Terms(error is not None, self.dp_rank, checksum(work)), error, work)
         assert made is not None
         return made
 

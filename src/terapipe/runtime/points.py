@@ -13,23 +13,23 @@ class Point(NamedTuple):
     held_out: bool = False
 
 
-def grid(tokens: int, sizes: Sequence[int]) -> list[Point]:
+def grid(seq_len: int, sizes: Sequence[int]) -> list[Point]:
     """Lengths from short to whole without context; a few of them behind some contexts; two that are held out."""
-    lengths = {n for n in (16, 32, 64, 128, 192, 256) if n < tokens}
-    lengths |= {tokens * i // 16 for i in (2, 3, 4, 6, 8, 12, 16) if tokens * i >= 16} | {min(64, tokens)}
+    lengths = {n for n in (16, 32, 64, 128, 192, 256) if n < seq_len}
+    lengths |= {seq_len * i // 16 for i in (2, 3, 4, 6, 8, 12, 16) if seq_len * i >= 16} | {min(64, seq_len)}
     points = [Point(size, length, 0) for size in sizes for length in sorted(lengths)]
-    behind = [n for n in (tokens // 32, tokens // 12, tokens // 6, tokens // 3) if n >= 1]
+    behind = [n for n in (seq_len // 32, seq_len // 12, seq_len // 6, seq_len // 3) if n >= 1]
     for size in sizes:
-        for context in (tokens // 4, tokens // 2, tokens * 3 // 4):
-            points += [Point(size, n, context) for n in behind if n + context <= tokens and context]
+        for context in (seq_len // 4, seq_len // 2, seq_len * 3 // 4):
+            points += [Point(size, n, context) for n in behind if n + context <= seq_len and context]
     size = sizes[0]
-    held_out = [(tokens // 10, tokens * 3 // 5), (tokens // 5, tokens // 3), (tokens * 7 // 16, 0)]
+    held_out = [(seq_len // 10, seq_len * 3 // 5), (seq_len // 5, seq_len // 3), (seq_len * 7 // 16, 0)]
     return points + [Point(size, n, c, True) for n, c in held_out if n >= 1]
 
 
-def sparse(tokens: int) -> set[int]:
+def sparse(seq_len: int) -> set[int]:
     """The lengths at which is measured what grows evenly with the tokens: embedding, head, weight halves."""
-    return {min(64, tokens), tokens // 8 or 1, tokens // 2 or 1}
+    return {min(64, seq_len), seq_len // 8 or 1, seq_len // 2 or 1}
 
 
 def needed(points: Sequence[Point]) -> set[Point]:

@@ -46,7 +46,7 @@ class Profiler:
         model: Splittable,
         *,
         layers: int,
-        tokens: int,
+        seq_len: int,
         sizes: Sequence[int] = (1,),
         shape: GPTConfig | None = None,
         dtype: torch.dtype | None = None,
@@ -58,16 +58,16 @@ class Profiler:
         self.shape = _shape(model, shape)
         if not 1 <= layers <= count:
             raise ValueError(f"at least one and at most all {count} layers can be measured, got {layers}")
-        self.layers, self.tokens = min(layers, max(1, count - 1)), tokens
+        self.layers, self.seq_len = min(layers, max(1, count - 1)), seq_len
         # The last layers: their stage takes hidden states, unless it is all, and its head is only called for the loss.
         self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
         self.dtype = self._convert(dtype)
-        self._sparse = sparse(tokens)
+        self._sparse = sparse(seq_len)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
         self._carrying: set[int] = set()  # stages with other states than keys and values
         self._taken: dict[tuple[str, Point], list[float]] = {}
-        self.points = [point for point in grid(tokens, sizes) if _takes(model, point.length)]
+        self.points = [point for point in grid(seq_len, sizes) if _takes(model, point.length)]
 
     def _convert(self, dtype: torch.dtype | None) -> torch.dtype:
         """All stages to this dtype; by default they are left as they are."""
@@ -137,7 +137,7 @@ class Profiler:
         }
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         return Profile(
-            self.shape, self.layers, self.tokens, self.transport.size, samples, tuple(transfers), rates,
+            self.shape, self.layers, self.seq_len, self.transport.size, samples, tuple(transfers), rates,
             machine, versions, self.hosts,
         )  # fmt: skip
 
@@ -145,7 +145,7 @@ class Profiler:
 
     def _slices(self, point: Point) -> Iterator[tuple[str, float]]:
         """Some slices of this shape as in a step: forwards after each other, then their backwards."""
-        short = point.length <= self.tokens // 8
+        short = point.length <= self.seq_len // 8
         forwards, backwards, _ = self._passes(self.stage, point, 3 if short else 1, warm=short)
         for forward, backward in zip(forwards, backwards, strict=True):
             yield "forward", forward
@@ -184,7 +184,7 @@ class Profiler:
 
     def _owe(self, cache: SliceCache) -> None:
         """Other states than keys and values: as if a later slice had found gradients for them."""
-        if cache.end < self.tokens:
+        if cache.end < self.seq_len:
             for state in cache.left():
                 state.grad = torch.zeros_like(state) if state.requires_grad else None
 
@@ -233,9 +233,9 @@ class Profiler:
 
     def _written(self, stage: nn.Module, size: int) -> SliceCache:
         """A cache in which all keys, values and their gradients have been written once, by two slices."""
-        cache = cast(Stage, stage).make_cache(size, self.tokens)
-        half = self.tokens // 2 or 1
-        halves = [Point(size, half, 0), Point(size, self.tokens - half, half)] if self.tokens > 1 else []
+        cache = cast(Stage, stage).make_cache(size, self.seq_len)
+        half = self.seq_len // 2 or 1
+        halves = [Point(size, half, 0), Point(size, self.seq_len - half, half)] if self.seq_len > 1 else []
         outs = []
         for p in halves:
             cache.begin(p.context, p.length)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from terapipe.runtime.transport import TENSOR, Transport
+from terapipe.runtime.transport import TP, Transport
 
 
 class RandomState(NamedTuple):
@@ -45,6 +45,6 @@ def share_random_state(transport: Transport) -> None:
     state = RandomState.now(transport.device)
     mine = [x for x in (state.cpu, state.accelerator) if x is not None]
     flat = torch.cat(mine).to(transport.device)
-    shared = transport.broadcast(flat, 0, "the state of the random generator", TENSOR).cpu()
+    shared = transport.broadcast(flat, 0, "the state of the random generator", TP).cpu()
     cpu, *accelerator = torch.split(shared, [len(x) for x in mine])
     RandomState(state.device, cpu, accelerator[0] if accelerator else None).set()

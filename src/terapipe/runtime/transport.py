@@ -21,7 +21,7 @@ from terapipe.runtime.failures import Board, PipelineError, Record, is_out_of_me
 
 T = TypeVar("T")
 
-DATA, PIPE, TENSOR, ALL = "data", "pipe", "tensor", "all"  # lines of ranks through the mesh
+DP, PP, TP, ALL = "dp", "pp", "tp", "all"  # lines of ranks through the mesh
 
 BEAT = 0.5  # seconds between signs of life
 _NEVER_SENT = 1 << 16  # a tag that no message has
@@ -100,9 +100,9 @@ class Transport:
         self._failure: PipelineError | None = None
         if mesh is not None or ensure_process_group(device):
             self._join(_lines(mesh))
-        self.rank, self.size = self._place(PIPE)
-        self.replica, self.replicas = self._place(DATA)
-        self.part, self.parts = self._place(TENSOR)
+        self.rank, self.size = self._place(PP)
+        self.dp_rank, self.dp_size = self._place(DP)
+        self.tp_rank, self.tp_size = self._place(TP)
         store = PrefixStore("terapipe/failures", self._groups[ALL].get_group_store()) if self._groups else None
         self._board = Board(store, dict.fromkeys(self._ranks(ALL), ""))  # until the names are known
         self.hosts = dict(zip(self._ranks(ALL), self.gather(host_name(), ALL), strict=True))
@@ -113,8 +113,8 @@ class Transport:
         for name, (ranks, group) in lines.items():
             if group is not None:
                 _set_pg_timeout(self._span, group)
-            elif name == ALL and ranks == lines[PIPE][0]:
-                group = self._groups[PIPE]
+            elif name == ALL and ranks == lines[PP][0]:
+                group = self._groups[PP]
             else:
                 group = _group(tuple(ranks), self._span, backend)
             self._groups[name] = group
@@ -129,7 +129,7 @@ class Transport:
 
     @property
     def global_rank(self) -> int:
-        return self._ranks(PIPE)[self.rank]
+        return self._ranks(PP)[self.rank]
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
@@ -148,19 +148,19 @@ class Transport:
 
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
         with self._waiting(self._peer(peer), why):
-            return _work(dist.isend(tensor, group=self._groups[PIPE], group_dst=peer))
+            return _work(dist.isend(tensor, group=self._groups[PP], group_dst=peer))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, why: object) -> tuple[Tensor, dist.Work]:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         with self._waiting(self._peer(peer), why):
-            return buffer, _work(dist.irecv(buffer, group=self._groups[PIPE], group_src=peer))
+            return buffer, _work(dist.irecv(buffer, group=self._groups[PP], group_src=peer))
 
     def wait(self, work: dist.Work, peer: int, why: object) -> None:
         with self._waiting(self._peer(peer), why):
             work.wait(self._span)
 
     def _peer(self, peer: int) -> tuple[int, ...]:
-        return (self._ranks(PIPE)[peer],)
+        return (self._ranks(PP)[peer],)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """The sum of this rank's tensor and its peer's, the same on both to the last bit."""
@@ -176,7 +176,7 @@ class Transport:
 
     # Together
 
-    def broadcast(self, tensor: Tensor, source: int, why: str, over: str = PIPE) -> Tensor:
+    def broadcast(self, tensor: Tensor, source: int, why: str, over: str = PP) -> Tensor:
         place, size = self._place(over)
         if size > 1:
             peers = self.others(over) if place == source else (self._ranks(over)[source],)  # the source waits, too
@@ -190,7 +190,7 @@ class Transport:
                 dist.all_reduce(tensor, op, group=self._groups[over])
         return tensor
 
-    def gather(self, value: T, over: str = PIPE) -> list[T]:
+    def gather(self, value: T, over: str = PP) -> list[T]:
         """Every rank's value, on every rank."""
         size = self._place(over)[1]
         if size == 1:
@@ -200,7 +200,7 @@ class Transport:
             dist.all_gather_object(values, value, group=self._groups[over])
         return values  # type: ignore[return-value]
 
-    def gather_numbers(self, numbers: Sequence[int], over: str = PIPE) -> list[list[int]]:
+    def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> list[list[int]]:
         """As ``gather``, for as many whole numbers on every rank: one message instead of several."""
         size = self._place(over)[1]
         if size == 1:
@@ -212,7 +212,7 @@ class Transport:
         rows: list[list[int]] = torch.stack(found).tolist()
         return rows
 
-    def collect(self, value: T, over: str = PIPE) -> list[T] | None:
+    def collect(self, value: T, over: str = PP) -> list[T] | None:
         """Every rank's value, on the first of them only; None on the others."""
         place, size = self._place(over)
         if size == 1:
@@ -236,11 +236,11 @@ class Transport:
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Over replicas, in place, while this rank goes on."""
-        with self._waiting(self.others(DATA), "the sum of gradients"):
-            return _work(dist.all_reduce(tensor, group=self._groups[DATA], async_op=True))
+        with self._waiting(self.others(DP), "the sum of gradients"):
+            return _work(dist.all_reduce(tensor, group=self._groups[DP], async_op=True))
 
     def finish_sum(self, work: dist.Work) -> None:
-        with self._waiting(self.others(DATA), "the sum of gradients"):
+        with self._waiting(self.others(DP), "the sum of gradients"):
             work.wait(self._span)
 
     # Failing
@@ -307,20 +307,20 @@ def _lines(mesh: DeviceMesh | None) -> dict[str, tuple[list[int], dist.ProcessGr
     """The ranks of this process's lines through the mesh, and the groups it has for them."""
     if mesh is None:
         everyone = list(range(dist.get_world_size()))
-        return {PIPE: (everyone, None), ALL: (everyone, None)}
+        return {PP: (everyone, None), ALL: (everyone, None)}
     everyone = mesh.mesh.flatten().tolist()
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and names not in ((DATA,), (TENSOR,)):
-        return {PIPE: (everyone, None), ALL: (everyone, None)}
-    if not names or not set(names) <= {DATA, PIPE, TENSOR}:
+    if mesh.ndim == 1 and names not in ((DP,), (TP,)):
+        return {PP: (everyone, None), ALL: (everyone, None)}
+    if not names or not set(names) <= {DP, PP, TP}:
         raise ValueError(
             f"the dimensions of a mesh are data, pipe and tensor, got {names or f'{mesh.ndim} without names'}; "
             "make it with terapipe.device_mesh, or pass mesh['pipe'] or the like"
         )
-    pipe = mesh[PIPE].mesh.tolist() if PIPE in names else [dist.get_rank()]
-    groups = {name: mesh.get_group(name) for name in names if name != PIPE}
+    pipe = mesh[PP].mesh.tolist() if PP in names else [dist.get_rank()]
+    groups = {name: mesh.get_group(name) for name in names if name != PP}
     sides = {name: (dist.get_process_group_ranks(group), group) for name, group in groups.items()}
-    return {PIPE: (pipe, None), ALL: (everyone, None), **sides}
+    return {PP: (pipe, None), ALL: (everyone, None), **sides}
 
 
 def _work(work: dist.Work | None) -> dist.Work:

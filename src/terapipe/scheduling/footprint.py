@@ -59,7 +59,7 @@ def _of_part(plan: Plan, part: Part, memory: Memory) -> tuple[Array, Array]:
     kept, owed = memory.kept(part, size, length), memory.owed(part, size, length)
     in_forward, in_backward = memory.working(part, size, length)
     # The first slice's forward makes the microbatch's cache, and its backward, the last one, gives it back.
-    cache = np.where(context == 0, memory.cache(part, size, plan.tokens), 0.0)
+    cache = np.where(context == 0, memory.cache(part, size, plan.seq_len), 0.0)
     nothing = np.zeros_like(kept)
     during = np.stack([kept + cache + in_forward, in_backward, in_backward + owed, nothing])
     change = np.stack([kept + cache, -kept - cache, owed - kept - cache, -owed])

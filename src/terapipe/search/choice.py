@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.plan.batch * self.layout.data * self.plan.tokens / self.step_time
+        return self.plan.batch_size * self.layout.dp * self.plan.seq_len / self.step_time
 
     def to_dict(self) -> dict[str, Any]:
         plan = self.plan
@@ -62,7 +62,7 @@ class Bench:
         self.source, self.request, self.layout, self.recompute = source, request, layout, recompute
         self.cost: Cost = source.cost(layout, recompute)
         self.memory: Memory = source.memory(layout, recompute)
-        self.batch = request.batch // layout.data
+        self.batch_size = request.batch_size // layout.dp
         self._grids: dict[int, Grid] = {}
 
     @cached_property
@@ -72,11 +72,11 @@ class Bench:
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
         layer = self._whole(Part(1))
         first, last = self._whole(Part(1, first=True)) - layer, self._whole(Part(1, last=True)) - layer
-        return _balanced(self.source.layers, self.layout.pipe * chunks, layer, max(first, 0.0), max(last, 0.0))
+        return _balanced(self.source.layers, self.layout.pp * chunks, layer, max(first, 0.0), max(last, 0.0))
 
     def _whole(self, part: Part) -> float:
         """Seconds of a whole sequence; an eighth of it at a time, so that fixed costs weigh as they will."""
-        length = max(1, self.request.tokens // 8)
+        length = max(1, self.request.seq_len // 8)
         context = np.arange(8.0) * length
         one, lengths = np.ones(8), np.full(8, float(length))
         seconds = self.cost.forward(part, one, lengths, context) + self.cost.backward(part, one, lengths, context)
@@ -90,27 +90,27 @@ class Bench:
     @cached_property
     def _farthest(self) -> int:
         """The rank that takes longest to reach its neighbours."""
-        tokens, ranks = self.request.tokens, range(self.layout.pipe)
+        seq_len, ranks = self.request.seq_len, range(self.layout.pp)
 
         def sent(rank: int) -> float:
             near = [other for other in (rank + 1, rank - 1) if other in ranks]
-            return sum(float(self.cost.transfer(rank, other, 1, tokens)) for other in near)
+            return sum(float(self.cost.transfer(rank, other, 1, seq_len)) for other in near)
 
         return max(ranks, key=sent)
 
     def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """A slice's time there, forward and backward and transfers."""
-        return round_trip(self.cost, self.dearest, self._farthest, self.layout.pipe, size, length, context)
+        return round_trip(self.cost, self.dearest, self._farthest, self.layout.pp, size, length, context)
 
     def grid(self, size: int) -> Grid:
         if size not in self._grids:
             request = self.request
-            self._grids[size] = Grid.of(lambda l, c: self.seconds(size, l, c), request.tokens, request.tile)
+            self._grids[size] = Grid.of(lambda l, c: self.seconds(size, l, c), request.seq_len, request.tile)
         return self._grids[size]
 
     def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:
         """Microbatches of one size, the last one smaller if need be, all cut alike."""
-        sizes = tuple(min(size, self.batch - row) for row in range(0, self.batch, size))
+        sizes = tuple(min(size, self.batch_size - row) for row in range(0, self.batch_size, size))
         return Plan(sizes, (lengths,) * len(sizes), self.boundaries(chunks), order, chunks, self.recompute)
 
     def judge(self, plan: Plan) -> Choice:

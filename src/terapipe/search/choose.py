@@ -40,13 +40,13 @@ def choose(source: Source, request: Request) -> Decision:
     for choice in finished:
         if choice.plan.order != chosen.plan.order:
             rest.setdefault(choice.plan.order, choice)
-    if request.distinct is None or request.slices is not None:
+    if request.distinct is None or request.fixed_slices:
         return Decision(chosen, tuple(rest.values()))
     limited = with_few_lengths(bench_of(found, chosen), chosen, request.distinct)
     if not limited.fits:
         raise ValueError(
             f"with at most {request.distinct} different slice lengths the smallest plan found needs "
-            f"{limited.peak_bytes / 2**30:.2f} GiB per device, more than there is; raise --distinct or --memory"
+            f"{limited.peak_bytes / 2**30:.2f} GiB per device, more than there is; raise distinct or the memory budget"
         )
     return Decision(limited, tuple(rest.values()), limited.step_time / chosen.step_time)
 
@@ -94,12 +94,12 @@ def _likely(mine: list[Seed]) -> list[Seed]:
 def first_plan(seed: Seed, *, even: bool = False) -> Plan:
     """The seed's plan, with slices of equal time unless they are given or to be even."""
     request, bench = seed.bench.request, seed.bench
-    if isinstance(request.slices, tuple):
-        lengths = request.slices
-    elif request.slices is not None:
-        lengths = uniform(request.tokens, seed.count, 1)
+    if request.slice_lengths is not None:
+        lengths = request.slice_lengths
+    elif request.num_slices is not None:
+        lengths = uniform(request.seq_len, seed.count, 1)
     elif even or seed.count == 1:
-        lengths = uniform(request.tokens, seed.count, request.tile)
+        lengths = uniform(request.seq_len, seed.count, request.tile)
     else:
         lengths = bench.grid(seed.size).equal_time(seed.count)
     return bench.plan(seed.order, seed.size, lengths, seed.chunks)
@@ -107,7 +107,7 @@ def first_plan(seed: Seed, *, even: bool = False) -> Plan:
 
 def finish(found: Iterable[Seed], choice: Choice) -> Choice:
     bench = bench_of(found, choice)
-    fixed = not order_named(choice.plan.order).sliced or bench.request.slices is not None
+    fixed = not order_named(choice.plan.order).sliced or bench.request.fixed_slices
     return choice if fixed else refined(bench, choice)
 
 
@@ -121,7 +121,7 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     raise ValueError(
         f"order {request.order!r} with {request.chunks or 'any'} chunks per rank has no plan on {source.name}: every "
         f"chunk needs a layer of the {source.layers}, several chunks need several ranks, and some orders take only so "
-        f"many ({limited}); change --order, --chunks or --pipe"
+        f"many ({limited}); change order, chunks or pp"
     )
 
 
@@ -131,5 +131,5 @@ def _refuse_budget(found: list[Seed], best: list[Choice]) -> NoReturn:
         f"no plan fits into {(found[0].bench.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"{'with' if least.plan.recompute else 'without'} recomputation); take more devices, a smaller batch or "
-        "shorter sequences, share state between replicas (--shard), fix less, or raise --memory"
+        "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
     )

@@ -16,13 +16,13 @@ def compare(source: Source, request: Request) -> list[Choice]:
 
     Each is the best of its kind that fits; where none does, the one with the smallest peak, marked as not fitting.
     """
-    if request.order or request.slices or request.chunks or request.distinct:
+    if request.order or request.fixed_slices or request.chunks or request.distinct:
         raise ValueError(
-            "a comparison tries all orders and slicings; leave out --order, --slices, --slice-lengths, --chunks and "
-            "--distinct"
+            "a comparison tries all orders and slicings; leave out order, num_slices, slice_lengths, chunks "
+            "and distinct"
         )
     layout = candidates(seeds(source, request), source, request)[0].layout
-    found = seeds(source, request.fixed(data=layout.data, pipe=layout.pipe, tensor=layout.tensor))
+    found = seeds(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
     return [replace(choice, name=name) for name, choice in _rows(found) if choice]
 
 
@@ -50,10 +50,10 @@ def _evenly(found: Iterable[Seed], choice: Choice) -> Choice:
     request, plan = bench.request, choice.plan
 
     def judged(count: int) -> Choice:
-        lengths = uniform(request.tokens, count, request.tile)
+        lengths = uniform(request.seq_len, count, request.tile)
         return bench.judge(bench.plan(plan.order, plan.sizes[0], lengths))
 
-    return climbed(judged, len(plan.lengths[0]), request.tokens // request.tile)
+    return climbed(judged, len(plan.lengths[0]), request.seq_len // request.tile)
 
 
 def frontier(choices: Iterable[Choice]) -> list[Choice]:

@@ -14,13 +14,13 @@ Seconds = Callable[[Array, Array], Array]  # of slices by length and context
 UNITS = 256  # places at which equal-time cuts may fall, at most
 
 
-def uniform(tokens: int, count: int, tile: int) -> Lengths:
+def uniform(seq_len: int, count: int, tile: int) -> Lengths:
     """As even as multiples of the tile allow; the last slice takes what is left over."""
-    units = -(-tokens // tile)
+    units = -(-seq_len // tile)
     count = min(count, units)
     short, longer = divmod(units, count)
     lengths = [(short + (i < longer)) * tile for i in range(count)]
-    lengths[-1] -= units * tile - tokens
+    lengths[-1] -= units * tile - seq_len
     return tuple(lengths)
 
 
@@ -32,9 +32,9 @@ class Grid:
     rows: list[Array]  # for each start, the seconds of the slices that begin there, by their end; rising
 
     @classmethod
-    def of(cls, seconds: Seconds, tokens: int, tile: int) -> Self:
-        tile *= -(-tokens // (tile * UNITS))
-        ends = np.minimum(np.arange(1, -(-tokens // tile) + 1) * tile, tokens).astype(np.float64)
+    def of(cls, seconds: Seconds, seq_len: int, tile: int) -> Self:
+        tile *= -(-seq_len // (tile * UNITS))
+        ends = np.minimum(np.arange(1, -(-seq_len // tile) + 1) * tile, seq_len).astype(np.float64)
         starts = np.concatenate(([0.0], ends[:-1]))
         table = seconds(np.maximum(ends - starts[:, None], 1.0), np.broadcast_to(starts[:, None], (len(ends),) * 2))
         rows = [np.maximum.accumulate(row[i:]) for i, row in enumerate(table)]

@@ -22,22 +22,22 @@ class Estimate:
 
 def estimates(source: ClusterSource, request: Request) -> list[Estimate]:
     """FSDP where there is a sequence for every device, else FSDP with each sequence over several (ring attention)."""
-    devices, batch = source.devices, request.batch
-    if batch % devices == 0:
-        return [_sharded(source, request, batch // devices, 1)]
-    if devices % batch == 0 and request.tokens % (devices // batch) == 0:
-        return [_sharded(source, request, 1, devices // batch)]
+    devices, batch_size = source.devices, request.batch_size
+    if batch_size % devices == 0:
+        return [_sharded(source, request, batch_size // devices, 1)]
+    if devices % batch_size == 0 and request.seq_len % (devices // batch_size) == 0:
+        return [_sharded(source, request, 1, devices // batch_size)]
     return []
 
 
 def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int) -> Estimate:
     """``sequences`` for each device, or each sequence over a ring of so many devices."""
     config, host = source.config, source.cluster.host
-    length = request.tokens // ring
+    length = request.seq_len // ring
     cost = source.cost(Layout(), recompute=True)
     whole = Part(config.layers, True, True)
     # Devices of a ring share the work of early and late tokens evenly, so each has the mean context.
-    context = (request.tokens - length) / 2
+    context = (request.seq_len - length) / 2
     compute = float(cost.forward(whole, sequences, length, context) + cost.backward(whole, sequences, length, context))
     link = host.inside if ring <= host.devices else host.outside
     block = sequences * length * 2 * config.num_kv_heads * config.head_size * host.device.element

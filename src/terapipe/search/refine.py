@@ -33,9 +33,9 @@ def refined(bench: Bench, choice: Choice) -> Choice:
     def judged(lengths: Lengths) -> Choice:
         return bench.judge(bench.plan(plan.order, size, lengths, plan.chunks))
 
-    most = request.tokens // request.tile
+    most = request.seq_len // request.tile
     found = [choice, climbed(lambda n: judged(grid.equal_time(n)), count, most)]
-    found.append(climbed(lambda n: judged(uniform(request.tokens, n, request.tile)), count, most))
+    found.append(climbed(lambda n: judged(uniform(request.seq_len, n, request.tile)), count, most))
     if order_named(plan.order).placement == "v":
         found += [climbed(partial(_swollen, bench, choice, widest), count, most) for widest in (2, 4, 8)]
     for cuts in _solutions(bench, size):
@@ -81,31 +81,31 @@ def estimate(bench: Bench, plan: Plan, lengths: Lengths) -> float:
     """The formula: all work, and the wait for the dearest slice, which chunks divide."""
     array = np.array(lengths, dtype=np.float64)
     t = bench.seconds(plan.sizes[0], array, np.cumsum(array) - array)
-    return float(t.sum()) * bench.batch / plan.sizes[0] + (bench.layout.pipe - 1) * float(t.max()) / plan.chunks
+    return float(t.sum()) * bench.batch_size / plan.sizes[0] + (bench.layout.pp - 1) * float(t.max()) / plan.chunks
 
 
 def _solutions(bench: Bench, size: int) -> list[Cuts]:
     """The solver's cuts with microbatches of this size, and with any where there are not too many to choose from."""
-    found = [solved(bench, [size, bench.batch % size or size])]
-    if bench.request.microbatch is None and 1 < bench.batch <= 96:
-        found.append(solved(bench, [n for n in range(1, bench.batch + 1) if n <= 8 or n & (n - 1) == 0]))
+    found = [solved(bench, [size, bench.batch_size % size or size])]
+    if bench.request.microbatch_size is None and 1 < bench.batch_size <= 96:
+        found.append(solved(bench, [n for n in range(1, bench.batch_size + 1) if n <= 8 or n & (n - 1) == 0]))
     return found
 
 
 def solved(bench: Bench, sizes: list[int], lengths: Lengths | None = None) -> Cuts:
     return solve(
         bench.seconds,
-        tokens=bench.request.tokens,
-        stages=bench.layout.pipe,
+        seq_len=bench.request.seq_len,
+        stages=bench.layout.pp,
         step=_step(bench.request),
-        batch=bench.batch,
+        batch_size=bench.batch_size,
         sizes=sorted(set(sizes)),
         lengths=lengths,
     )
 
 
 def _step(request: Request) -> int:
-    return request.tile * -(-request.tokens // (request.tile * SOLVED))
+    return request.tile * -(-request.seq_len // (request.tile * SOLVED))
 
 
 def moved(bench: Bench, choice: Choice) -> Choice:
@@ -132,9 +132,9 @@ def with_few_lengths(bench: Bench, choice: Choice, distinct: int) -> Choice:
     if len(set(free)) <= distinct:
         return choice
     size = max(plan.sizes)
-    equal = [n for n in range(1, request.tokens // request.tile + 1) if request.tokens % n == 0]
-    equal = [n for n in equal if (request.tokens // n) % request.tile == 0 or n == 1]
-    plans = [bench.plan(plan.order, size, uniform(request.tokens, n, 1), plan.chunks) for n in equal]
+    equal = [n for n in range(1, request.seq_len // request.tile + 1) if request.seq_len % n == 0]
+    equal = [n for n in equal if (request.seq_len // n) % request.tile == 0 or n == 1]
+    plans = [bench.plan(plan.order, size, uniform(request.seq_len, n, 1), plan.chunks) for n in equal]
     if distinct > 1 and (cuts := _few(bench, size, free, distinct)):
         plans.append(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths))
     plans.sort(key=lambda p: estimate(bench, p, p.lengths[0]))
@@ -146,10 +146,10 @@ def _few(bench: Bench, size: int, free: list[int], distinct: int) -> Cuts | None
     step = _step(bench.request)
     groups = np.array_split(np.sort(free), distinct)
     start = tuple(max(step, round(float(group.mean()) / step) * step) for group in groups if len(group))
-    sizes = [size, bench.batch % size or size]
+    sizes = [size, bench.batch_size % size or size]
     best: Cuts | None = None
     seen: set[Lengths] = set()
-    todo = [start, *((*start[:-1], bench.request.tokens // n) for n in range(2, 40) if bench.request.tokens % n == 0)]
+    todo = [start, *((*start[:-1], bench.request.seq_len // n) for n in range(2, 40) if bench.request.seq_len % n == 0)]
     while todo and len(seen) < TRIES:
         lengths = tuple(sorted(set(todo.pop(0))))
         if lengths in seen or min(lengths) < 1:

@@ -68,7 +68,7 @@ class ClusterSource:
 
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         device = self.cluster.host.device
-        return ShapeMemory(self.config, device.element, device.state, layout.tensor, recompute, layout.sharers)
+        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards)
 
     def tensor_degrees(self) -> list[int]:
         heads = self.config.num_kv_heads
@@ -106,7 +106,7 @@ class ProfileSource:
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         profile = self.profile
         return ShapeMemory(
-            profile.config, profile.element, STATE[profile.dtype], recompute=recompute, sharers=layout.sharers
+            profile.config, profile.element, STATE[profile.dtype], recompute=recompute, shards=layout.shards
         )
 
     def tensor_degrees(self) -> list[int]:
@@ -115,16 +115,17 @@ class ProfileSource:
 
 @dataclass(frozen=True)
 class Request:
-    """``None`` means: choose. ``slices`` is a number of equal slices or the lengths themselves."""
+    """``None`` means: choose. Give at most one of ``num_slices`` (equal slices) and ``slice_lengths``."""
 
-    batch: int
-    tokens: int
-    data: int | None = None
-    pipe: int | None = None
-    tensor: int | None = None
+    batch_size: int
+    seq_len: int
+    dp: int | None = None
+    pp: int | None = None
+    tp: int | None = None
     order: str | None = None
-    slices: int | tuple[int, ...] | None = None
-    microbatch: int | None = None
+    num_slices: int | None = None
+    slice_lengths: tuple[int, ...] | None = None
+    microbatch_size: int | None = None
     chunks: int | None = None
     recompute: bool | None = None
     shard: bool = False  # whether replicas share out their state
@@ -133,42 +134,53 @@ class Request:
     budget: int | None = None  # bytes; the source's own where not given
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tokens", "data", "pipe", "tensor", "microbatch", "chunks", "tile", "distinct", "budget"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.order is not None:
             order_named(self.order)
-        if self.data is not None and self.batch % self.data:
+        if self.dp is not None and self.batch_size % self.dp:
             raise ValueError(
-                f"every replica takes the same number of sequences: a batch of {self.batch} is not divisible by "
-                f"data {self.data}; try --data {_nearest_divisor(self.batch, self.data)} or "
-                f"--batch {-(-self.batch // self.data) * self.data}"
+                f"every replica takes the same number of sequences: a batch of {self.batch_size} is not divisible by "
+                f"dp {self.dp}; try dp {_nearest_divisor(self.batch_size, self.dp)} or batch size "
+                f"{-(-self.batch_size // self.dp) * self.dp}"
             )
-        if self.tile > self.tokens:
+        if self.tile > self.seq_len:
             raise ValueError(
-                f"a slice of {self.tile} tokens does not fit into sequences of {self.tokens}; lower --tile"
+                f"a slice of {self.tile} tokens does not fit into sequences of {self.seq_len}; use a smaller tile"
             )
         self._check_slices()
 
     def _check_slices(self) -> None:
-        slices = self.slices
-        if isinstance(slices, tuple) and (sum(slices) != self.tokens or any(n < 1 for n in slices)):
+        count, lengths = self.num_slices, self.slice_lengths
+        if count is not None and lengths is not None:
+            raise ValueError(f"give num_slices or slice_lengths, not both; got {count} and {list(lengths)}")
+        if lengths is not None and (sum(lengths) != self.seq_len or any(n < 1 for n in lengths)):
             raise ValueError(
-                f"slice lengths must be positive and sum to the {self.tokens} tokens of a sequence, got "
-                f"{list(slices)}, which sum to {sum(slices)}"
+                f"slice lengths must be positive and sum to the {self.seq_len} tokens of a sequence, got "
+                f"{list(lengths)}, which sum to {sum(lengths)}"
             )
-        if isinstance(slices, int) and not 1 <= slices <= self.tokens:
-            raise ValueError(f"the number of slices must be between 1 and the {self.tokens} tokens, got {slices}")
+        if count is not None and count > self.seq_len:
+            raise ValueError(f"the number of slices must be between 1 and the {self.seq_len} tokens, got {count}")
         whole = self.order is not None and not order_named(self.order).sliced
-        if whole and slices is not None and slices not in (1, (self.tokens,)):
+        if whole and (count or len(lengths or (1,))) > 1:
             raise ValueError(
-                f"order {self.order!r} takes whole sequences, got slices {slices}; "
+                f"order {self.order!r} takes whole sequences, got {count or len(lengths or ())} slices; "
                 "use terapipe or terapipe-1f1b, or leave slices out"
             )
 
+    @property
+    def fixed_slices(self) -> bool:
+        return self.num_slices is not None or self.slice_lengths is not None
+
     def fixed(self, **parts: object) -> "Request":
         return replace(self, **parts)  # type: ignore[arg-type]
+
+
+_POSITIVE = (
+    "batch_size", "seq_len", "dp", "pp", "tp", "num_slices", "microbatch_size", "chunks", "tile", "distinct", "budget",
+)  # fmt: skip
 
 
 def _nearest_divisor(n: int, wanted: int) -> int:
@@ -177,40 +189,40 @@ def _nearest_divisor(n: int, wanted: int) -> int:
 
 def layouts(source: Source, request: Request) -> list[Layout]:
     """All layouts that use every device and respect what is fixed; a layout fixed in full may use fewer."""
-    if request.data and request.pipe and request.tensor:
-        found = [Layout(request.data, request.pipe, request.tensor)]
+    if request.dp and request.pp and request.tp:
+        found = [Layout(request.dp, request.pp, request.tp)]
         if found[0].devices > source.devices:
             raise ValueError(
                 f"{found[0]} needs {found[0].devices} devices, {source.name} has {source.devices}; "
-                "lower one of --data, --pipe, --tensor or take more hosts"
+                "lower dp, pp or tp, or take more hosts"
             )
     else:
         found = list(_factors(source, request))
-    found = [replace(layout, shard=request.shard and layout.data > 1) for layout in found]
-    found = [layout for layout in found if layout.pipe <= source.layers]
-    if request.tensor and request.tensor not in source.tensor_degrees():
+    found = [replace(layout, shard=request.shard and layout.dp > 1) for layout in found]
+    found = [layout for layout in found if layout.pp <= source.layers]
+    if request.tp and request.tp not in source.tensor_degrees():
         raise ValueError(
-            f"tensor must be one of {source.tensor_degrees()} here (it divides the heads and the devices of a host), "
-            f"got {request.tensor}"
+            f"tp must be one of {source.tensor_degrees()} here (it divides the heads and the devices of a host), "
+            f"got {request.tp}"
         )
-    found = [layout for layout in found if layout.tensor in source.tensor_degrees()]
+    found = [layout for layout in found if layout.tp in source.tensor_degrees()]
     if not found:
         raise ValueError(
-            f"no layout data x pipe x tensor uses all {source.devices} devices of {source.name} with at most "
-            f"{source.layers} stages, data dividing the batch of {request.batch}, tensor in "
-            f"{source.tensor_degrees()} and what is fixed (data {request.data}, pipe {request.pipe}, "
-            f"tensor {request.tensor}); fix less, change the batch, or fix all three to use fewer devices"
+            f"no layout dp x pp x tp uses all {source.devices} devices of {source.name} with at most "
+            f"{source.layers} stages, dp dividing the batch of {request.batch_size}, tp in "
+            f"{source.tensor_degrees()} and what is fixed (dp {request.dp}, pp {request.pp}, "
+            f"tp {request.tp}); fix less, change the batch, or fix all three to use fewer devices"
         )
     return found
 
 
 def _factors(source: Source, request: Request) -> Iterator[Layout]:
-    for tensor in [request.tensor] if request.tensor else source.tensor_degrees():
-        rest, left = divmod(source.devices, tensor)
+    for tp in [request.tp] if request.tp else source.tensor_degrees():
+        rest, left = divmod(source.devices, tp)
         if left:
             continue
-        for pipe in [request.pipe] if request.pipe else range(1, rest + 1):
-            data, left = divmod(rest, pipe)
-            fits = left == 0 and data >= 1 and request.batch % data == 0
-            if fits and request.data in (None, data):
-                yield Layout(data, pipe, tensor)
+        for pp in [request.pp] if request.pp else range(1, rest + 1):
+            dp, left = divmod(rest, pp)
+            fits = left == 0 and dp >= 1 and request.batch_size % dp == 0
+            if fits and request.dp in (None, dp):
+                yield Layout(dp, pp, tp)

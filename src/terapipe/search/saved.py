@@ -40,13 +40,13 @@ class SavedPlan:
         try:
             layout = None if known["layout"] is None else Layout(**known["layout"])
             saved = cls(plan, layout, known["dtype"], known["costs"], known["budget"], known["step_time"])
-            numbers = [] if layout is None else [layout.data, layout.pipe, layout.tensor]
+            numbers = [] if layout is None else [layout.dp, layout.pp, layout.tp]
             if any(not isinstance(n, int) or n < 1 for n in numbers) or not isinstance(saved.costs, Mapping):
                 raise TypeError("a layout of whole numbers")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"what was saved beside this plan lacks or misnames {error}; plan again") from None
-        if layout is not None and layout.pipe != plan.num_ranks:
-            raise ValueError(f"the plan is for {plan.num_ranks} ranks, its layout has pipe {layout.pipe}; plan again")
+        if layout is not None and layout.pp != plan.num_ranks:
+            raise ValueError(f"the plan is for {plan.num_ranks} ranks, its layout has pipe {layout.pp}; plan again")
         return saved
 
     def source(self) -> Source:

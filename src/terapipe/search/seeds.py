@@ -34,8 +34,8 @@ class Seed:
     @property
     def work(self) -> int:
         """Computations in one step: what simulating it once costs."""
-        microbatches = -(-self.bench.batch // self.size)
-        return 2 * microbatches * self.count * self.bench.layout.pipe * self.chunks
+        microbatches = -(-self.bench.batch_size // self.size)
+        return 2 * microbatches * self.count * self.bench.layout.pp * self.chunks
 
 
 def seeds(source: Source, request: Request) -> list[Seed]:
@@ -52,51 +52,53 @@ def _of_bench(bench: Bench) -> Iterator[Seed]:
     once = max(bench.cost.once([part]) for part in kinds)
     static = max(bench.memory.static(part) for part in kinds)
     for size in _sizes(bench):
-        microbatches = -(-bench.batch // size)
+        microbatches = -(-bench.batch_size // size)
         whole = _held(bench, size)
         for count in _counts(request):
             lengths = _even(request, count)
             t = bench.seconds(size, lengths, np.cumsum(lengths) - lengths)
             work = float(t.sum()) * microbatches
             for order, chunks in _orders(bench, count):
-                bubble = (bench.layout.pipe - 1) * float(t.mean()) / chunks * order.bubble
-                peak = static + whole * order.in_flight(InFlight(microbatches, count, bench.layout.pipe, chunks))
+                bubble = (bench.layout.pp - 1) * float(t.mean()) / chunks * order.bubble
+                peak = static + whole * order.in_flight(InFlight(microbatches, count, bench.layout.pp, chunks))
                 yield Seed(work + bubble + once, peak, bench, order.name, size, count, chunks)
 
 
 def _even(request: Request, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    if isinstance(request.slices, tuple):
-        return np.array(request.slices, dtype=np.float64)
-    return np.full(count, request.tokens / count)
+    if request.slice_lengths is not None:
+        return np.array(request.slice_lengths, dtype=np.float64)
+    return np.full(count, request.seq_len / count)
 
 
 def _sizes(bench: Bench) -> list[int]:
-    fixed = bench.request.microbatch
+    fixed = bench.request.microbatch_size
     if fixed is not None:
-        if fixed > bench.batch:
+        if fixed > bench.batch_size:
             raise ValueError(
-                f"a microbatch of {fixed} sequences does not fit into a replica's batch of {bench.batch}; "
-                "lower --microbatch or --data"
+                f"a microbatch of {fixed} sequences does not fit into a replica's batch of {bench.batch_size}; "
+                "lower microbatch_size or dp"
             )
         return [fixed]
-    return [size for size in (2**i for i in range(20)) if size <= bench.batch]
+    return [size for size in (2**i for i in range(20)) if size <= bench.batch_size]
 
 
 def _counts(request: Request) -> list[int]:
-    if request.slices is not None:
-        return [len(request.slices) if isinstance(request.slices, tuple) else request.slices]
-    return [n for n in COUNTS if n * request.tile <= max(request.tokens, request.tile)]
+    if request.slice_lengths is not None:
+        return [len(request.slice_lengths)]
+    if request.num_slices is not None:
+        return [request.num_slices]
+    return [n for n in COUNTS if n * request.tile <= max(request.seq_len, request.tile)]
 
 
 def _orders(bench: Bench, count: int) -> Iterator[tuple[Order, int]]:
-    request, pipe = bench.request, bench.layout.pipe
+    request, pp = bench.request, bench.layout.pp
     for order in [order_named(request.order)] if request.order else ORDERS.values():
         if not order.sliced and count > 1:
             continue
         if request.order is None and order.unsliced_twin and count == 1:
             continue
         for chunks in _chunks(order, request):
-            if pipe * chunks <= bench.source.layers and (chunks == 1 or pipe > 1):
+            if pp * chunks <= bench.source.layers and (chunks == 1 or pp > 1):
                 yield order, chunks
 
 
@@ -109,7 +111,7 @@ def _chunks(order: Order, request: Request) -> tuple[int, ...]:
 
 def _held(bench: Bench, size: int) -> float:
     """Bytes of one whole microbatch on one rank."""
-    part = Part(-(-bench.source.layers // bench.layout.pipe))
-    tokens = bench.request.tokens
-    kept = bench.memory.kept(part, float(size), float(tokens)) + bench.memory.cache(part, float(size), tokens)
+    part = Part(-(-bench.source.layers // bench.layout.pp))
+    seq_len = bench.request.seq_len
+    kept = bench.memory.kept(part, float(size), float(seq_len)) + bench.memory.cache(part, float(size), seq_len)
     return float(kept)

@@ -45,7 +45,7 @@ class CostTable:
         return sorted({size for size, _, _ in self.seconds})
 
     @property
-    def tokens(self) -> int:
+    def seq_len(self) -> int:
         """The longest sequence that could be put together."""
         return max(length + context for _, length, context in self.seconds)
 
@@ -61,12 +61,12 @@ class CostTable:
     def unit(self) -> int:
         return math.gcd(*(n for _, length, context in self.seconds for n in (length, context)))
 
-    def array(self, tokens: int, sizes: Sequence[int]) -> Array:
+    def array(self, seq_len: int, sizes: Sequence[int]) -> Array:
         """By size, length and context in units, as the solver takes it."""
-        units, unit = tokens // self.unit, self.unit
+        units, unit = seq_len // self.unit, self.unit
         table = np.full((len(sizes), units, units), np.inf)
         for (size, length, context), seconds in self.seconds.items():
-            if size in sizes and length + context <= tokens:
+            if size in sizes and length + context <= seq_len:
                 table[sizes.index(size), length // unit - 1, context // unit] = seconds
         return table
 
@@ -115,19 +115,19 @@ def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
 
 def choose_by_table(table: CostTable, request: Request) -> Decision:
     """The exact cuts by the formula for ``terapipe``; for other orders the same cuts, timed by simulation."""
-    if request.pipe is None:
-        raise ValueError("a cost table says nothing of the number of stages; give --pipe")
+    if request.pp is None:
+        raise ValueError("a cost table says nothing of the number of stages; give pp")
     if request.order not in (None, *ORDERS):
         raise ValueError(f"with a cost table the order is one of {', '.join(ORDERS)}, got {request.order!r}")
     _refuse_ignored(request)
-    if request.tokens % table.unit:
+    if request.seq_len % table.unit:
         raise ValueError(
-            f"the sequence must be a multiple of the table's unit of {table.unit} tokens, got {request.tokens}"
+            f"the sequence must be a multiple of the table's unit of {table.unit} tokens, got {request.seq_len}"
         )
-    if request.tokens > table.tokens:
-        raise ValueError(f"no row of the table reaches beyond {table.tokens} tokens, sequences have {request.tokens}")
-    layout = Layout(request.data or 1, request.pipe, request.tensor or 1)
-    plan = _plan(table, request, request.batch // layout.data, tuple(range(layout.pipe + 1)))
+    if request.seq_len > table.seq_len:
+        raise ValueError(f"no row of the table reaches beyond {table.seq_len} tokens, sequences have {request.seq_len}")
+    layout = Layout(request.dp or 1, request.pp, request.tp or 1)
+    plan = _plan(table, request, request.batch_size // layout.dp, tuple(range(layout.pp + 1)))
     work, step = sum(table.times(plan)), table.formula(plan)
     flush = Choice(layout, plan, step, 1 - work / step if step else 0.0, 0, True)
     found = [flush]
@@ -142,30 +142,31 @@ def choose_by_table(table: CostTable, request: Request) -> Decision:
 def _refuse_ignored(request: Request) -> None:
     """What a table says nothing about, so that asking for it would have no effect."""
     asked = {
-        "--chunks": request.chunks, "--recompute": request.recompute, "--distinct": request.distinct,
-        "--shard": request.shard or None, "--memory": request.budget,
+        "chunks": request.chunks, "recompute": request.recompute, "distinct": request.distinct,
+        "shard": request.shard or None, "memory": request.budget,
     }  # fmt: skip
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise ValueError(
             f"a cost table knows one kind of stage and no memory, so {' and '.join(given)} would have no effect; leave "
-            "it out, or plan with --cluster or --profile"
+            "it out, or plan with a cluster or a profile"
         )
 
 
-def _plan(table: CostTable, request: Request, batch: int, boundaries: tuple[int, ...]) -> Plan:
+def _plan(table: CostTable, request: Request, batch_size: int, boundaries: tuple[int, ...]) -> Plan:
     """The solver's cuts, or those that are fixed, with the best size of microbatches."""
-    sizes = [request.microbatch] if request.microbatch else table.sizes
-    if request.slices is None:
-        array = table.array(request.tokens, sizes)
-        cuts = solve_table(array, stages=len(boundaries) - 1, batch=batch, unit=table.unit, sizes=sizes)
+    sizes = [request.microbatch_size] if request.microbatch_size else table.sizes
+    if not request.fixed_slices:
+        array = table.array(request.seq_len, sizes)
+        cuts = solve_table(array, stages=len(boundaries) - 1, batch_size=batch_size, unit=table.unit, sizes=sizes)
         return Plan(cuts.sizes, cuts.lengths, boundaries)
-    lengths = request.slices
-    if isinstance(lengths, int):
-        lengths = uniform(request.tokens, lengths, table.unit)
-        if len(lengths) != request.slices:
+    lengths = request.slice_lengths
+    if lengths is None:
+        count = request.num_slices or 1
+        lengths = uniform(request.seq_len, count, table.unit)
+        if len(lengths) != count:
             raise ValueError(f"the table's unit of {table.unit} tokens allows at most {len(lengths)} slices")
-    rows = [tuple(min(size, batch - row) for row in range(0, batch, size)) for size in sizes]
+    rows = [tuple(min(size, batch_size - row) for row in range(0, batch_size, size)) for size in sizes]
     best = min((Plan(row, (lengths,) * len(row), boundaries) for row in rows), key=table.formula)
     if table.formula(best) == math.inf:
         missing = next(s for s, t in zip(best.slices, table.times(best), strict=True) if t == math.inf)

@@ -11,7 +11,7 @@ from torch import Tensor
 from terapipe.modeling.stage import IGNORE
 from terapipe.training.tokens import TOKENS, TokenFile
 
-Packing = Literal["joined", "separate", "alone"]
+Packing = Literal["concat", "packed", "padded"]
 Documents = tuple[tuple[int, ...], ...]
 Integers = NDArray[np.int64]
 
@@ -43,7 +43,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Sequences of an epoch."""
-        if self._packing == "alone":
+        if self._packing == "padded":
             return int(self._sums[-1])
         return self._file.num_tokens // self._tokens
 
@@ -58,11 +58,11 @@ class Batches:
         ids = np.zeros((count, self._tokens), np.int64)
         labels = np.full((count, self._tokens), IGNORE, np.int64)
         for row, place in enumerate(self._places(first, count)):
-            start, stop = self._alone(place) if self._packing == "alone" else self._window(place)
+            start, stop = self._alone(place) if self._packing == "padded" else self._window(place)
             tokens = self._read(start, stop)
             ids[row, : len(tokens)] = tokens[: self._tokens]
             labels[row, : len(tokens) - 1] = tokens[1:]
-            if self._packing == "separate":
+            if self._packing == "packed":
                 labels[row, self._borders(place) - 1] = IGNORE
         return Rows(torch.from_numpy(ids), torch.from_numpy(labels), self.documents(first, count))
 
@@ -79,7 +79,7 @@ class Batches:
 
     def documents(self, first: int, count: int) -> Documents | None:
         """Where documents begin in the same sequences. Reads no tokens."""
-        if self._packing != "separate":
+        if self._packing != "packed":
             return None
         borders = (self._borders(place) for place in self._places(first, count))
         return tuple((0, *found[found < self._tokens].tolist()) for found in borders)

@@ -55,7 +55,7 @@ def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end:
 
     config = GPT2Config(
         vocab_size=shape.vocab,
-        n_positions=shape.max_tokens,
+        n_positions=shape.max_seq_len,
         n_embd=shape.hidden,
         n_layer=shape.layers,
         n_head=shape.heads,

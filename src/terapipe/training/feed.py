@@ -26,8 +26,8 @@ class Feed:
     """A replica takes its rows of every batch; of its pipeline only the ends read tokens."""
 
     def __init__(self, file: TokenFile, config: DataConfig, pipe: Pipeline, *, shuffle: bool) -> None:
-        self._batches = Batches(file, config.tokens, config.packing, shuffle, config.seed)
-        self._pipe, self._batch, self._mine = pipe, config.batch, pipe.plan.batch
+        self._batches = Batches(file, config.seq_len, config.packing, shuffle, config.seed)
+        self._pipe, self._batch, self._mine = pipe, config.batch_size, pipe.plan.batch_size
 
     def __len__(self) -> int:
         """Sequences of an epoch."""
@@ -35,13 +35,13 @@ class Feed:
 
     def at(self, position: int) -> Given:
         """The batch that begins with this sequence, counted from the start of training."""
-        return self._given(position + self._pipe.replica * self._mine, self._mine)
+        return self._given(position + self._pipe.dp_rank * self._mine, self._mine)
 
     def once(self, batches: int) -> Iterator[Given]:
         """Each sequence once, so many batches at most (0: all), the last one filled up."""
         stop = len(self) if not batches else min(len(self), batches * self._batch)
         for position in range(0, stop, self._batch):
-            first = position + self._pipe.replica * self._mine
+            first = position + self._pipe.dp_rank * self._mine
             yield self._given(first, max(0, min(self._mine, stop - first)))
 
     def _given(self, first: int, count: int) -> Given:

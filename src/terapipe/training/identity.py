@@ -16,8 +16,8 @@ from terapipe.training.tokens import STARTS, TOKENS, Data, TokenFile
 
 NOTE = "trained_as"  # among a checkpoint's notes
 MODEL, TOKENIZER, OBJECTIVE, DATA, KEYS = "model", "tokenizer", "objective", "data", "keys"
-_OBJECTIVE = ("data.packing", "data.tokens")
-_KEYS = ("model.dtype", "model.seed", "model.own", "data.seed", "data.shuffle", "data.batch")
+_OBJECTIVE = ("data.packing", "data.seq_len")
+_KEYS = ("model.dtype", "model.seed", "model.factory", "data.seed", "data.shuffle", "data.batch_size")
 _SECTIONS = ("optimizer", "schedule")
 _SPEED_ONLY = ("optimizer.fused",)
 # Of a model's configuration, what the function that it computes does not depend on.

@@ -33,7 +33,7 @@ class Made:
 def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
     if config.preset:
         return _preset(config, data, vocab)
-    return _own(config, data, vocab) if config.own else _hugging_face(config, vocab)
+    return _own(config, data, vocab) if config.factory else _hugging_face(config, vocab)
 
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
@@ -43,18 +43,18 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
     if "vocab" not in given:
         shape = replace(shape, vocab=vocab)
     if "max_tokens" not in given:
-        shape = replace(shape, max_tokens=max(shape.max_tokens, data.tokens))
+        shape = replace(shape, max_seq_len=max(shape.max_seq_len, data.seq_len))
     _check_vocab(shape.vocab, vocab, f"vocab={vocab} in model.preset")
-    if shape.max_tokens < data.tokens:
+    if shape.max_seq_len < data.seq_len:
         raise ValueError(
-            f"the model must have a position for every token of a sequence, got max_tokens={shape.max_tokens} in "
-            f"model.preset and data.tokens {data.tokens}; raise the one or lower the other"
+            f"the model must have a position for every token of a sequence, got max_tokens={shape.max_seq_len} in "
+            f"model.preset and data.seq_len {data.seq_len}; raise the one or lower the other"
         )
     with torch.device("meta"):
         selective = config.recompute == "selective"
         gpt = GPT(shape, seed=config.seed, recompute="selective" if selective else "off").to(dtype_of(config))
     identity = {**asdict(shape), "kind": "gpt", "kv_heads": shape.num_kv_heads, "ffn": shape.ffn_hidden}
-    return Made(gpt, shape, lambda stages: split_layers(shape, stages, data.tokens), identity)
+    return Made(gpt, shape, lambda stages: split_layers(shape, stages, data.seq_len), identity)
 
 
 def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
@@ -107,13 +107,13 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
-    function = _found(config.own)
-    known = {"vocab": vocab, "tokens": data.tokens, "seed": config.seed, "dtype": dtype_of(config)}
+    function = _found(config.factory)
+    known = {"vocab": vocab, "tokens": data.seq_len, "seed": config.seed, "dtype": dtype_of(config)}
     made = function(**{name: value for name, value in known.items() if name in inspect.signature(function).parameters})
     if not isinstance(made, Splittable):
         raise ValueError(
-            f"model.own must return a model with num_layers, tied and stage(), as docs/guide.md describes; "
-            f"{config.own} returned {type(made).__name__}"
+            f"model.factory must return a model with num_layers, tied and stage(), as docs/guide.md describes; "
+            f"{config.factory} returned {type(made).__name__}"
         )
     if config.recompute == "selective":
         raise ValueError("selective recomputation is the model's own business; take recompute = 'full' or 'off'")
@@ -123,21 +123,21 @@ def _own(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
 def _found(place: str) -> Callable[..., Any]:
     where, colon, name = place.rpartition(":")
     if not colon:
-        raise ValueError(f"model.own is module:function or file.py:function, got {place!r}")
+        raise ValueError(f"model.factory is module:function or file.py:function, got {place!r}")
     if where.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(where).stem, where)
         if spec is None or spec.loader is None or not Path(where).is_file():
-            raise ValueError(f"model.own: there is no file {where}")
+            raise ValueError(f"model.factory: there is no file {where}")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise ValueError(f"model.own: {error}; a file is given as path/to/file.py:function") from None
+            raise ValueError(f"model.factory: {error}; a file is given as path/to/file.py:function") from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"model.own: {where} has no function {name!r}")
+        raise ValueError(f"model.factory: {where} has no function {name!r}")
     return function  # type: ignore[no-any-return]
 
 

@@ -54,7 +54,7 @@ def ranks_wanted(config: PlanConfig) -> int:
     if config.file:
         saved = SavedPlan.from_json(Path(config.file).read_text(encoding="utf-8"))
         return _of_file(config, saved).devices
-    return (config.data or 1) * (config.pipe or 1) * config.tensor
+    return (config.dp or 1) * (config.pp or 1) * config.tp
 
 
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
@@ -65,9 +65,9 @@ def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     )
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
-    layout = saved.layout or Layout(config.data or 1, pipe, config.tensor, config.shard)
-    asked = {"data": config.data or layout.data, "pipe": config.pipe or pipe, "shard": config.shard or layout.shard}
-    asked["tensor"] = config.tensor if config.tensor > 1 else layout.tensor
+    layout = saved.layout or Layout(config.dp or 1, pipe, config.tp, config.shard)
+    asked = {"data": config.dp or layout.dp, "pipe": config.pp or pipe, "shard": config.shard or layout.shard}
+    asked["tensor"] = config.tp if config.tp > 1 else layout.tp
     for name, value in asked.items():
         if value != getattr(layout, name):
             raise ValueError(
@@ -79,17 +79,17 @@ def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
 
 def layout_of(config: PlanConfig, ranks: int, pipe: int) -> Layout:
     """What is fixed, and the rest so that all ranks have work."""
-    known = (config.data or 1) * (pipe or 1) * config.tensor
+    known = (config.dp or 1) * (pipe or 1) * config.tp
     if ranks % known:
         raise ValueError(
-            f"data x pipe x tensor must be the number of processes, got {config.data or 'any'} x {pipe or 'any'} x "
-            f"{config.tensor} and {ranks}; change the keys of [plan] or start another number"
+            f"data x pipe x tensor must be the number of processes, got {config.dp or 'any'} x {pipe or 'any'} x "
+            f"{config.tp} and {ranks}; change the keys of [plan] or start another number"
         )
     free = ranks // known
-    if free > 1 and pipe and config.data:
-        raise ValueError(f"plan.data x plan.pipe x plan.tensor is {known}, but there are {ranks} processes")
-    data, pipe = (config.data or (free if pipe else 1)), pipe or free
-    return Layout(data, pipe, config.tensor, shard=config.shard and data > 1)
+    if free > 1 and pipe and config.dp:
+        raise ValueError(f"plan.dp x plan.pp x plan.tp is {known}, but there are {ranks} processes")
+    data, pipe = (config.dp or (free if pipe else 1)), pipe or free
+    return Layout(data, pipe, config.tp, shard=config.shard and data > 1)
 
 
 def given(config: RunConfig, ranks: int) -> Planned | None:
@@ -103,10 +103,10 @@ def given(config: RunConfig, ranks: int) -> Planned | None:
         layout = layout_of(config.plan, ranks, plan.num_ranks)
     elif layout.devices != ranks:
         raise ValueError(f"{config.plan.file} is for {layout}, {layout.devices} processes; there are {ranks}")
-    if (plan.batch * layout.data, plan.tokens) != (config.data.batch, config.data.tokens):
+    if (plan.batch_size * layout.dp, plan.seq_len) != (config.data.batch_size, config.data.seq_len):
         raise ValueError(
-            f"{config.plan.file} is for {plan.batch} sequences of {plan.tokens} tokens to each of {layout.data} "
-            f"replicas, data.batch and data.tokens ask for {config.data.batch} of {config.data.tokens}; change them "
+            f"{config.plan.file} is for {plan.batch_size} sequences of {plan.seq_len} tokens to each of {layout.dp} "
+            f"replicas, data.batch_size and data.seq_len ask for {config.data.batch_size} of {config.data.seq_len}; change them "
             "or plan again"
         )
     return Planned(layout, plan)
@@ -132,39 +132,39 @@ def keep(config: RunConfig, ranks: int, planned: Planned) -> None:
 def asked(config: RunConfig, ranks: int) -> dict[str, Any]:
     """All that a choice depends on, as JSON gives it back."""
     sections = {"plan": asdict(config.plan), "model": asdict(config.model)}
-    told = {**sections, "tokens": config.data.tokens, "batch": config.data.batch, "ranks": ranks}
+    told = {**sections, "tokens": config.data.seq_len, "batch": config.data.batch_size, "ranks": ranks}
     found: dict[str, Any] = json.loads(json.dumps(told))
     return found
 
 
 def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
     """Equal slices: where nothing is known of their costs."""
-    wanted, tokens = config.plan, config.data.tokens
-    layout = layout_of(wanted, ranks, wanted.pipe)
+    wanted, tokens = config.plan, config.data.seq_len
+    layout = layout_of(wanted, ranks, wanted.pp)
     order = order_named(wanted.order or "terapipe-1f1b")
     chunks = wanted.chunks or order.chunks or 1
-    batch = config.data.batch // layout.data
-    size = wanted.microbatch or 1
+    batch = config.data.batch_size // layout.dp
+    size = wanted.microbatch_size or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
     lengths = _lengths(wanted, tokens, layout, made.shortest) if order.sliced else (tokens,)
     recompute = config.model.recompute == "full"
-    plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pipe * chunks), order.name, chunks, recompute)
+    plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pp * chunks), order.name, chunks, recompute)
     return Planned(layout, plan)
 
 
 def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
     if wanted.slice_lengths:
         return wanted.slice_lengths
-    count = wanted.slices or max(1, min(4 * layout.pipe, tokens // LEAST))
+    count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
     tile = _tile(wanted, tokens, shortest)
     return uniform(tokens, count, tile if tokens >= tile * count else 1)
 
 
 def measure(config: RunConfig, made: Made, ranks: int) -> Profile:
     """All ranks together; each gets the first one's account."""
-    layers, tokens = max(1, made.model.num_layers // ranks), config.data.tokens
-    sizes = (config.plan.microbatch,) if config.plan.microbatch else _sizes(config)
-    profiler = Profiler(made.model, layers=layers, tokens=tokens, sizes=sizes, shape=made.shape)
+    layers, tokens = max(1, made.model.num_layers // ranks), config.data.seq_len
+    sizes = (config.plan.microbatch_size,) if config.plan.microbatch_size else _sizes(config)
+    profiler = Profiler(made.model, layers=layers, seq_len=tokens, sizes=sizes, shape=made.shape)
     # Of larger microbatches only what holds no more than one whole sequence does: short slices, which gain by merging.
     profiler.points = [p for p in profiler.points if p.size == sizes[0] or p.size * (p.length + p.context) <= tokens]
     return profiler.transport.gather(profiler.run(config.plan.seconds))[0]
@@ -172,27 +172,28 @@ def measure(config: RunConfig, made: Made, ranks: int) -> Profile:
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
     """Of microbatches to measure: by one alone, the planner could not know what merging sequences gains."""
-    batch = config.data.batch // (config.plan.data or 1)
+    batch = config.data.batch_size // (config.plan.dp or 1)
     return (1,) if batch == 1 else (1, 4 if batch >= 4 else 2)
 
 
 def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Planned:
     """The fastest by simulation that the model can run. Devices that share an operator are planned for as one, which
     has all of its costs: slices compare alike, steps are predicted too long."""
-    wanted, tensor = config.plan, config.plan.tensor
+    wanted, tensor = config.plan, config.plan.tp
     if ranks % tensor:
-        raise ValueError(f"plan.tensor must divide the number of processes, got {tensor} and {ranks}")
+        raise ValueError(f"plan.tp must divide the number of processes, got {tensor} and {ranks}")
     recompute = {"auto": None if made.recomputes else False, "full": True}.get(config.model.recompute, False)
-    tile = _tile(wanted, config.data.tokens, made.shortest)
+    tile = _tile(wanted, config.data.seq_len, made.shortest)
     request = Request(
-        batch=config.data.batch,
-        tokens=config.data.tokens,
-        data=wanted.data or None,
-        pipe=wanted.pipe or None,
-        tensor=1,
+        batch_size=config.data.batch_size,
+        seq_len=config.data.seq_len,
+        dp=wanted.dp or None,
+        pp=wanted.pp or None,
+        tp=1,
         order=wanted.order or None,
-        slices=wanted.slice_lengths or wanted.slices or None,
-        microbatch=wanted.microbatch or None,
+        num_slices=wanted.num_slices or None,
+        slice_lengths=wanted.slice_lengths or None,
+        microbatch_size=wanted.microbatch_size or None,
         chunks=wanted.chunks or None,
         recompute=recompute,
         shard=wanted.shard,
@@ -200,7 +201,7 @@ def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Pla
         budget=nbytes(wanted.memory) if wanted.memory else None,
     )
     chosen = choose(ProfileSource(profile, ranks // tensor), request).chosen
-    layout = replace(chosen.layout, tensor=tensor)
+    layout = replace(chosen.layout, tp=tensor)
     makespan = predicted(profile, layout, chosen.plan).makespan
     return Planned(layout, chosen.plan, chosen.step_time, max(0.0, chosen.step_time - makespan))
 
@@ -208,7 +209,7 @@ def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Pla
 def _tile(wanted: PlanConfig, tokens: int, shortest: int) -> int:
     """What slices are multiples of: of the devices too that share out their tokens, and never shorter than the model
     takes them, the last one, which has what is left over, included."""
-    unit = lcm(wanted.tile, wanted.tensor)
+    unit = lcm(wanted.tile, wanted.tp)
     for tile in range(unit, tokens, unit):
         if tile >= shortest and (tokens % tile == 0 or tokens % tile >= shortest):
             return tile
@@ -216,4 +217,4 @@ def _tile(wanted: PlanConfig, tokens: int, shortest: int) -> int:
 
 
 def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
-    return simulate(schedule(plan), FittedCost(profile, plan.recompute, replace(layout, tensor=1)))
+    return simulate(schedule(plan), FittedCost(profile, plan.recompute, replace(layout, tp=1)))

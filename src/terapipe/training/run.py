@@ -145,9 +145,9 @@ class Run:
     def _check_export(self, made: Made) -> None:
         if not self._config.checkpoints.export:
             return
-        if self._config.model.own:
+        if self._config.model.factory:
             raise ValueError(
-                "checkpoints.export writes what Hugging Face can open, and model.own it cannot; leave it out: "
+                "checkpoints.export writes what Hugging Face can open, and model.factory it cannot; leave it out: "
                 "checkpoints are written in any case"
             )
         export = Path(self._config.checkpoints.export).resolve()
@@ -194,9 +194,9 @@ class Run:
         return planned
 
     def _doubt_warmup(self) -> None:
-        schedule = self._config.schedule
-        if schedule.warmup > schedule.steps:
-            told = f"schedule.warmup {schedule.warmup} is longer than schedule.steps {schedule.steps}"
+        lr, optimizer = self._config.lr, self._config.optimizer
+        if lr.warmup > optimizer.steps:
+            told = f"lr.warmup {lr.warmup} is longer than optimizer.steps {optimizer.steps}"
             self._console.print(f"{told}: the learning rate stays below optimizer.lr", soft_wrap=True)
 
     def _keep_prediction(self, planned: plans.Planned) -> None:
@@ -211,7 +211,7 @@ class Run:
     def _train(self, data: Data, made: Made, planned: plans.Planned) -> Outcome:
         config = self._config
         layout = planned.layout
-        mesh = device_mesh(layout) if layout.data * layout.tensor > 1 else None
+        mesh = device_mesh(layout) if layout.dp * layout.tp > 1 else None
         pipe = Pipeline(made.model, planned.plan, mesh=mesh, shard=layout.shard, timeout=config.failures.timeout)
         if config.model.compile:
             self._compile(pipe)
@@ -273,9 +273,9 @@ class Run:
         if not self._leads:
             yield Journal()
             return
-        named = config.model.preset or config.model.config or config.model.folder or config.model.own
+        named = config.model.preset or config.model.config or config.model.folder or config.model.factory
         title = f"{config.folder.name}: {named}"
-        with Display(self._console, config.schedule.steps, step, config.logging.every, title) as display:
+        with Display(self._console, config.optimizer.steps, step, config.logging.every, title) as display:
             metrics = Metrics(config.folder, config.logging, step=step, settings=_flat(config), complain=display.say)
             try:
                 yield Journal(display, metrics)

@@ -74,10 +74,10 @@ def open_data(config: DataConfig, folder: Path) -> Data:
     """What ``prepare`` wrote."""
     files = {name: TokenFile.open(folder / name) for name in wanted(config)}
     for name, file in files.items():
-        if config.packing != "alone" and file.num_tokens < config.tokens:
+        if config.packing != "padded" and file.num_tokens < config.seq_len:
             more = "data.eval, or a larger data.eval_share," if name == "eval" else "data.train"
             raise ValueError(
-                f"a sequence has {config.tokens} tokens (data.tokens), but the {name} data only {file.num_tokens} in "
+                f"a sequence has {config.seq_len} tokens (data.seq_len), but the {name} data only {file.num_tokens} in "
                 f"{file.num_documents} documents; give more as {more} or shorter sequences"
             )
     return Data(files["train"], files.get("eval"), load(config.tokenizer, folder / "tokenizer"))

@@ -22,10 +22,10 @@ from terapipe.training.evaluator import Evaluator
 from terapipe.training.feed import Feed
 from terapipe.training.identity import NOTE, Identity, same_evaluation
 from terapipe.training.journal import Journal
+from terapipe.training.learning_rate import learning_rate
 from terapipe.training.optimizer import set_lr
 from terapipe.training.planned import Planned
 from terapipe.training.randomness import restore, seeded, states
-from terapipe.training.schedule import learning_rate
 from terapipe.training.stopping import Stop
 from terapipe.training.tokens import Data
 
@@ -90,7 +90,7 @@ class Trainer:
             raise
 
     def _run(self, stop: Stop) -> Outcome:
-        steps, every = self._config.schedule.steps, self._config.checkpoints.every
+        steps, every = self._config.optimizer.steps, self._config.checkpoints.every
         self._pipe.train()
         while self.step < steps:
             began = time.perf_counter()
@@ -127,14 +127,14 @@ class Trainer:
         self._skipped = 0 if made.finite else self._skipped + 1
         self.step += 1
         seconds = time.perf_counter() - began
-        tokens = self._config.data.batch * self._config.data.tokens * self._config.optimizer.accumulate
+        tokens = self._config.data.batch_size * self._config.data.seq_len * self._config.optimizer.accumulate
         row: dict[str, Any] = {
             "step": self.step,
             "loss": made.loss,
             "lr": made.lr,
             "grad_norm": made.norm,
             "seconds": seconds,
-            "tokens": self._position * self._config.data.tokens,
+            "tokens": self._position * self._config.data.seq_len,
             "tokens_per_second": tokens / seconds,
         }
         if not made.finite:
@@ -151,29 +151,33 @@ class Trainer:
     def _learn(self) -> Step:
         """Gradients of all batches of the step, every label weighing the same; clipped, applied if they are finite."""
         wanted, feed = self._config.optimizer, self._feed
-        batches = [feed.at(self._position + i * self._config.data.batch) for i in range(wanted.accumulate)]
+        batches = [feed.at(self._position + i * self._config.data.batch_size) for i in range(wanted.accumulate)]
         total = feed.count(batches)
         losses = [self._pipe.step(*given, total=total).double() for given in batches]
-        self._position += wanted.accumulate * self._config.data.batch
-        norm = self._pipe.clip_grad_norm_(wanted.clip) if wanted.clip else self._pipe.grad_norm()
-        lr = learning_rate(self.step, self._config.schedule, wanted.lr)
+        self._position += wanted.accumulate * self._config.data.batch_size
+        norm = self._pipe.clip_grad_norm_(wanted.max_grad_norm) if wanted.max_grad_norm else self._pipe.grad_norm()
+        lr = learning_rate(self.step, self._config.lr, wanted)
         made = Step(float(sum(losses)), float(norm), lr)
         if made.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
         layout = self._planned.layout
         # Replicas without shards make every gradient anew and add what was there before, so nothing is left there.
-        self._pipe.zero_grad(set_to_none=layout.data > 1 and not layout.shard)
+        self._pipe.zero_grad(set_to_none=layout.dp > 1 and not layout.shard)
         return made
 
     def _refuse(self, made: Step) -> None:
         """Never trains on what is not a number; the same on all ranks, which all have these numbers."""
         what = f"loss {made.loss} and gradient norm {made.norm} at step {self.step}"
-        limit = self._config.failures.skips
-        if self._config.failures.nan == "stop" or self._skipped >= limit:
+        limit = self._config.failures.max_skipped
+        if self._config.failures.on_nan == "stop" or self._skipped >= limit:
             many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
-            stops = self._config.failures.nan == "stop"
-            other = "leave such steps out with failures.nan = 'skip'" if stops else f"raise failures.skips from {limit}"
+            stops = self._config.failures.on_nan == "stop"
+            other = (
+                "leave such steps out with failures.on_nan = 'skip'"
+                if stops
+                else f"raise failures.max_skipped from {limit}"
+            )
             raise NotFiniteError(
                 f"{what} are not finite{many}; nothing was learned from it. Go on from the last checkpoint with a "
                 f"smaller optimizer.lr, or {other}"

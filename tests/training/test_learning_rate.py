@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from terapipe.config import ScheduleConfig
-from terapipe.training.schedule import learning_rate
+from terapipe.config import LRConfig, OptimizerConfig
+from terapipe.training.learning_rate import learning_rate
 
 PEAK = 0.5
 
 
-def rates(**changes: object) -> list[float]:
-    config = ScheduleConfig(**{"steps": 20, "warmup": 5, "floor": 0.1, **changes})  # type: ignore[arg-type]
-    return [learning_rate(step, config, PEAK) for step in range(config.steps)]
+def rates(steps: int = 20, **changes: object) -> list[float]:
+    config = LRConfig(**{"warmup": 5, "min_lr_ratio": 0.1, **changes})  # type: ignore[arg-type]
+    return [learning_rate(step, config, OptimizerConfig(lr=PEAK, steps=steps)) for step in range(steps)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
@@ -24,10 +24,10 @@ def test_it_rises_to_the_peak_in_equal_steps(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 1, 5, 19])
 def test_it_ends_at_the_floor_and_stays_there(kind: str, warmup: int) -> None:
-    config = ScheduleConfig(steps=20, warmup=warmup, floor=0.1, kind=kind)  # type: ignore[arg-type]
-    assert learning_rate(19, config, PEAK) == pytest.approx(0.05)
-    assert learning_rate(100, config, PEAK) == pytest.approx(0.05)
-    assert learning_rate(max(0, warmup - 1), config, PEAK) == PEAK
+    config = LRConfig(warmup=warmup, min_lr_ratio=0.1, kind=kind)  # type: ignore[arg-type]
+    assert learning_rate(19, config, OptimizerConfig(lr=PEAK, steps=20)) == pytest.approx(0.05)
+    assert learning_rate(100, config, OptimizerConfig(lr=PEAK, steps=20)) == pytest.approx(0.05)
+    assert learning_rate(max(0, warmup - 1), config, OptimizerConfig(lr=PEAK, steps=20)) == PEAK
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
@@ -37,7 +37,7 @@ def test_it_falls_all_the_way(kind: str) -> None:
 
 
 def test_a_cosine_is_half_way_in_the_middle() -> None:
-    found = rates(kind="cosine", steps=25, floor=0.0)
+    found = rates(kind="cosine", steps=25, min_lr_ratio=0.0)
     assert found[14] == pytest.approx(PEAK / 2)
     assert found[9] == pytest.approx(PEAK / 2 * (1 + math.cos(math.pi / 4)))
 
@@ -67,4 +67,4 @@ def test_short_runs(kind: str) -> None:
 
 def test_steps_are_counted_from_zero() -> None:
     with pytest.raises(ValueError, match="counted from 0, got -1"):
-        learning_rate(-1, ScheduleConfig(), PEAK)
+        learning_rate(-1, LRConfig(), OptimizerConfig())
