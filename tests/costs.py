@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, Memory, Numbers, Part, Sending
+from terapipe.planning.cost import Array, Cost, LinkBehavior, Memory, Numbers, StageSpec
 from terapipe.planning.layout import Layout
 
 
@@ -21,24 +21,24 @@ class SimpleCost:
     overlapped: bool = True
     latency: float = 0.0
 
-    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         scores = np.multiply(length, np.add(context, np.multiply(length, 0.5)))
         layer = self.fixed + np.multiply(size, np.multiply(self.token, length) + self.score * scores)
-        return np.asarray(part.layers * layer + self.head * part.last * np.multiply(size, length), dtype=np.float64)
+        return np.asarray(stage.layers * layer + self.head * stage.last * np.multiply(size, length), dtype=np.float64)
 
-    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        return 2 * self.forward(part._replace(last=False), size, length, context)
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        return 2 * self.forward(stage._replace(last=False), size, length, context)
 
-    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
-        return np.asarray(part.layers * self.token * np.multiply(size, length), dtype=np.float64)
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(stage.layers * self.token * np.multiply(size, length), dtype=np.float64)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         return np.asarray(self.latency + self.sent * np.multiply(size, length), dtype=np.float64)
 
-    def sending(self, source: int, target: int) -> Sending:
-        return Sending(self.overlapped, self.latency)
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        return LinkBehavior(self.overlapped, self.latency)
 
-    def once(self, held: Sequence[Part]) -> float:
+    def per_step(self, held: Sequence[StageSpec]) -> float:
         return 0.0
 
 
@@ -52,21 +52,21 @@ class SimpleMemory:
     weight: float = 0.0
     extra: float = 0.0
 
-    def static(self, part: Part) -> float:
-        return self.weight * part.layers
+    def model_state(self, stage: StageSpec) -> float:
+        return self.weight * stage.layers
 
-    def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
-        return np.asarray(self.held * part.layers * np.multiply(size, length), dtype=np.float64)
+    def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(self.held * stage.layers * np.multiply(size, length), dtype=np.float64)
 
-    def owed(self, part: Part, size: Numbers, length: Numbers) -> Array:
-        return np.asarray(self.owing * part.layers * np.multiply(size, length), dtype=np.float64)
+    def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(self.owing * stage.layers * np.multiply(size, length), dtype=np.float64)
 
-    def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
-        return np.asarray(self.caching * part.layers * np.multiply(size, tokens), dtype=np.float64)
+    def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int) -> Array:
+        return np.asarray(self.caching * stage.layers * np.multiply(size, tokens), dtype=np.float64)
 
-    def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.asarray(self.extra * np.multiply(size, length), dtype=np.float64)
-        return tokens * part.last, 0.0 * tokens
+        return tokens * stage.last, 0.0 * tokens
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from terapipe import GPTConfig, Pipeline, Plan
 from terapipe.modeling.stage import IGNORE
-from terapipe.planning.cost import Part
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.documents import document_lengths
 from tests.costs import SimpleCost
 from tests.models import make_batch, make_model, worst_error
@@ -67,7 +67,7 @@ def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...
 def test_a_batch_may_be_cut_by_the_cost_of_its_documents(ranks: Callable[[int], Ranks]) -> None:
     ids, labels = make_batch(CONFIG, 2, 512, ignored=True)
     documents = (STARTS, (0, 256))
-    rows = [document_lengths(SimpleCost(score=0.01), Part(1), starts, 512, 4, tile=8) for starts in documents]
+    rows = [document_lengths(SimpleCost(score=0.01), StageSpec(1), starts, 512, 4, tile=8) for starts in documents]
     plan = Plan((1, 1), tuple(rows), PLAN.boundaries, "terapipe-1f1b")
     wanted = alone([(ids[i], labels[i], documents[i]) for i in range(2)])
     assert worst_error(wanted, ranks(2)(replanned, ids, labels, documents, plan), CONFIG) < 1e-11
@@ -76,12 +76,12 @@ def test_a_batch_may_be_cut_by_the_cost_of_its_documents(ranks: Callable[[int], 
 def test_cuts_follow_the_documents() -> None:
     """One long document gets shorter slices towards its end; many short ones of equal length get equal slices."""
     cost = SimpleCost(score=0.01)
-    whole = document_lengths(cost, Part(1), (0,), 512, 4)
+    whole = document_lengths(cost, StageSpec(1), (0,), 512, 4)
     assert list(whole) == sorted(whole, reverse=True)
     assert whole[0] > whole[-1] + 50
-    assert document_lengths(cost, Part(1), tuple(range(0, 512, 32)), 512, 4) == (128, 128, 128, 128)
-    late = document_lengths(cost, Part(1), tuple(range(0, 256, 16)), 512, 4)  # short ones, then one of 256 tokens
+    assert document_lengths(cost, StageSpec(1), tuple(range(0, 512, 32)), 512, 4) == (128, 128, 128, 128)
+    late = document_lengths(cost, StageSpec(1), tuple(range(0, 256, 16)), 512, 4)  # short ones, then one of 256 tokens
     assert late[0] > late[-1]
-    assert all(n % 8 == 0 for n in document_lengths(cost, Part(1), STARTS, 512, 4, tile=8))
+    assert all(n % 8 == 0 for n in document_lengths(cost, StageSpec(1), STARTS, 512, 4, tile=8))
     with pytest.raises(ValueError, match="documents begin at 0"):
-        document_lengths(cost, Part(1), (1,), 512, 4)
+        document_lengths(cost, StageSpec(1), (1,), 512, 4)

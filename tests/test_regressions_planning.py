@@ -15,7 +15,7 @@ from terapipe.cli.profile import _judge
 from terapipe.cli.show import reasons
 from terapipe.config import parse
 from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.cost import Part
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
@@ -23,8 +23,8 @@ from terapipe.planning.profile import KINDS
 from terapipe.reporting.launching import Launch
 from terapipe.reporting.launching import told as told_lines
 from terapipe.scheduling import proof
-from terapipe.search.choice import Bench
-from terapipe.search.choose import Decision
+from terapipe.search.choose import PlanResult
+from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import ClusterSource, ProfileSource, Request
 from terapipe.search.saved import SavedPlan
 from terapipe.training.planned import given, ranks_wanted
@@ -79,8 +79,10 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
     assert costs[1]._reduction(1000) == pytest.approx(costs[0]._reduction(500))
     float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout(), False) for profile in (wide, half))
-    assert bfloat16.cache(Part(3), 1, 512) == float32.cache(Part(3), 1, 512) / 2
-    assert bfloat16.static(Part(3)) == float32.static(Part(3))  # 2 + 2 bytes and 12 of state; 4 + 4 and 8
+    assert bfloat16.kv_cache(StageSpec(3), 1, 512) == float32.kv_cache(StageSpec(3), 1, 512) / 2
+    assert bfloat16.model_state(StageSpec(3)) == float32.model_state(
+        StageSpec(3)
+    )  # 2 + 2 bytes and 12 of state; 4 + 4 and 8
     with pytest.raises(ValueError, match="a profile is of one of"):
         replace(wide, machine={"dtype": "int3"})
 
@@ -91,8 +93,8 @@ def test_a_pipeline_of_one_rank_sends_nothing() -> None:
     request = Request(batch_size=1, seq_len=2048)
 
     def sent(pipe: int) -> float:
-        bench = Bench(source, request, Layout(pp=pipe), recompute=False)
-        part, cost = bench.dearest, bench.cost
+        bench = PlanEvaluator(source, request, Layout(pp=pipe), recompute=False)
+        part, cost = bench.slowest_stage, bench.cost
         return float(bench.seconds(1, 512, 0) - cost.forward(part, 1, 512, 0) - cost.backward(part, 1, 512, 0))
 
     assert sent(1) == pytest.approx(0.0, abs=1e-12)
@@ -105,9 +107,9 @@ def test_a_described_cluster_exchanges_a_tied_weight_too() -> None:
     host = cluster("dgx-a100:2")
     layout = Layout(pp=2, tp=8)  # one stage on each host
     costs = [AnalyticCost(config, host, layout) for config in (tied, replace(tied, tied=False))]
-    added = costs[0].once([Part(12, first=True)]) - costs[1].once([Part(12, first=True)])
-    assert added == pytest.approx(host.host.outside.seconds(tied.vocab * tied.hidden * 2))
-    assert costs[0].once([Part(24)]) == costs[1].once([Part(24)])
+    added = costs[0].per_step([StageSpec(12, first=True)]) - costs[1].per_step([StageSpec(12, first=True)])
+    assert added == pytest.approx(host.host.inter_node.seconds(tied.vocab * tied.hidden * 2))
+    assert costs[0].per_step([StageSpec(24)]) == costs[1].per_step([StageSpec(24)])
 
 
 SHAPE = [
@@ -196,7 +198,7 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
 
 
 def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--num-slices, --chunks, --memory and others had no effect, and a default tile refused sequences below 8 tokens."""
+    """--num-slices, --chunks, --memory had no effect, and a default tile refused sequences below 8 tokens."""
     table = tmp_path / "table.json"
     rows = [(n, c, 1.0 + 0.1 * n * n + 0.2 * c) for c in range(4) for n in range(1, 5 - c)]
     table.write_text(json.dumps([{"size": 1, "length": n, "context": c, "seconds": s} for n, c, s in rows]))
@@ -237,10 +239,10 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
 def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:
     """A runner-up may be a little faster where slicing is not worth it: "-0.4% faster than the next best order"."""
     source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), cluster("dgx-a100:1"))
-    bench = Bench(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
-    whole = bench.judge(bench.plan("gpipe", 1, (64,)))
-    sliced = replace(bench.judge(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)
-    said = " ".join(reasons(Decision(whole, (sliced,))))
+    bench = PlanEvaluator(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
+    whole = bench.evaluate(bench.plan("gpipe", 1, (64,)))
+    sliced = replace(bench.evaluate(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)
+    said = " ".join(reasons(PlanResult(whole, (sliced,))))
     assert "terapipe would be 0.4% faster" in said
     assert "-0.4%" not in said
 
@@ -273,7 +275,7 @@ def test_a_profile_stops_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) ->
     assert (min(lengths), max(lengths)) == (4, 32)
     assert any(s.context for s in profile.samples)
     assert {s.kind for s in profile.samples} == set(KINDS)
-    assert FittedCost(profile).forward(Part(2), 1, 12, 8) > 0
+    assert FittedCost(profile).forward(StageSpec(2), 1, 12, 8) > 0
 
 
 def test_a_profile_that_is_far_off_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from terapipe import GPT, PRESETS, Plan
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile
 from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.simulator import measure as simulated
+from terapipe.scheduling.simulator import makespan as simulated
 from terapipe.search.choose import choose
 from terapipe.search.request import ProfileSource, Request
 

@@ -7,8 +7,7 @@ from terapipe import PRESETS, Plan, schedule
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
-from terapipe.scheduling.simulator import measure as makespan
-from terapipe.scheduling.simulator import simulate
+from terapipe.scheduling.simulator import makespan, simulate
 
 
 def main() -> None:

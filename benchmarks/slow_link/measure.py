@@ -9,7 +9,7 @@ from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile
 from terapipe.runtime.profiler import Profiler
 from terapipe.runtime.transport import under_torchrun
-from terapipe.scheduling.simulator import measure as simulated
+from terapipe.scheduling.simulator import makespan as simulated
 from terapipe.search.choose import choose
 from terapipe.search.request import ProfileSource, Request
 from tests.hosts import finish, hosts, torchrun, why_not

@@ -29,7 +29,7 @@ FOLDED = {
 }
 
 
-class Part(nn.Module):
+class StageSpec(nn.Module):
     """A stage for torch's schedules: the same modules, whole sequences, torch's own attention."""
 
     def __init__(self, first: int, last: int) -> None:
@@ -72,7 +72,7 @@ def torch_contender(name: str, sequences: int, ids: Tensor, labels: Tensor) -> C
 
 def _torch_stage(number: int, count: int) -> PipelineStage:
     layers = CONFIG.layers // count
-    part = Part(number * layers, (number + 1) * layers)
+    part = StageSpec(number * layers, (number + 1) * layers)
     return PipelineStage(part, number, count, torch.device("cpu"))
 
 
@@ -97,7 +97,7 @@ def our_contender(plan: Plan, ids: Tensor, labels: Tensor) -> Contender:
 def limit_contender(ids: Tensor, labels: Tensor) -> Contender:
     """This rank's own share of the work, whole, with nobody to wait for."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    part = Part(rank * CONFIG.layers // ranks, (rank + 1) * CONFIG.layers // ranks)
+    part = StageSpec(rank * CONFIG.layers // ranks, (rank + 1) * CONFIG.layers // ranks)
     hidden = torch.randn(*ids.shape, CONFIG.hidden)
 
     def step() -> None:

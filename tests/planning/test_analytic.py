@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.cost import Part
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import HOSTS, cluster
 from terapipe.planning.layout import Layout
 from terapipe.presets import PRESETS, model
 
-LAYER = Part(1)
+LAYER = StageSpec(1)
 
 
 def cost(name: str = "gpt3-1b", layout: Layout = Layout(), where: str = "p3.16xlarge:48", **more: bool) -> AnalyticCost:  # noqa: B008
@@ -33,7 +33,7 @@ def test_costs_rise_with_everything(name: str) -> None:
             assert method(LAYER, 4, 2048, 1024) > base
             assert method(LAYER, 2, 4096, 1024) > base
             assert method(LAYER, 2, 2048, 8192) > base
-            assert method(Part(3), 2, 2048, 1024) == pytest.approx(3 * base)
+            assert method(StageSpec(3), 2, 2048, 1024) == pytest.approx(3 * base)
         assert 0 < c.weights(LAYER, 2, 2048) < c.backward(LAYER, 2, 2048, 1024)
 
 
@@ -56,9 +56,11 @@ def test_boundaries_between_hosts_are_slower() -> None:
 
 def test_replicas_pay_for_their_reduction_once() -> None:
     alone, eight = cost(layout=Layout(1, 24, 1)), cost(layout=Layout(8, 24, 1))
-    assert alone.once([LAYER]) < 0.05
+    assert alone.per_step([LAYER]) < 0.05
     layer_bytes = 4 * PRESETS["gpt3-1b"].layer_parameters
-    assert eight.once([LAYER]) - alone.once([LAYER]) == pytest.approx(2 * 7 / 8 * layer_bytes * 8 / 3.125e9, rel=0.01)
+    assert eight.per_step([LAYER]) - alone.per_step([LAYER]) == pytest.approx(
+        2 * 7 / 8 * layer_bytes * 8 / 3.125e9, rel=0.01
+    )
 
 
 def test_recomputation_adds_a_forward() -> None:
@@ -68,7 +70,7 @@ def test_recomputation_adds_a_forward() -> None:
 
 
 def test_ends_can_be_left_out() -> None:
-    last = Part(1, last=True)
+    last = StageSpec(1, last=True)
     assert cost(ends=False).forward(last, 1, 512, 0) == cost().forward(LAYER, 1, 512, 0)
     assert cost().forward(last, 1, 512, 0) > cost().forward(LAYER, 1, 512, 0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from terapipe.planning.cost import Part, round_trip
+from terapipe.planning.cost import StageSpec, slice_time
 from tests.costs import SimpleCost
 
 
@@ -15,4 +15,4 @@ from tests.costs import SimpleCost
     ],
 )
 def test_a_slices_round_trip(cost: SimpleCost, seconds: float) -> None:
-    assert round_trip(cost, Part(1), 1, 3, 1, 12, 0) == pytest.approx(seconds)
+    assert slice_time(cost, StageSpec(1), 1, 3, 1, 12, 0) == pytest.approx(seconds)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from terapipe.planning.cost import Part
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import PRESETS
-from terapipe.scheduling.simulator import measure
+from terapipe.scheduling.simulator import makespan
 from terapipe.search.choose import choose
 from terapipe.search.request import ProfileSource, Request
 
@@ -48,35 +48,37 @@ def test_a_known_truth_is_found_again(noise: float, allowed: float) -> None:
     cost = FittedCost(made(noise))
     for size, length, context in ((1, 48, 0), (1, 200, 700), (3, 640, 300), (2, 1200, 800), (4, 100, 1900)):
         wanted = truth(size, length, context)
-        assert cost.forward(Part(3), size, length, context) == pytest.approx(wanted, rel=allowed)
-        assert cost.backward(Part(3), size, length, context) == pytest.approx(2 * wanted, rel=allowed)
+        assert cost.forward(StageSpec(3), size, length, context) == pytest.approx(wanted, rel=allowed)
+        assert cost.backward(StageSpec(3), size, length, context) == pytest.approx(2 * wanted, rel=allowed)
     assert max(map(abs, cost.errors())) < allowed
 
 
 def test_the_context_adds_nothing_where_there_is_none() -> None:
     cost = FittedCost(made(0.05))
-    without = cost.forward(Part(3), 1, np.array([64.0, 512.0]), 0)
+    without = cost.forward(StageSpec(3), 1, np.array([64.0, 512.0]), 0)
     measured = {s.length: s for s in cost.profile.samples if s.kind == "forward" and s.size == 1 and not s.context}
     assert without == pytest.approx([typical(measured[n].seconds) for n in (64, 512)])
-    assert cost.forward(Part(3), 1, 64, 8) >= without[0]
+    assert cost.forward(StageSpec(3), 1, 64, 8) >= without[0]
 
 
 def test_parts_scale_and_ends_are_added() -> None:
     cost = FittedCost(made())
-    layer = cost.forward(Part(1), 1, 256, 0)
-    assert cost.forward(Part(6), 1, 256, 0) == pytest.approx(6 * layer)
-    assert cost.forward(Part(1, last=True), 1, 256, 0) == pytest.approx(layer + 256e-6)
-    assert cost.weights(Part(3), 1, 64) == pytest.approx(64e-6)
+    layer = cost.forward(StageSpec(1), 1, 256, 0)
+    assert cost.forward(StageSpec(6), 1, 256, 0) == pytest.approx(6 * layer)
+    assert cost.forward(StageSpec(1, last=True), 1, 256, 0) == pytest.approx(layer + 256e-6)
+    assert cost.weights(StageSpec(3), 1, 64) == pytest.approx(64e-6)
     again = FittedCost(made(), recompute=True)
-    assert again.backward(Part(1), 1, 256, 9) == cost.backward(Part(1), 1, 256, 9) + cost.forward(Part(1), 1, 256, 9)
+    assert again.backward(StageSpec(1), 1, 256, 9) == cost.backward(StageSpec(1), 1, 256, 9) + cost.forward(
+        StageSpec(1), 1, 256, 9
+    )
 
 
 def test_transfers_are_interpolated_and_the_optimizer_counted() -> None:
     cost = FittedCost(made())
     assert cost.transfer(0, 1, 1, 4) == pytest.approx(1e-4)  # 4 tokens of 256 floats
     assert cost.transfer(0, 1, 2, 512) == pytest.approx(1e-3)
-    assert cost.once([Part(3)]) == pytest.approx(3 * PRESETS["gpt-small"].layer_parameters * 1e-9)
-    assert FittedCost(made(), layout=Layout(dp=2)).once([Part(3)]) > cost.once([Part(3)])
+    assert cost.per_step([StageSpec(3)]) == pytest.approx(3 * PRESETS["gpt-small"].layer_parameters * 1e-9)
+    assert FittedCost(made(), layout=Layout(dp=2)).per_step([StageSpec(3)]) > cost.per_step([StageSpec(3)])
 
 
 def two_hosts(*kinds: bool, device: str = "cpu") -> Profile:
@@ -107,25 +109,25 @@ def test_a_transfer_takes_the_link_that_its_ranks_have() -> None:
 def test_where_one_kind_of_link_was_measured_it_stands_for_both(kind: bool, seconds: float) -> None:
     cost = FittedCost(two_hosts(kind))
     assert [megabyte(cost, *pair) for pair in ((0, 1), (1, 2))] == pytest.approx([seconds] * 2)
-    assert cost.sending(0, 1) == cost.sending(1, 2)
-    assert cost.sending(0, 1).overlapped is kind
+    assert cost.link_behavior(0, 1) == cost.link_behavior(1, 2)
+    assert cost.link_behavior(0, 1).overlapped is kind
 
 
 def test_a_rank_on_a_cpu_computes_while_another_hosts_wire_is_busy() -> None:
     cost = FittedCost(two_hosts(False, True))
-    assert [cost.sending(*pair).overlapped for pair in ((0, 1), (1, 2))] == [False, True]
-    assert [cost.sending(*pair).latency for pair in ((0, 1), (1, 2))] == pytest.approx([1e-3, 20e-3])
-    assert FittedCost(two_hosts(False, device="a GPU")).sending(0, 1).overlapped
+    assert [cost.link_behavior(*pair).overlapped for pair in ((0, 1), (1, 2))] == [False, True]
+    assert [cost.link_behavior(*pair).latency for pair in ((0, 1), (1, 2))] == pytest.approx([1e-3, 20e-3])
+    assert FittedCost(two_hosts(False, device="a GPU")).link_behavior(0, 1).overlapped
     free = FittedCost(replace(made(), transfers=()))
-    assert megabyte(free, 0, 1) == free.sending(0, 1).latency == 0.0
+    assert megabyte(free, 0, 1) == free.link_behavior(0, 1).latency == 0.0
 
 
 def test_what_comes_once_takes_the_link_between_hosts_where_replicas_lie_apart() -> None:
-    part, config = [Part(3)], PRESETS["gpt-small"]
+    part, config = [StageSpec(3)], PRESETS["gpt-small"]
     count = 3 * config.layer_parameters
 
     def added(layout: Layout, profile: Profile) -> float:
-        return FittedCost(profile, layout=layout).once(part) - count * 1e-9
+        return FittedCost(profile, layout=layout).per_step(part) - count * 1e-9
 
     both = two_hosts(False, True)
     assert added(Layout(dp=1, pp=4), both) == 0.0
@@ -136,8 +138,8 @@ def test_what_comes_once_takes_the_link_between_hosts_where_replicas_lie_apart()
 
 def test_a_tied_weight_is_exchanged_over_the_link_between_first_and_last_rank() -> None:
     tied = replace(two_hosts(False, True), config=replace(PRESETS["gpt-small"], tied=True))
-    first = [Part(3, first=True)]
-    near, far = (FittedCost(tied, layout=Layout(pp=pipe)).once(first) for pipe in (2, 4))
+    first = [StageSpec(3, first=True)]
+    near, far = (FittedCost(tied, layout=Layout(pp=pipe)).per_step(first) for pipe in (2, 4))
     nbytes = 4 * tied.config.vocab * tied.config.hidden
     assert far - near == pytest.approx(19e-3 + nbytes / 1e7 - nbytes / 1e9)
 
@@ -206,4 +208,4 @@ def test_the_plan_heeds_a_slow_link() -> None:
     )
     assert with_link != as_if_free
     cost = FittedCost(slow)
-    assert measure(with_link, cost)[0] < measure(as_if_free, cost)[0]
+    assert makespan(with_link, cost)[0] < makespan(as_if_free, cost)[0]

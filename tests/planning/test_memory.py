@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from terapipe import GPT, GPTConfig
-from terapipe.planning.cost import Part, parts
+from terapipe.planning.cost import StageSpec, stage_specs
 from terapipe.planning.memory import ShapeMemory, parameters
 
 CONFIG = GPTConfig(layers=3, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=50, max_seq_len=256)
@@ -35,7 +35,7 @@ def saved_bytes(stage: GPT, x: torch.Tensor, context: int) -> int:
 def test_what_a_stage_keeps(size: int, length: int) -> None:
     stage = GPT(CONFIG).stage(1, 3, torch.device("cpu"))
     found = saved_bytes(stage, torch.randn(size, length, CONFIG.hidden).requires_grad_(), 64)
-    counted = ShapeMemory(CONFIG).kept(Part(2), size, length)
+    counted = ShapeMemory(CONFIG).activations(StageSpec(2), size, length)
     assert found == pytest.approx(float(counted), rel=0.02)
 
 
@@ -48,31 +48,35 @@ def test_keys_values_and_their_gradients() -> None:
     out.sum().backward()
     stores = [cache.store(layer) for layer in (1, 2)]
     found = sum(t.nbytes for store in stores for t in store._tensors.values())
-    assert found == ShapeMemory(CONFIG).cache(Part(2), 2, 256)
+    assert found == ShapeMemory(CONFIG).kv_cache(StageSpec(2), 2, 256)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_all_counted(tied: bool) -> None:
     config = GPTConfig(layers=4, hidden=64, heads=4, vocab=50, max_seq_len=32, tied=tied)
     model = GPT(config)
-    assert parameters(config, parts((0, 4))) == sum(p.numel() for p in model.parameters())
-    for part, (first, last) in zip(parts((0, 1, 3, 4)), ((0, 1), (1, 3), (3, 4)), strict=True):
+    assert parameters(config, stage_specs((0, 4))) == sum(p.numel() for p in model.parameters())
+    for part, (first, last) in zip(stage_specs((0, 1, 3, 4)), ((0, 1), (1, 3), (3, 4)), strict=True):
         stage = model.stage(first, last, torch.device("cpu"))
         assert parameters(config, [part]) == sum(p.numel() for p in stage.parameters())
-        assert ShapeMemory(config).static(part) == 16 * parameters(config, [part])
+        assert ShapeMemory(config).model_state(part) == 16 * parameters(config, [part])
 
 
 def test_recomputation_keeps_only_the_ends() -> None:
     plain, again = ShapeMemory(CONFIG), ShapeMemory(CONFIG, recompute=True)
-    part = Part(2)
-    assert float(again.kept(part, 1, 100)) == 2 * 100 * 64 * 4
-    kept_by_layers = plain.kept(part, 1, 100) - 100 * 64 * 4
-    assert again.working(part, 1, 100)[1] == pytest.approx(float(kept_by_layers))
-    assert plain.working(part, 1, 100)[1] == 0
+    part = StageSpec(2)
+    assert float(again.activations(part, 1, 100)) == 2 * 100 * 64 * 4
+    kept_by_layers = plain.activations(part, 1, 100) - 100 * 64 * 4
+    assert again.workspace(part, 1, 100)[1] == pytest.approx(float(kept_by_layers))
+    assert plain.workspace(part, 1, 100)[1] == 0
 
 
 def test_tensor_parallelism_divides() -> None:
     one, four = ShapeMemory(CONFIG), ShapeMemory(CONFIG, tp=4)
-    assert four.static(Part(2)) == one.static(Part(2)) / 4
-    assert four.cache(Part(2), 1, 256) == one.cache(Part(2), 1, 256) / 4
-    assert one.kept(Part(2), 1, 64) / 4 < four.kept(Part(2), 1, 64) < one.kept(Part(2), 1, 64)
+    assert four.model_state(StageSpec(2)) == one.model_state(StageSpec(2)) / 4
+    assert four.kv_cache(StageSpec(2), 1, 256) == one.kv_cache(StageSpec(2), 1, 256) / 4
+    assert (
+        one.activations(StageSpec(2), 1, 64) / 4
+        < four.activations(StageSpec(2), 1, 64)
+        < one.activations(StageSpec(2), 1, 64)
+    )

@@ -11,7 +11,7 @@ from terapipe import PRESETS, balance, split_layers
 def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first: int, last: int) -> None:
     stages = min(stages, len(costs))
 
-    def dearest(cuts: tuple[int, ...]) -> int:
+    def slowest_stage(cuts: tuple[int, ...]) -> int:
         parts = [sum(costs[a:b]) for a, b in pairwise(cuts)]
         parts[0] += first
         parts[-1] += last
@@ -22,7 +22,7 @@ def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first:
     assert (found[0], found[-1]) == (0, len(costs))
     assert all(a < b for a, b in pairwise(found))
     every = [(0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), stages - 1)]
-    assert dearest(found) == min(map(dearest, every))
+    assert slowest_stage(found) == min(map(slowest_stage, every))
 
 
 def test_equal_layers_are_spread_evenly() -> None:

@@ -2,7 +2,7 @@
 
 from terapipe import Action, Event, Op, Plan, Timeline, schedule
 from terapipe.reporting.report import Shown
-from terapipe.scheduling.actions import COMPUTE, dependencies, settles
+from terapipe.scheduling.actions import COMPUTE, completes, dependencies
 
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}  # a token
 DELAY = 0.5  # from the start of a send to the end of its receive
@@ -24,7 +24,7 @@ def stepped(plan: Plan, scale: float = 1.0) -> Timeline:
             if action.op in COMPUTE:
                 start = max(start, clock[rank])
                 end = clock[rank] = start + SECONDS[action.op] * action.slice.length * scale
-                done[settles(action)] = end
+                done[completes(action)] = end
             else:
                 end = start + DELAY * scale
                 done[action] = end if action.op in (Op.RECV_F, Op.RECV_B) else start

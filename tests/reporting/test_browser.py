@@ -91,8 +91,8 @@ def _drag_pans(browser: Browser) -> None:
     y, before = browser.run(ROW), forwards(browser)
     x = sum(before[1]) / 2
     browser.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
-    for moved in (-10, -40):
-        browser.mouse("mouseMoved", x + moved, y, button="left", buttons=1)
+    for shift_cuts in (-10, -40):
+        browser.mouse("mouseMoved", x + shift_cuts, y, button="left", buttons=1)
     browser.mouse("mouseReleased", x - 40, y, button="left", clickCount=1)
     assert forwards(browser)[1][0] == pytest.approx(before[1][0] - 40, abs=3)
 

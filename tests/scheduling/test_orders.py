@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from terapipe import ORDERS, Op, Plan, Schedule, schedule, validate
 from terapipe.scheduling.actions import COMPUTE
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.simulator import measure
+from terapipe.scheduling.simulator import makespan
 from terapipe.scheduling.transfers import with_early_receives
 from tests.costs import SimpleCost
 from tests.plans import plans
@@ -161,7 +161,7 @@ def test_a_folded_order_goes_there_and_back() -> None:
 )
 def test_a_folded_order_waits_only_for_the_first_and_the_last_slice(ranks: int, lengths: tuple[int, ...]) -> None:
     plan = Plan((1,), (lengths,), tuple(range(2 * ranks + 1)), "terapipe-v", 2)
-    assert measure(plan, SimpleCost())[0] == 6 * sum(lengths) + (ranks - 1) * (lengths[0] + 2 * lengths[-1])
+    assert makespan(plan, SimpleCost())[0] == 6 * sum(lengths) + (ranks - 1) * (lengths[0] + 2 * lengths[-1])
 
 
 def test_what_an_order_cannot_do_is_said() -> None:

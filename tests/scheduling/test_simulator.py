@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terapipe import Op, Plan, Timeline, dependencies, schedule
-from terapipe.planning.cost import Part, Sending
-from terapipe.scheduling.actions import COMPUTE, SENDS, counterpart, settles
+from terapipe.planning.cost import LinkBehavior, StageSpec
+from terapipe.scheduling.actions import COMPUTE, SENDS, completes, counterpart
 from terapipe.scheduling.idle import idle_by_cause
-from terapipe.scheduling.simulator import measure, simulate
+from terapipe.scheduling.simulator import makespan, simulate
 from tests.costs import SimpleCost
 from tests.plans import plans
 
@@ -69,14 +69,14 @@ def test_the_formula_holds_for_equal_stages(lengths: list[int], ranks: int, cost
     plan = Plan((1,), (tuple(lengths),), tuple(range(ranks + 1)))
     size, length = np.ones(len(lengths)), np.array(lengths, float)
     context = np.cumsum(length) - length
-    t = cost.forward(Part(1), size, length, context)
+    t = cost.forward(StageSpec(1), size, length, context)
     free = SimpleCost(cost.fixed, 1.0, cost.score)
-    assert measure(plan, free)[0] == pytest.approx(3 * (t.sum() + (ranks - 1) * t.max()), rel=1e-12)
+    assert makespan(plan, free)[0] == pytest.approx(3 * (t.sum() + (ranks - 1) * t.max()), rel=1e-12)
     both = 3 * t + 2 * cost.sent * length
     forward, backward = t + cost.sent * length, 2 * t + cost.sent * length
     formula = both.sum() + (ranks - 1) * (forward.max() + backward.max())
-    assert measure(plan, cost)[0] <= formula * (1 + 1e-12)
-    assert measure(plan, cost)[0] >= formula - 2 * cost.sent * length.sum() - 1e-9
+    assert makespan(plan, cost)[0] <= formula * (1 + 1e-12)
+    assert makespan(plan, cost)[0] >= formula - 2 * cost.sent * length.sum() - 1e-9
 
 
 @settings(max_examples=200)
@@ -87,7 +87,7 @@ def test_any_plan_obeys_the_rule(plan: Plan, cost: SimpleCost) -> None:
     check_rule(timeline, cost)
     listed = sorted(a.to_text() for rank in made.ranks for a in rank)
     assert sorted(e.action.to_text() for e in timeline.events) == listed
-    span, idle = measure(plan, cost)
+    span, idle = makespan(plan, cost)
     assert span == pytest.approx(timeline.makespan, rel=1e-12)
     assert idle == pytest.approx(timeline.idle, abs=1e-9)
     assert Timeline.from_json(timeline.to_json()) == timeline
@@ -95,7 +95,7 @@ def test_any_plan_obeys_the_rule(plan: Plan, cost: SimpleCost) -> None:
 
 def check_rule(timeline: Timeline, cost: SimpleCost) -> None:
     plan = timeline.plan
-    ends = {settles(e.action): e.end for e in timeline.events}
+    ends = {completes(e.action): e.end for e in timeline.events}
     for rank in range(plan.num_ranks):
         mine = [e for e in timeline.computations if e.rank == rank]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
@@ -130,8 +130,8 @@ def test_a_link_takes_the_next_transfer_while_one_is_under_way() -> None:
 class TwoHosts(SimpleCost):
     """Only what goes from or to the third rank is overlapped."""
 
-    def sending(self, source: int, target: int) -> Sending:
-        return Sending(overlapped=2 in (source, target))
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        return LinkBehavior(overlapped=2 in (source, target))
 
 
 def test_each_link_is_as_its_ranks_have_it() -> None:
@@ -191,6 +191,6 @@ def test_computations_in_a_circle_are_named() -> None:
 
 def test_costs_must_make_sense() -> None:
     with pytest.raises(ValueError, match="finite and at least 0"):
-        measure(uniform("gpipe", 2, 1), SimpleCost(token=float("nan")))
+        makespan(uniform("gpipe", 2, 1), SimpleCost(token=float("nan")))
     with pytest.raises(ValueError, match="finite and at least 0"):
-        measure(uniform("gpipe", 2, 1), SimpleCost(token=-1.0))
+        makespan(uniform("gpipe", 2, 1), SimpleCost(token=-1.0))

@@ -39,9 +39,9 @@ def test_swapped_sends() -> None:
     made = schedule(PLAN)
     actions = list(made.ranks[0])
     i, j = [n for n, a in enumerate(actions) if a.op is Op.SEND_F][:2]
-    moved = actions[j]
+    shift_cuts = actions[j]
     del actions[j]
-    actions.insert(i, moved)
+    actions.insert(i, shift_cuts)
     with pytest.raises(
         ValueError, match=r"same order: where rank 0 has SEND_F\(.*slice 1\), rank 1 has RECV_F\(.*slice 0\)"
     ):
@@ -92,14 +92,14 @@ def test_three_ranks_in_a_ring_of_waits() -> None:
     """Every pair agrees on its own transfers, and still everybody waits for the next: only the walk finds it."""
     plan = Plan((1,) * 3, ((2,),) * 3, tuple(range(7)), "interleaved", chunks=2)
     made = schedule(plan)
-    moved = []
+    shift_cuts = []
     for actions in made.ranks:
         sends = [a for a in actions if a.op is Op.SEND_F]
         rest = [a for a in actions if a.op is not Op.SEND_F]
         last = max(i for i, a in enumerate(rest) if a.op is Op.F)
-        moved.append(tuple(rest[: last + 1] + sends + rest[last + 1 :]))
+        shift_cuts.append(tuple(rest[: last + 1] + sends + rest[last + 1 :]))
     with pytest.raises(ValueError, match=r"cannot go on|same order"):
-        validate(Schedule(plan, tuple(moved)))
+        validate(Schedule(plan, tuple(shift_cuts)))
 
 
 def test_a_split_backward_is_whole_too() -> None:

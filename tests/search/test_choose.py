@@ -7,12 +7,12 @@ import pytest
 from terapipe import PRESETS, GPTConfig, Plan, schedule, validate
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
-from terapipe.scheduling.simulator import measure, simulate
+from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
-from terapipe.search.choice import Bench
 from terapipe.search.choose import choose
 from terapipe.search.compare import compare, frontier
-from terapipe.search.cuts import Grid, improve, swelling, uniform
+from terapipe.search.cuts import Grid, improve, ramped, uniform
+from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import ClusterSource, Request, layouts
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource
 
@@ -28,9 +28,9 @@ def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
         order=order, batch=batch, microbatch=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
     )
     chosen = choose(SOURCE, request).chosen
-    bench = Bench(SOURCE, request, chosen.layout, False)
+    bench = PlanEvaluator(SOURCE, request, chosen.layout, False)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
-        even = bench.judge(bench.plan(order, 1, uniform(2048, count, 8), chosen.plan.chunks))
+        even = bench.evaluate(bench.plan(order, 1, uniform(2048, count, 8), chosen.plan.chunks))
         assert chosen.step_time <= even.step_time * (1 + 1e-9), count
 
 
@@ -44,15 +44,15 @@ def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
         made = schedule(choice.plan)
         validate(made)
         cost = SOURCE.cost(choice.layout, choice.plan.recompute)
-        once = choice.step_time - measure(choice.plan, cost)[0]
+        once = choice.step_time - makespan(choice.plan, cost)[0]
         assert simulate(made, cost).makespan + once == pytest.approx(choice.step_time, rel=1e-9)
         assert decision.chosen.step_time <= choice.step_time
 
 
 def test_what_is_fixed_stays_fixed() -> None:
     request = Request(
-        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448), microbatch_size=2,
-        recompute=True,
+        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448),
+        microbatch_size=2, recompute=True,
     )  # fmt: skip
     choice = choose(SOURCE, request).chosen
     assert choice.layout == Layout(2, 2, 2)
@@ -165,7 +165,7 @@ def test_compare_names_every_order_and_keeps_to_one_layout() -> None:
 
 
 def test_equal_time_slices_are_equal_in_time() -> None:
-    bench = Bench(SOURCE, ONE.fixed(tile=1), Layout(1, 4, 2), False)
+    bench = PlanEvaluator(SOURCE, ONE.fixed(tile=1), Layout(1, 4, 2), False)
     lengths = bench.grid(1).equal_time(6)
     assert sum(lengths) == 2048
     assert len(lengths) == 6
@@ -176,8 +176,8 @@ def test_equal_time_slices_are_equal_in_time() -> None:
 
 def test_shaped_slices_take_times_in_these_proportions() -> None:
     grid = Grid.of(lambda length, context: length, 2048, 1)
-    assert swelling(7, 2, 4) == (1, 2, 4, 4, 4, 2, 1)
-    assert swelling(4, 1.5, 8) == (1, 1.5, 1.5, 1)
+    assert ramped(7, 2, 4) == (1, 2, 4, 4, 4, 2, 1)
+    assert ramped(4, 1.5, 8) == (1, 1.5, 1.5, 1)
     assert grid.shaped((1, 2, 4, 1)) == (256, 512, 1024, 256)
     dearer = Grid.of(lambda length, context: length * (1 + context / 512), 2048, 1).shaped((1, 2, 2, 1))
     times = [n * (1 + sum(dearer[:i]) / 512) for i, n in enumerate(dearer)]

@@ -8,7 +8,7 @@ from terapipe.paper.published import SETTINGS, Setting
 from terapipe.paper.question import grown, orders
 from terapipe.paper.whatif import CASES, Outcome, outcome
 from terapipe.reporting import svg, units
-from terapipe.search.choice import Choice
+from terapipe.search.evaluator import PlanEstimate
 
 
 class Section(NamedTuple):
@@ -72,7 +72,7 @@ def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
         yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note
 
 
-def _row(name: str, choice: Choice, best: Choice) -> tuple[str, ...]:
+def _row(name: str, choice: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:
     layout = choice.layout
     how = f"{choice.plan.order}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(choice.plan)}"
     ratio = f"{choice.step_time / best.step_time:.2f}"

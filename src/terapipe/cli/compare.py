@@ -10,8 +10,8 @@ from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_request, add_source, request_of, source_of
 from terapipe.reporting import html, svg, units
 from terapipe.reporting.png import write_png
-from terapipe.search.choice import Choice
 from terapipe.search.compare import compare
+from terapipe.search.evaluator import PlanEstimate
 
 
 def add(verbs: Verbs) -> None:
@@ -47,7 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _write(parsed: argparse.Namespace, rows: list[Choice], budget: int | None, where: str) -> None:
+def _write(parsed: argparse.Namespace, rows: list[PlanEstimate], budget: int | None, where: str) -> None:
     if not (parsed.html or parsed.svg or parsed.png):
         return
     points = {c.name: (float(c.peak_bytes), c.step_time) for c in rows}

@@ -17,7 +17,7 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
 from terapipe.reporting import html
 from terapipe.reporting.launching import HOST0, Hosts, Launch, hosts_of, launch_of, told, uneven
-from terapipe.search.choose import Decision, choose
+from terapipe.search.choose import PlanResult, choose
 from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
 from terapipe.search.saved import SavedPlan, dtype_of, origin
 from terapipe.search.sensitivity import Mistake, mistakes
@@ -45,7 +45,7 @@ def add(verbs: Verbs) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    decision: Decision
+    decision: PlanResult
     request: Request
     source: Source | None  # None: a cost table
     seconds: float  # that it took

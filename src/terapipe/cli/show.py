@@ -9,16 +9,16 @@ from rich.table import Table
 
 from terapipe.planning.slices import Plan
 from terapipe.reporting import units
-from terapipe.search.choice import Choice
-from terapipe.search.choose import Decision
+from terapipe.search.choose import PlanResult
 from terapipe.search.compare import frontier
+from terapipe.search.evaluator import PlanEstimate
 
 console = Console(highlight=False, soft_wrap=True)
 if not console.is_terminal:
     console.width = 150  # in a file or a pipe there is room
 
 
-def decision(found: Decision, seconds: float, saved: Path | None) -> None:
+def decision(found: PlanResult, seconds: float, saved: Path | None) -> None:
     choice = found.chosen
     console.print(
         f"[bold]{choice.plan.order}[/] on {choice.layout}: [bold]{units.seconds(choice.step_time)}[/] per step"
@@ -36,7 +36,7 @@ def decision(found: Decision, seconds: float, saved: Path | None) -> None:
     console.print(f"\n[dim]planned in {seconds:.1f} s[/]")
 
 
-def described(choice: Choice) -> dict[str, str]:
+def described(choice: PlanEstimate) -> dict[str, str]:
     plan = choice.plan
     out = {
         "layers": "stages of " + runs([b - a for a, b in zip(plan.boundaries, plan.boundaries[1:], strict=False)]),
@@ -66,7 +66,7 @@ def runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{value} x {count}" if count > 1 else str(value) for value, count in grouped)
 
 
-def reasons(found: Decision) -> list[str]:
+def reasons(found: PlanResult) -> list[str]:
     choice, whole = found.chosen, found.unsliced
     out = []
     if not choice.sliced:
@@ -91,7 +91,7 @@ def reasons(found: Decision) -> list[str]:
     return out
 
 
-def choices(rows: Sequence[Choice], best: Choice | None = None) -> Table:
+def choices(rows: Sequence[PlanEstimate], best: PlanEstimate | None = None) -> Table:
     """One row each; with the fastest of them as 1.00, or ``best``."""
     fastest = best or min(rows, key=lambda c: c.step_time)
     kept = {id(c) for c in frontier(c for c in rows if c.fits)}

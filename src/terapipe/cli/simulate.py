@@ -21,8 +21,8 @@ from terapipe.scheduling.idle import Idle, idle_by_cause
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.choice import Bench, Choice
 from terapipe.search.choose import choose
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
 
@@ -53,15 +53,15 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.width is not None and parsed.width < 1:
         raise ValueError(f"--width is a number of columns, at least 1, got {parsed.width}")
     check_outputs(parsed)
-    bench, choice, saved = _judged(parsed)
-    timeline = simulate(schedule(choice.plan), bench.cost)
-    shown = [shown_of("predicted", timeline, bench)]
+    evaluator, choice, saved = _judged(parsed)
+    timeline = simulate(schedule(choice.plan), evaluator.cost)
+    shown = [shown_of("predicted", timeline, evaluator)]
     if parsed.measured:
         measured = load(parsed.measured, Timeline.from_json)
         if measured.plan != choice.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
-        shown.append(shown_of("measured", measured, bench))
-    _write(parsed, shown, choice, bench.budget)
+        shown.append(shown_of("measured", measured, evaluator))
+    _write(parsed, shown, choice, evaluator.budget)
     if parsed.json:
         print(json.dumps(_as_dict(shown, choice, saved)))
     else:
@@ -70,13 +70,13 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None]:
+def _judged(parsed: argparse.Namespace) -> tuple[PlanEvaluator, PlanEstimate, SavedPlan | None]:
     if parsed.plan is None:
         if parsed.batch_size is None or parsed.seq_len is None:
             raise ValueError("give a saved plan, or --batch-size and --seq-len to make one")
         source, request = source_of(parsed), request_of(parsed)
         choice = choose(source, request).chosen
-        return Bench(source, request, choice.layout, choice.plan.recompute), choice, None
+        return PlanEvaluator(source, request, choice.layout, choice.plan.recompute), choice, None
     saved = load(parsed.plan, SavedPlan.from_json)
     plan, layout = saved.plan, _layout(parsed, saved)
     parsed.seq_len, parsed.dp, parsed.pp = plan.seq_len, layout.dp, layout.pp
@@ -92,8 +92,8 @@ def _judged(parsed: argparse.Namespace) -> tuple[Bench, Choice, SavedPlan | None
         raise ValueError(f"tp must be one of {source.tensor_degrees()} on {source.name}, got {layout.tp}")
     if layout.devices > source.devices:
         raise ValueError(f"{layout} needs {layout.devices} devices, {source.name} has {source.devices}")
-    bench = Bench(source, request, layout, plan.recompute)
-    return bench, bench.judge(plan), saved
+    evaluator = PlanEvaluator(source, request, layout, plan.recompute)
+    return evaluator, evaluator.evaluate(plan), saved
 
 
 def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
@@ -116,12 +116,12 @@ def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     return layout
 
 
-def shown_of(name: str, timeline: Timeline, bench: Bench) -> Shown:
+def shown_of(name: str, timeline: Timeline, evaluator: PlanEvaluator) -> Shown:
     idle = [cause._asdict() for cause in idle_by_cause(timeline)]
-    return Shown(name, timeline, idle, curves(timeline, bench.memory))
+    return Shown(name, timeline, idle, curves(timeline, evaluator.memory))
 
 
-def _as_dict(shown: Sequence[Shown], choice: Choice, saved: SavedPlan | None) -> dict[str, Any]:
+def _as_dict(shown: Sequence[Shown], choice: PlanEstimate, saved: SavedPlan | None) -> dict[str, Any]:
     predicted, *others = shown
     found = {**choice.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
     for run in others:
@@ -131,7 +131,7 @@ def _as_dict(shown: Sequence[Shown], choice: Choice, saved: SavedPlan | None) ->
     return found
 
 
-def _print_origin(choice: Choice, saved: SavedPlan | None) -> None:
+def _print_origin(choice: PlanEstimate, saved: SavedPlan | None) -> None:
     """Whether it is what `terapipe plan` said."""
     if saved is None or saved.step_time is None:
         return
@@ -140,7 +140,7 @@ def _print_origin(choice: Choice, saved: SavedPlan | None) -> None:
     show.console.print(f"  {'step':13s} {units.seconds(choice.step_time)}, {said}", markup=False)
 
 
-def _print(shown: Sequence[Shown], choice: Choice, width: int) -> None:
+def _print(shown: Sequence[Shown], choice: PlanEstimate, width: int) -> None:
     scale = max(run.timeline.makespan for run in shown)
     for run in shown:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}
@@ -152,7 +152,7 @@ def _print(shown: Sequence[Shown], choice: Choice, width: int) -> None:
         show.console.print(f"  {name:13s} {value}")
 
 
-def _write(parsed: argparse.Namespace, shown: Sequence[Shown], choice: Choice, budget: int | None) -> None:
+def _write(parsed: argparse.Namespace, shown: Sequence[Shown], choice: PlanEstimate, budget: int | None) -> None:
     picture = svg.timelines({run.name: run.timeline for run in shown}) if parsed.svg or parsed.png else ""
     if parsed.svg:
         html.write(parsed.svg, picture)

@@ -7,9 +7,9 @@ from typing import Any
 from terapipe.paper.published import SETTINGS, SWEEP, SWEPT, TOKENS, Setting
 from terapipe.planning.hardware import cluster
 from terapipe.presets import PRESETS
-from terapipe.search.choice import Bench, Choice
 from terapipe.search.choose import choose
 from terapipe.search.cuts import uniform
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import ClusterSource, Request
 
 UNLIMITED = 1 << 62  # the paper says nothing of memory
@@ -20,9 +20,9 @@ class Row:
     """One setting, simulated."""
 
     setting: Setting
-    without: Choice
-    sliced: Choice
-    scheme: Choice | None  # the published slices, under the same costs
+    without: PlanEstimate
+    sliced: PlanEstimate
+    scheme: PlanEstimate | None  # the published slices, under the same costs
 
     @property
     def speedup(self) -> float:
@@ -68,16 +68,16 @@ def request_of(setting: Setting) -> Request:
     )
 
 
-def bench_of(setting: Setting) -> Bench:
-    return Bench(source_of(setting), request_of(setting), setting.layout, recompute=False)
+def evaluator_of(setting: Setting) -> PlanEvaluator:
+    return PlanEvaluator(source_of(setting), request_of(setting), setting.layout, recompute=False)
 
 
 def row(setting: Setting) -> Row:
     """GPipe with microbatches of one sequence, and the planner's slices in the paper's order, one chunk per rank."""
-    bench = bench_of(setting)
-    whole = bench.judge(bench.plan("gpipe", 1, (TOKENS,)))
+    bench = evaluator_of(setting)
+    whole = bench.evaluate(bench.plan("gpipe", 1, (TOKENS,)))
     sliced = choose(bench.source, request_of(setting).fixed(order="terapipe", chunks=1)).chosen
-    scheme = bench.judge(bench.plan("terapipe", 1, setting.scheme)) if setting.scheme else None
+    scheme = bench.evaluate(bench.plan("terapipe", 1, setting.scheme)) if setting.scheme else None
     return Row(setting, whole, sliced, scheme)
 
 
@@ -88,12 +88,12 @@ def rows() -> list[Row]:
 def sweep(planned: float) -> list[dict[str, Any]]:
     """Equal slices in setting 9, and the planner's."""
     setting = SETTINGS[SWEPT - 1]
-    bench = bench_of(setting)
+    bench = evaluator_of(setting)
     points: list[dict[str, Any]] = [
         {
             "slices": count,
             "published": published,
-            "simulated": bench.judge(bench.plan("terapipe", 1, uniform(TOKENS, count, 1))).step_time,
+            "simulated": bench.evaluate(bench.plan("terapipe", 1, uniform(TOKENS, count, 1))).step_time,
         }
         for count, published in SWEEP.items()
     ]

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from terapipe.planning.hardware import cluster
 from terapipe.presets import PRESETS
-from terapipe.search.choice import Choice
-from terapipe.search.choose import Decision, choose
+from terapipe.search.choose import PlanResult, choose
 from terapipe.search.estimates import Estimate, estimates
+from terapipe.search.evaluator import PlanEstimate
 from terapipe.search.request import ClusterSource, Request
 
 
@@ -39,14 +39,14 @@ CASES = (
 @dataclass(frozen=True)
 class Outcome:
     case: Case
-    planned: Choice
-    usual: Choice | None  # the best 1F1B, in any layout, if any fits
+    planned: PlanEstimate
+    usual: PlanEstimate | None  # the best 1F1B, in any layout, if any fits
     others: list[Estimate]
 
 
 def outcome(case: Case) -> Outcome:
     request = Request(case.batch_size, case.seq_len, tile=max(8, case.seq_len // 1024))
-    decision: Decision = choose(case.source, request)
+    decision: PlanResult = choose(case.source, request)
     try:
         usual = choose(case.source, request.fixed(order="1f1b")).chosen
     except ValueError:

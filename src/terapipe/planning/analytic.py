@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part, Sending
+from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.hardware import Cluster, Link
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
@@ -26,33 +26,33 @@ class AnalyticCost:
     recompute: bool = False
     ends: bool = True
 
-    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        return part.layers * self._layer(size, length, context) + self._ends(part, size, length)
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        return stage.layers * self._layer(size, length, context) + self._ends(stage, size, length)
 
-    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         again = self._layer(size, length, context) if self.recompute else 0.0
         device = self.cluster.host.device
         # Gradients of inputs and of weights are one forward's arithmetic each; the latter are then added to their sum.
         busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
-        layer = np.maximum(2 * device.layer_least, busy) + self._all_reduces(size, length)
-        return np.asarray(part.layers * (layer + again), dtype=np.float64)
+        layer = np.maximum(2 * device.min_layer_time, busy) + self._all_reduces(size, length)
+        return np.asarray(stage.layers * (layer + again), dtype=np.float64)
 
-    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         device = self.cluster.host.device
         flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tp
         products = np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
-        return np.asarray(part.layers * (products + self._accumulation), dtype=np.float64)
+        return np.asarray(stage.layers * (products + self._accumulation), dtype=np.float64)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
 
-    def sending(self, source: int, target: int) -> Sending:
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
-        return Sending(self.cluster.host.overlapped, link.latency)
+        return LinkBehavior(self.cluster.host.overlapped, link.latency)
 
-    def once(self, held: Sequence[Part]) -> float:
+    def per_step(self, held: Sequence[StageSpec]) -> float:
         device = self.cluster.host.device
         count = parameters(self.config, held) / self.layout.tp if self.ends else self._layer_parameters(held)
         optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
@@ -69,8 +69,8 @@ class AnalyticCost:
     def _weight_bytes(self) -> float:
         return self.config.layer_parameters * self.cluster.host.device.element / self.layout.tp
 
-    def _layer_parameters(self, held: Sequence[Part]) -> float:
-        return sum(part.layers for part in held) * self.config.layer_parameters / self.layout.tp
+    def _layer_parameters(self, held: Sequence[StageSpec]) -> float:
+        return sum(stage.layers for stage in held) * self.config.layer_parameters / self.layout.tp
 
     def _flops(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """Multiply-adds, counted twice, of one layer's forward on one device."""
@@ -91,7 +91,7 @@ class AnalyticCost:
     def _layer(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         device = self.cluster.host.device
         busy = device.layer_overhead + self._products(size, length, context)
-        return np.asarray(np.maximum(device.layer_least, busy) + self._all_reduces(size, length), dtype=np.float64)
+        return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
 
     def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:
         """Two in each direction: after attention and after the feed-forward layer."""
@@ -102,13 +102,13 @@ class AnalyticCost:
         nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
         return np.asarray(2 * (link.latency + 2 * (t - 1) / t * nbytes / link.bandwidth), dtype=np.float64)
 
-    def _ends(self, part: Part, size: Numbers, length: Numbers) -> Array | float:
+    def _ends(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array | float:
         """The embedding only moves memory; head and loss are three products, forward and backward at once."""
         if not self.ends:
             return 0.0
         device, tokens = self.cluster.host.device, np.multiply(size, length) * 1.0
-        embedding = 3.0 * tokens * self.config.hidden * device.element / device.bandwidth if part.first else 0.0
-        if not part.last:
+        embedding = 3.0 * tokens * self.config.hidden * device.element / device.bandwidth if stage.first else 0.0
+        if not stage.last:
             return np.asarray(embedding, dtype=np.float64)
         head = 3 * self.config.head_flops(1) * tokens / self.layout.tp / self._rate
         return np.asarray(embedding + head + 3 * device.layer_overhead, dtype=np.float64)
@@ -117,7 +117,7 @@ class AnalyticCost:
 
     def _link(self, a: int, b: int) -> Link:
         host = self.cluster.host
-        return host.inside if a // host.devices == b // host.devices else host.outside
+        return host.intra_node if a // host.devices == b // host.devices else host.inter_node
 
     def _reduction(self, count: float) -> float:
         """All replicas sum their gradients round a ring; the devices of a host share its card."""
@@ -127,15 +127,15 @@ class AnalyticCost:
         host = self.cluster.host
         sent = 2 * (d - 1) / d * host.device.summed * count
         if self.layout.devices <= host.devices:
-            return host.inside.seconds(sent)
-        return host.outside.seconds(sent * host.devices)
+            return host.intra_node.seconds(sent)
+        return host.inter_node.seconds(sent * host.devices)
 
-    def _tied(self, held: Sequence[Part]) -> float:
+    def _tied(self, held: Sequence[StageSpec]) -> float:
         """A tied weight's gradient, exchanged between the first and the last rank; each tensor rank sends its part."""
-        first, last = (any(getattr(part, end) for part in held) for end in ("first", "last"))
+        first, last = (any(getattr(stage, end) for stage in held) for end in ("first", "last"))
         if not (self.ends and self.config.tied) or first == last:
             return 0.0
         host, tp = self.cluster.host, self.layout.tp
         nbytes = float(self.config.vocab * self.config.hidden * host.device.element)
         link = self._link(0, (self.layout.pp - 1) * tp)
-        return link.seconds(nbytes if link is host.outside else nbytes / tp)
+        return link.seconds(nbytes if link is host.inter_node else nbytes / tp)

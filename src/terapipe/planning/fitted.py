@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part, Sending
+from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
@@ -133,36 +133,36 @@ class FittedCost:
         fit = self._fits.get(kind)
         return fit(size, length, context) if fit else np.zeros(np.broadcast(size, length, context).shape)
 
-    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        seconds = self._of("forward", size, length, context) * (part.layers / self.profile.layers)
-        if part.first:
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        seconds = self._of("forward", size, length, context) * (stage.layers / self.profile.layers)
+        if stage.first:
             seconds = seconds + self._of("embedding", size, length)
-        return seconds + self._of("head", size, length) if part.last else seconds
+        return seconds + self._of("head", size, length) if stage.last else seconds
 
-    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        seconds = self._of("backward", size, length, context) * (part.layers / self.profile.layers)
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        seconds = self._of("backward", size, length, context) * (stage.layers / self.profile.layers)
         if self.recompute:
-            seconds = seconds + self._of("forward", size, length, context) * (part.layers / self.profile.layers)
-        return seconds + self._of("embedding_backward", size, length) if part.first else seconds
+            seconds = seconds + self._of("forward", size, length, context) * (stage.layers / self.profile.layers)
+        return seconds + self._of("embedding_backward", size, length) if stage.first else seconds
 
-    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
-        return self._of("weights", size, length) * (part.layers / self.profile.layers)
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        return self._of("weights", size, length) * (stage.layers / self.profile.layers)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.profile.config.hidden * self.profile.element)
         return self._link(source * self.layout.tp, target * self.layout.tp)(nbytes)
 
-    def sending(self, source: int, target: int) -> Sending:
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
         """A rank on a CPU sends by a thread that shares its cores with the one that computes, and inside a host copying
         is all there is to it; a message to another host mostly waits for the wire."""
         link = self._link(source * self.layout.tp, target * self.layout.tp)
-        return Sending(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
+        return LinkBehavior(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
 
-    def once(self, held: Sequence[Part]) -> float:
+    def per_step(self, held: Sequence[StageSpec]) -> float:
         """The optimizer, gradients summed over replicas, a tied weight's exchanged between first and last rank."""
         config, count = self.profile.config, parameters(self.profile.config, held)
         seconds = count * typical(self.profile.optimizer) + self._reduction(count)
-        if config.tied and any(part.first for part in held) != any(part.last for part in held):
+        if config.tied and any(stage.first for stage in held) != any(stage.last for stage in held):
             ends = self._link(0, (self.layout.pp - 1) * self.layout.tp)
             seconds += float(ends(float(self.profile.element) * config.vocab * config.hidden))
         return seconds

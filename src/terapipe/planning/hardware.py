@@ -29,7 +29,9 @@ class Device:
     bandwidth: float  # bytes per second of its memory
     memory: int  # bytes
     layer_overhead: float  # seconds that a layer's forward takes beside its arithmetic
-    layer_least: float  # seconds below which no layer's forward falls, however short the slice: launching its kernels
+    min_layer_time: (
+        float  # seconds below which no forward of a layer falls, however short the slice: kernel launches
+    )
     half_width: float = 0.0  # of a product's sides, at which it reaches half of that share
     accumulated: float = 2.0  # times its weights' bytes that a layer moves to add a slice's gradients to the sum
     element: int = 2  # bytes of a weight, an activation, a gradient
@@ -46,8 +48,8 @@ class Device:
 class Host:
     device: Device
     devices: int
-    inside: Link  # between two devices of the host
-    outside: Link  # of the whole host, shared by its devices
+    intra_node: Link  # between two devices of the host
+    inter_node: Link  # of the whole host, shared by its devices
     overlapped: bool = True  # whether devices compute while they send
 
 

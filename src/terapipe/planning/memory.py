@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part
+from terapipe.planning.cost import Array, Numbers, StageSpec
 from terapipe.presets import GPTConfig
 
 
-def parameters(config: GPTConfig, held: Sequence[Part]) -> int:
+def parameters(config: GPTConfig, held: Sequence[StageSpec]) -> int:
     """How many parameters the stages hold; a tied weight counts wherever it lies."""
-    count = sum(part.layers for part in held) * config.layer_parameters
+    count = sum(stage.layers for stage in held) * config.layer_parameters
     embedding = config.vocab * config.hidden
-    if any(part.first for part in held):
+    if any(stage.first for stage in held):
         count += embedding + config.max_seq_len * config.hidden
-    if any(part.last for part in held):
-        both = any(part.first for part in held) and config.tied
+    if any(stage.last for stage in held):
+        both = any(stage.first for stage in held) and config.tied
         count += 2 * config.hidden + (0 if both else embedding)
     return count
 
@@ -32,36 +32,36 @@ class ShapeMemory:
     recompute: bool = False
     shards: int = 1  # replicas that share out the state
 
-    def static(self, part: Part) -> float:
+    def model_state(self, stage: StageSpec) -> float:
         """Weights and gradients, and the optimizer's state. Sharers of it have a part of each, and during a step whole
         weights and gradients beside."""
         each = float(2 * self.element + self.state)
         if self.shards > 1:
             each = 2 * self.element + each / self.shards
-        return parameters(self.config, [part]) / self.tp * each
+        return parameters(self.config, [stage]) / self.tp * each
 
-    def kept(self, part: Part, size: Numbers, length: Numbers) -> Array:
+    def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         # Beside what the layers save: the output until its gradient is back; on the last stage that gradient itself.
         hidden = np.multiply(size, length) * float(self.config.hidden * self.element)
         if self.recompute:
             return np.asarray(2 * hidden, dtype=np.float64)
-        return hidden * (1 + part.last) + part.layers * self._layer(size, length)
+        return hidden * (1 + stage.last) + stage.layers * self._layer(size, length)
 
-    def owed(self, part: Part, size: Numbers, length: Numbers) -> Array:
+    def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         c = self.config
         inputs = 3 * c.hidden + c.ffn_hidden
         gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
         per_token = (inputs + gradients) * self.element / self.tp
-        return np.asarray(part.layers * np.multiply(size, length) * per_token, dtype=np.float64)
+        return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
-    def cache(self, part: Part, size: Numbers, tokens: int) -> Array:
+    def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int) -> Array:
         width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and a gradient of each
-        return np.asarray(part.layers * np.multiply(size, tokens) * width * self.element / self.tp, dtype=np.float64)
+        return np.asarray(stage.layers * np.multiply(size, tokens) * width * self.element / self.tp, dtype=np.float64)
 
-    def working(self, part: Part, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
-        logits = tokens * (3 * 4 * self.config.vocab / self.tp) if part.last else 0.0 * tokens
-        again = part.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
+        logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
+        again = stage.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
         return np.asarray(logits, dtype=np.float64), np.asarray(again, dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:

@@ -109,7 +109,7 @@ def counterpart(transfer: Action) -> Action:
     raise ValueError(f"only a transfer has a counterpart, got {transfer}")
 
 
-def settles(action: Action) -> Action:
+def completes(action: Action) -> Action:
     """The action that others wait for when this one is done: an ``I`` settles the ``B`` that it is half of."""
     return Action(Op.B, action.stage, action.slice) if action.op is Op.I else action
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Memory, Part, parts
+from terapipe.planning.cost import Array, Memory, StageSpec, stage_specs
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.program import COMPUTATIONS, Program
 from terapipe.scheduling.simulator import columns
@@ -43,23 +43,23 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
 
 
 def _static(plan: Plan, memory: Memory) -> list[float]:
-    held = parts(plan.boundaries)
-    return [sum(memory.static(held[k]) for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+    held = stage_specs(plan.boundaries)
+    return [sum(memory.model_state(held[k]) for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
 
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:
     """By stage, op and slice: bytes that are there during a computation beside what was, and the change it leaves."""
-    held = parts(plan.boundaries)
+    held = stage_specs(plan.boundaries)
     kinds = {part: _of_part(plan, part, memory) for part in set(held)}
     return np.stack([kinds[part][0] for part in held]), np.stack([kinds[part][1] for part in held])
 
 
-def _of_part(plan: Plan, part: Part, memory: Memory) -> tuple[Array, Array]:
+def _of_part(plan: Plan, part: StageSpec, memory: Memory) -> tuple[Array, Array]:
     size, length, context = columns(plan)
-    kept, owed = memory.kept(part, size, length), memory.owed(part, size, length)
-    in_forward, in_backward = memory.working(part, size, length)
+    kept, owed = memory.activations(part, size, length), memory.deferred_grads(part, size, length)
+    in_forward, in_backward = memory.workspace(part, size, length)
     # The first slice's forward makes the microbatch's cache, and its backward, the last one, gives it back.
-    cache = np.where(context == 0, memory.cache(part, size, plan.seq_len), 0.0)
+    cache = np.where(context == 0, memory.kv_cache(part, size, plan.seq_len), 0.0)
     nothing = np.zeros_like(kept)
     during = np.stack([kept + cache + in_forward, in_backward, in_backward + owed, nothing])
     change = np.stack([kept + cache, -kept - cache, owed - kept - cache, -owed])

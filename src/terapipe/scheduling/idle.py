@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from terapipe.scheduling.actions import COMPUTE, Action, Op, dependencies, settles
+from terapipe.scheduling.actions import COMPUTE, Action, Op, completes, dependencies
 from terapipe.scheduling.timeline import Timeline
 
 
@@ -21,7 +21,7 @@ class Idle(NamedTuple):
 
 def idle_by_cause(timeline: Timeline) -> tuple[Idle, ...]:
     """One entry for each rank; all of them together are ``timeline.idle`` of all ranks' time."""
-    ends = {settles(e.action): e.end for e in timeline.computations}
+    ends = {completes(e.action): e.end for e in timeline.computations}
     found = []
     for events in timeline.by_rank:
         idle = Idle()

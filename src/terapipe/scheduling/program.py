@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.planning.cost import Sending
+from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import NEEDS, Action, Op
 
@@ -123,7 +123,7 @@ class Times:
         return max(self.ends)
 
 
-def run(program: Program, seconds: Sequence[float], delays: Sequence[float], sendings: Sequence[Sending]) -> Times:
+def run(program: Program, seconds: Sequence[float], delays: Sequence[float], sendings: Sequence[LinkBehavior]) -> Times:
     """Every computation takes its seconds, and its result, where it is sent, its delay.
 
     Transfers over one link, ``sendings`` has one entry for each of ``program.links``, begin one by one in the order in

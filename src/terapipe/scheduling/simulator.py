@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, Part, Sending, parts
+from terapipe.planning.cost import Array, Cost, LinkBehavior, StageSpec, stage_specs
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, Action, Schedule
 from terapipe.scheduling.orders import computations
@@ -43,7 +43,7 @@ def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     return Timeline(plan, tuple(_events(built, times, delays)))
 
 
-def measure(plan: Plan, cost: Cost) -> tuple[float, float]:
+def makespan(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Makespan and idle share, as ``simulate(schedule(plan), cost)`` has them, but without listing a schedule."""
     built = program(plan)
     seconds, delays = _durations(built, plan, cost), _delays(built, plan, cost)
@@ -64,7 +64,7 @@ def _program(shape: Shape) -> Program:
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
     """The seconds of each computation."""
-    held = parts(plan.boundaries)
+    held = stage_specs(plan.boundaries)
     kinds = sorted(set(held))
     tables = np.stack([_table(plan, part, cost) for part in kinds])
     kind = np.array([kinds.index(part) for part in held])
@@ -73,7 +73,7 @@ def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
     return seconds
 
 
-def _table(plan: Plan, part: Part, cost: Cost) -> Array:
+def _table(plan: Plan, part: StageSpec, cost: Cost) -> Array:
     """Seconds by op, as ``COMPUTATIONS`` lists them, and slice."""
     size, length, context = columns(plan)
     forward = cost.forward(part, size, length, context)
@@ -103,8 +103,8 @@ def _delays(program: Program, plan: Plan, cost: Cost) -> list[float]:
     return delays
 
 
-def _sendings(program: Program, cost: Cost) -> list[Sending]:
-    return [cost.sending(*pair) for pair in program.links[0]]
+def _sendings(program: Program, cost: Cost) -> list[LinkBehavior]:
+    return [cost.link_behavior(*pair) for pair in program.links[0]]
 
 
 def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Event]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from terapipe.planning.cost import Sending
+from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
 from terapipe.scheduling.program import ENDS, Program, compiled, run
@@ -59,7 +59,7 @@ def _transfers(program: Program) -> list[tuple[int, int]]:
     """What produces and what consumes each, in the order of an ideal run: a forward takes one unit of time, a backward
     two, a transfer none. Lengths of slices have no part in it, so plans that differ only in them run alike."""
     seconds = [_DURATION[action.op] for action in program.actions]
-    ends = run(program, seconds, [0.0] * len(seconds), [Sending()] * len(program.links[0])).ends
+    ends = run(program, seconds, [0.0] * len(seconds), [LinkBehavior()] * len(program.links[0])).ends
     pairs = [(need, consumer) for consumer, need in enumerate(program.needs) if need >= 0]
     stages, ops, slices = program.places
     producers = np.array([producer for producer, _ in pairs], dtype=np.int64)

@@ -6,11 +6,11 @@ from typing import NoReturn
 
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.slices import Plan
-from terapipe.search.choice import Bench, Choice
+from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.cuts import uniform
-from terapipe.search.refine import preference, refined, with_few_lengths
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
+from terapipe.search.refine import preference, refine, with_few_lengths
 from terapipe.search.request import Request, Source
-from terapipe.search.seeds import Seed, seeds
 
 WORK = 250_000  # computations to simulate for each order
 FINALISTS = 4  # refining costs time, so only the best few are refined
@@ -18,47 +18,47 @@ WORTH = 1.005
 
 
 @dataclass(frozen=True)
-class Decision:
-    chosen: Choice
-    runners_up: tuple[Choice, ...]  # the best of every other order, fastest first
+class PlanResult:
+    chosen: PlanEstimate
+    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, fastest first
     price: float | None = None  # of a limit on distinct lengths: step time over that without the limit
 
     @property
-    def unsliced(self) -> Choice | None:
+    def unsliced(self) -> PlanEstimate | None:
         """The best that leaves sequences whole."""
         return next((c for c in (self.chosen, *self.runners_up) if not c.sliced), None)
 
 
-def choose(source: Source, request: Request) -> Decision:
+def choose(source: Source, request: Request) -> PlanResult:
     """The fastest plan that fits, by the simulated makespan of the order that will run."""
-    found = seeds(source, request)
-    fitting = candidates(found, source, request)
+    found = candidates(source, request)
+    fitting = best_by_order(found, source, request)
     finished = sorted([finish(found, c) for c in fitting[:FINALISTS]] + fitting[FINALISTS:], key=preference)
     # What is not worth its trouble is left: whole sequences win if slices gain next to nothing.
     chosen = next((c for c in finished if not c.sliced and c.step_time <= WORTH * finished[0].step_time), finished[0])
-    rest: dict[str, Choice] = {}
+    rest: dict[str, PlanEstimate] = {}
     for choice in finished:
         if choice.plan.order != chosen.plan.order:
             rest.setdefault(choice.plan.order, choice)
     if request.distinct is None or request.fixed_slices:
-        return Decision(chosen, tuple(rest.values()))
-    limited = with_few_lengths(bench_of(found, chosen), chosen, request.distinct)
+        return PlanResult(chosen, tuple(rest.values()))
+    limited = with_few_lengths(evaluator_of(found, chosen), chosen, request.distinct)
     if not limited.fits:
         raise ValueError(
             f"with at most {request.distinct} different slice lengths the smallest plan found needs "
             f"{limited.peak_bytes / 2**30:.2f} GiB per device, more than there is; raise distinct or the memory budget"
         )
-    return Decision(limited, tuple(rest.values()), limited.step_time / chosen.step_time)
+    return PlanResult(limited, tuple(rest.values()), limited.step_time / chosen.step_time)
 
 
-def candidates(found: list[Seed], source: Source, request: Request) -> list[Choice]:
+def best_by_order(found: list[Candidate], source: Source, request: Request) -> list[PlanEstimate]:
     """The best of each order and number of chunks before any refinement, of those that fit, fastest first."""
-    kinds = sorted({seed.chunks for seed in found})
+    kinds = sorted({candidate.chunks for candidate in found})
     best = [
         choice
         for order in ORDERS
         for chunks in kinds
-        if (choice := best_of([seed for seed in found if seed.chunks == chunks], order))
+        if (choice := best_of([candidate for candidate in found if candidate.chunks == chunks], order))
     ]
     if not best:
         _refuse_orders(source, request)
@@ -68,52 +68,56 @@ def candidates(found: list[Seed], source: Source, request: Request) -> list[Choi
     return fitting
 
 
-def best_of(found: Iterable[Seed], order: str, *, even: bool = False) -> Choice | None:
+def best_of(found: Iterable[Candidate], order: str, *, even: bool = False) -> PlanEstimate | None:
     """The best simulated plan of one order; one that fits if any does, else the one with the smallest peak."""
-    best: Choice | None = None
+    best: PlanEstimate | None = None
     work = WORK
-    for seed in _likely([seed for seed in found if seed.order == order]):
-        done = best is not None and best.fits and (work < 0 or seed.estimate > best.step_time)
-        if done or work < -3 * WORK or (best is not None and seed.hopeless):  # the estimate is nearly a lower bound
+    for candidate in _likely([candidate for candidate in found if candidate.order == order]):
+        done = best is not None and best.fits and (work < 0 or candidate.estimate > best.step_time)
+        if (
+            done or work < -3 * WORK or (best is not None and candidate.hopeless)
+        ):  # the estimate is nearly a lower bound
             break
-        work -= seed.work
-        choice = seed.bench.judge(first_plan(seed, even=even))
+        work -= candidate.work
+        choice = candidate.evaluator.evaluate(first_plan(candidate, even=even))
         best = choice if best is None else min(best, choice, key=preference)
     return best
 
 
-def _likely(mine: list[Seed]) -> list[Seed]:
+def _likely(mine: list[Candidate]) -> list[Candidate]:
     """Those that by the rough count will fit, fastest first; then the others, smallest first."""
-    budget = mine[0].bench.budget if mine else None
+    budget = mine[0].evaluator.budget if mine else None
     if budget is None:
         return mine
-    fit = [seed for seed in mine if seed.peak <= budget]
-    return fit + sorted((seed for seed in mine if seed.peak > budget), key=lambda seed: seed.peak)
+    fit = [candidate for candidate in mine if candidate.peak <= budget]
+    return fit + sorted(
+        (candidate for candidate in mine if candidate.peak > budget), key=lambda candidate: candidate.peak
+    )
 
 
-def first_plan(seed: Seed, *, even: bool = False) -> Plan:
+def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
     """The seed's plan, with slices of equal time unless they are given or to be even."""
-    request, bench = seed.bench.request, seed.bench
+    request, evaluator = candidate.evaluator.request, candidate.evaluator
     if request.slice_lengths is not None:
         lengths = request.slice_lengths
     elif request.num_slices is not None:
-        lengths = uniform(request.seq_len, seed.count, 1)
-    elif even or seed.count == 1:
-        lengths = uniform(request.seq_len, seed.count, request.tile)
+        lengths = uniform(request.seq_len, candidate.count, 1)
+    elif even or candidate.count == 1:
+        lengths = uniform(request.seq_len, candidate.count, request.tile)
     else:
-        lengths = bench.grid(seed.size).equal_time(seed.count)
-    return bench.plan(seed.order, seed.size, lengths, seed.chunks)
+        lengths = evaluator.grid(candidate.size).equal_time(candidate.count)
+    return evaluator.plan(candidate.order, candidate.size, lengths, candidate.chunks)
 
 
-def finish(found: Iterable[Seed], choice: Choice) -> Choice:
-    bench = bench_of(found, choice)
-    fixed = not order_named(choice.plan.order).sliced or bench.request.fixed_slices
-    return choice if fixed else refined(bench, choice)
+def finish(found: Iterable[Candidate], choice: PlanEstimate) -> PlanEstimate:
+    evaluator = evaluator_of(found, choice)
+    fixed = not order_named(choice.plan.order).sliced or evaluator.request.fixed_slices
+    return choice if fixed else refine(evaluator, choice)
 
 
-def bench_of(found: Iterable[Seed], choice: Choice) -> Bench:
-    benches = (seed.bench for seed in found)
-    return next(b for b in benches if b.layout == choice.layout and b.recompute == choice.plan.recompute)
+def evaluator_of(found: Iterable[Candidate], choice: PlanEstimate) -> PlanEvaluator:
+    evaluators = (candidate.evaluator for candidate in found)
+    return next(b for b in evaluators if b.layout == choice.layout and b.recompute == choice.plan.recompute)
 
 
 def _refuse_orders(source: Source, request: Request) -> NoReturn:
@@ -125,10 +129,10 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     )
 
 
-def _refuse_budget(found: list[Seed], best: list[Choice]) -> NoReturn:
+def _refuse_budget(found: list[Candidate], best: list[PlanEstimate]) -> NoReturn:
     least = min(best, key=lambda c: c.peak_bytes)
     raise ValueError(
-        f"no plan fits into {(found[0].bench.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
+        f"no plan fits into {(found[0].evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"{'with' if least.plan.recompute else 'without'} recomputation); take more devices, a smaller batch or "
         "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from terapipe.search.choice import Choice
-from terapipe.search.choose import best_of, candidates, finish
+from terapipe.search.candidates import Candidate, candidates
+from terapipe.search.choose import best_by_order, best_of, finish
 from terapipe.search.cuts import uniform
-from terapipe.search.refine import climbed
+from terapipe.search.evaluator import PlanEstimate
+from terapipe.search.refine import hill_climb
 from terapipe.search.request import Request, Source
-from terapipe.search.seeds import Seed, seeds
 
 
-def compare(source: Source, request: Request) -> list[Choice]:
+def compare(source: Source, request: Request) -> list[PlanEstimate]:
     """One named choice for each way to run a step, all in the layout that is fixed or would be chosen.
 
     Each is the best of its kind that fits; where none does, the one with the smallest peak, marked as not fitting.
@@ -21,13 +21,13 @@ def compare(source: Source, request: Request) -> list[Choice]:
             "a comparison tries all orders and slicings; leave out order, num_slices, slice_lengths, chunks "
             "and distinct"
         )
-    layout = candidates(seeds(source, request), source, request)[0].layout
-    found = seeds(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
+    layout = best_by_order(candidates(source, request), source, request)[0].layout
+    found = candidates(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
     return [replace(choice, name=name) for name, choice in _rows(found) if choice]
 
 
-def _rows(found: list[Seed]) -> Iterator[tuple[str, Choice | None]]:
-    plain = [seed for seed in found if seed.chunks == 1]
+def _rows(found: list[Candidate]) -> Iterator[tuple[str, PlanEstimate | None]]:
+    plain = [candidate for candidate in found if candidate.chunks == 1]
     yield "GPipe", best_of(found, "gpipe")
     yield "1F1B", best_of(found, "1f1b")
     yield "interleaved 1F1B", best_of([s for s in found if s.count == 1], "interleaved")
@@ -40,25 +40,25 @@ def _rows(found: list[Seed]) -> Iterator[tuple[str, Choice | None]]:
     yield "TeraPipe, interleaved", _finished(found, best_of([s for s in found if s.count > 1], "interleaved"))
 
 
-def _finished(found: Iterable[Seed], choice: Choice | None) -> Choice | None:
+def _finished(found: Iterable[Candidate], choice: PlanEstimate | None) -> PlanEstimate | None:
     return finish(found, choice) if choice else None
 
 
-def _evenly(found: Iterable[Seed], choice: Choice) -> Choice:
+def _evenly(found: Iterable[Candidate], choice: PlanEstimate) -> PlanEstimate:
     """The best number of equal slices."""
-    bench = next(s.bench for s in found if s.bench.recompute == choice.plan.recompute)
-    request, plan = bench.request, choice.plan
+    evaluator = next(s.evaluator for s in found if s.evaluator.recompute == choice.plan.recompute)
+    request, plan = evaluator.request, choice.plan
 
-    def judged(count: int) -> Choice:
+    def evaluated(count: int) -> PlanEstimate:
         lengths = uniform(request.seq_len, count, request.tile)
-        return bench.judge(bench.plan(plan.order, plan.sizes[0], lengths))
+        return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths))
 
-    return climbed(judged, len(plan.lengths[0]), request.seq_len // request.tile)
+    return hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // request.tile)
 
 
-def frontier(choices: Iterable[Choice]) -> list[Choice]:
+def frontier(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
     """Those that no other beats in both time and memory, fastest first."""
-    kept: list[Choice] = []
+    kept: list[PlanEstimate] = []
     for choice in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
         if not kept or choice.peak_bytes < kept[-1].peak_bytes:
             kept.append(choice)

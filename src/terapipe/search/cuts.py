@@ -72,7 +72,7 @@ class Grid:
         return tuple(edges[b] - edges[a] for a, b in pairwise(cuts))
 
 
-def swelling(count: int, growth: float, most: float) -> tuple[float, ...]:
+def ramped(count: int, growth: float, most: float) -> tuple[float, ...]:
     """Shares that grow from either end until they are ``most``."""
     return tuple(min(growth ** min(i, count - 1 - i), most) for i in range(count))
 

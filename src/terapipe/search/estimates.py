@@ -6,7 +6,7 @@ to overlap perfectly. So they flatter the alternatives.
 
 from dataclasses import dataclass
 
-from terapipe.planning.cost import Part
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
 from terapipe.search.request import ClusterSource, Request
@@ -35,23 +35,23 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     config, host = source.config, source.cluster.host
     length = request.seq_len // ring
     cost = source.cost(Layout(), recompute=True)
-    whole = Part(config.layers, True, True)
+    whole = StageSpec(config.layers, True, True)
     # Devices of a ring share the work of early and late tokens evenly, so each has the mean context.
     context = (request.seq_len - length) / 2
     compute = float(cost.forward(whole, sequences, length, context) + cost.backward(whole, sequences, length, context))
-    link = host.inside if ring <= host.devices else host.outside
+    link = host.intra_node if ring <= host.devices else host.inter_node
     block = sequences * length * 2 * config.num_kv_heads * config.head_size * host.device.element
     passed = 3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0  # there, and back with gradients
     # Weights gathered for forward and backward, gradients scattered: each crosses every host's card once.
     weights = config.parameters * (2 * host.device.element + 4)
-    gathered = host.outside.seconds(weights) if source.cluster.hosts > 1 else host.inside.seconds(weights)
-    once = cost.once([whole]) / source.devices
+    gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)
+    per_step = cost.per_step([whole]) / source.devices
     memory = ShapeMemory(config, host.device.element, host.device.state, 1, recompute=True)
-    layer = Part(1)
-    activations = config.layers * float(memory.kept(layer, sequences, length)) / 2
-    working = float(memory.working(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element
-    logits = float(memory.working(Part(1, last=True), sequences, min(length, 2048))[0])
-    peak = memory.static(whole) / source.devices + activations + working + logits
+    layer = StageSpec(1)
+    activations = config.layers * float(memory.activations(layer, sequences, length)) / 2
+    working = float(memory.workspace(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element
+    logits = float(memory.workspace(StageSpec(1, last=True), sequences, min(length, 2048))[0])
+    peak = memory.model_state(whole) / source.devices + activations + working + logits
     note = "traffic taken to overlap" if compute >= max(passed, gathered) else "bound by its traffic"
     name = "FSDP (estimate)" if ring == 1 else f"FSDP, rings of {ring} (estimate)"
-    return Estimate(name, max(compute, passed, gathered) + once, round(peak), note)
+    return Estimate(name, max(compute, passed, gathered) + per_step, round(peak), note)

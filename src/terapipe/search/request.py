@@ -174,8 +174,8 @@ class Request:
     def fixed_slices(self) -> bool:
         return self.num_slices is not None or self.slice_lengths is not None
 
-    def fixed(self, **parts: object) -> "Request":
-        return replace(self, **parts)  # type: ignore[arg-type]
+    def fixed(self, **stage_specs: object) -> "Request":
+        return replace(self, **stage_specs)  # type: ignore[arg-type]
 
 
 _POSITIVE = (

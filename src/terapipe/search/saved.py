@@ -83,8 +83,8 @@ def _checksum(profile: Profile) -> int:
 def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
     try:
         host = dict(costs["host"])
-        device, inside, outside = (_numbers(host.pop(name)) for name in ("device", "inside", "outside"))
-        made = Host(Device(**device), inside=Link(**inside), outside=Link(**outside), **_numbers(host))
+        device, intra_node, inter_node = (_numbers(host.pop(name)) for name in ("device", "inside", "outside"))
+        made = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(host))
         config = GPTConfig(**costs["model"])
         return ClusterSource(config, Cluster(costs["cluster"], made, costs["hosts"]), not costs["layers_only"])
     except (KeyError, TypeError, ValueError) as error:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from terapipe.planning.hardware import Host, Link
-from terapipe.search.choice import Bench, Choice
 from terapipe.search.choose import choose
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import ClusterSource, Request
 
 FACTORS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
@@ -17,7 +17,7 @@ class Mistake(NamedTuple):
 
     constant: str
     factor: float
-    chosen: Choice  # with the mistake, judged without it
+    chosen: PlanEstimate  # with the mistake, judged without it
     regret: float  # its step time over that of the right choice, less one
     same: bool  # whether order, layout, chunks and recomputation are still those of the right choice
 
@@ -30,9 +30,9 @@ def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
             host = wrong_host(source.cluster.host, constant, factor)
             wrong = replace(source, cluster=replace(source.cluster, host=host))
             found = choose(wrong, request).chosen
-            judged = Bench(source, request, found.layout, found.plan.recompute).judge(found.plan)
+            evaluated = PlanEvaluator(source, request, found.layout, found.plan.recompute).evaluate(found.plan)
             yield Mistake(
-                constant, factor, judged, judged.step_time / right.step_time - 1, _kind(judged) == _kind(right)
+                constant, factor, evaluated, evaluated.step_time / right.step_time - 1, _kind(evaluated) == _kind(right)
             )
 
 
@@ -44,14 +44,16 @@ def wrong_host(host: Host, constant: str, factor: float) -> Host:
     if constant == "speed of arithmetic":
         return replace(host, device=replace(device, peak=device.peak * factor))
     if constant == "overhead per layer":
-        least = device.layer_least * factor
-        return replace(host, device=replace(device, layer_overhead=device.layer_overhead * factor, layer_least=least))
+        least = device.min_layer_time * factor
+        return replace(
+            host, device=replace(device, layer_overhead=device.layer_overhead * factor, min_layer_time=least)
+        )
     if constant == "memory bandwidth":
         return replace(host, device=replace(device, bandwidth=device.bandwidth * factor))
     if constant == "links inside":
-        return replace(host, inside=Link(host.inside.bandwidth * factor, host.inside.latency))
-    return replace(host, outside=Link(host.outside.bandwidth * factor, host.outside.latency))
+        return replace(host, intra_node=Link(host.intra_node.bandwidth * factor, host.intra_node.latency))
+    return replace(host, inter_node=Link(host.inter_node.bandwidth * factor, host.inter_node.latency))
 
 
-def _kind(choice: Choice) -> tuple[object, ...]:
+def _kind(choice: PlanEstimate) -> tuple[object, ...]:
     return choice.layout, choice.plan.order, choice.plan.chunks, choice.plan.recompute, choice.sliced

@@ -8,14 +8,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, Part, Sending
+from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.planning.solver import solve_table
-from terapipe.scheduling.simulator import measure
-from terapipe.search.choice import Choice
-from terapipe.search.choose import Decision
+from terapipe.scheduling.simulator import makespan
+from terapipe.search.choose import PlanResult
 from terapipe.search.cuts import uniform
+from terapipe.search.evaluator import PlanEstimate
 from terapipe.search.refine import preference
 from terapipe.search.request import Request
 
@@ -72,22 +72,22 @@ class CostTable:
 
     # As a Cost, for the simulator
 
-    def forward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         return self._look_up(size, length, context) / 3
 
-    def backward(self, part: Part, size: Numbers, length: Numbers, context: Numbers) -> Array:
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         return self._look_up(size, length, context) * 2 / 3
 
-    def weights(self, part: Part, size: Numbers, length: Numbers) -> Array:
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         return np.zeros(np.broadcast(size, length).shape)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         return np.zeros(np.broadcast(size, length).shape)
 
-    def sending(self, source: int, target: int) -> Sending:
-        return Sending()
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        return LinkBehavior()
 
-    def once(self, held: Sequence[Part]) -> float:
+    def per_step(self, held: Sequence[StageSpec]) -> float:
         return 0.0
 
     def _look_up(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -113,7 +113,7 @@ def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
     return (size, length, context), float(seconds)
 
 
-def choose_by_table(table: CostTable, request: Request) -> Decision:
+def choose_by_table(table: CostTable, request: Request) -> PlanResult:
     """The exact cuts by the formula for ``terapipe``; for other orders the same cuts, timed by simulation."""
     if request.pp is None:
         raise ValueError("a cost table says nothing of the number of stages; give pp")
@@ -129,14 +129,14 @@ def choose_by_table(table: CostTable, request: Request) -> Decision:
     layout = Layout(request.dp or 1, request.pp, request.tp or 1)
     plan = _plan(table, request, request.batch_size // layout.dp, tuple(range(layout.pp + 1)))
     work, step = sum(table.times(plan)), table.formula(plan)
-    flush = Choice(layout, plan, step, 1 - work / step if step else 0.0, 0, True)
+    flush = PlanEstimate(layout, plan, step, 1 - work / step if step else 0.0, 0, True)
     found = [flush]
     if request.order != "terapipe":
         other = replace(plan, order="terapipe-1f1b")
-        step, idle = measure(other, table)
-        found.append(Choice(layout, other, step, idle, 0, True))
+        step, idle = makespan(other, table)
+        found.append(PlanEstimate(layout, other, step, idle, 0, True))
     chosen, *rest = sorted((c for c in found if request.order in (None, c.plan.order)), key=preference)
-    return Decision(chosen, tuple(rest))
+    return PlanResult(chosen, tuple(rest))
 
 
 def _refuse_ignored(request: Request) -> None:

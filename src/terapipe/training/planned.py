@@ -106,8 +106,8 @@ def given(config: RunConfig, ranks: int) -> Planned | None:
     if (plan.batch_size * layout.dp, plan.seq_len) != (config.data.batch_size, config.data.seq_len):
         raise ValueError(
             f"{config.plan.file} is for {plan.batch_size} sequences of {plan.seq_len} tokens to each of {layout.dp} "
-            f"replicas, data.batch_size and data.seq_len ask for {config.data.batch_size} of {config.data.seq_len}; change them "
-            "or plan again"
+            f"replicas, data.batch_size and data.seq_len ask for {config.data.batch_size} of {config.data.seq_len}; "
+            "change them or plan again"
         )
     return Planned(layout, plan)
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, Memory, Numbers, Part, parts, round_trip
+from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.planning.stages import balance
 from terapipe.scheduling.footprint import peaks
-from terapipe.scheduling.simulator import measure, program
+from terapipe.scheduling.simulator import makespan, program
 from terapipe.search.cuts import Grid, Lengths
 from terapipe.search.request import Request, Source
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanEstimate:
     """A plan of one replica, the layout it is part of, and what it costs."""
 
     layout: Layout
@@ -55,7 +55,7 @@ class Choice:
         }
 
 
-class Bench:
+class PlanEvaluator:
     """Builds plans for one layout and judges them."""
 
     def __init__(self, source: Source, request: Request, layout: Layout, recompute: bool) -> None:
@@ -70,11 +70,11 @@ class Bench:
         return self.request.budget or self.source.budget
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        layer = self._whole(Part(1))
-        first, last = self._whole(Part(1, first=True)) - layer, self._whole(Part(1, last=True)) - layer
+        layer = self._whole(StageSpec(1))
+        first, last = self._whole(StageSpec(1, first=True)) - layer, self._whole(StageSpec(1, last=True)) - layer
         return _balanced(self.source.layers, self.layout.pp * chunks, layer, max(first, 0.0), max(last, 0.0))
 
-    def _whole(self, part: Part) -> float:
+    def _whole(self, part: StageSpec) -> float:
         """Seconds of a whole sequence; an eighth of it at a time, so that fixed costs weigh as they will."""
         length = max(1, self.request.seq_len // 8)
         context = np.arange(8.0) * length
@@ -83,12 +83,12 @@ class Bench:
         return float(seconds.sum())
 
     @cached_property
-    def dearest(self) -> Part:
+    def slowest_stage(self) -> StageSpec:
         """The stage that the others wait for."""
-        return max(parts(self.boundaries()), key=self._whole)
+        return max(stage_specs(self.boundaries()), key=self._whole)
 
     @cached_property
-    def _farthest(self) -> int:
+    def _slowest_links(self) -> int:
         """The rank that takes longest to reach its neighbours."""
         seq_len, ranks = self.request.seq_len, range(self.layout.pp)
 
@@ -100,7 +100,7 @@ class Bench:
 
     def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """A slice's time there, forward and backward and transfers."""
-        return round_trip(self.cost, self.dearest, self._farthest, self.layout.pp, size, length, context)
+        return slice_time(self.cost, self.slowest_stage, self._slowest_links, self.layout.pp, size, length, context)
 
     def grid(self, size: int) -> Grid:
         if size not in self._grids:
@@ -113,18 +113,18 @@ class Bench:
         sizes = tuple(min(size, self.batch_size - row) for row in range(0, self.batch_size, size))
         return Plan(sizes, (lengths,) * len(sizes), self.boundaries(chunks), order, chunks, self.recompute)
 
-    def judge(self, plan: Plan) -> Choice:
-        seconds, idle = measure(plan, self.cost)
-        step = seconds + self.once(plan)
+    def evaluate(self, plan: Plan) -> PlanEstimate:
+        seconds, idle = makespan(plan, self.cost)
+        step = seconds + self.per_step(plan)
         peak = max(peaks(program(plan), plan, self.memory))
         fits = self.budget is None or peak <= self.budget
-        return Choice(self.layout, plan, step, idle * seconds / step, peak, fits)
+        return PlanEstimate(self.layout, plan, step, idle * seconds / step, peak, fits)
 
-    def once(self, plan: Plan) -> float:
+    def per_step(self, plan: Plan) -> float:
         """What comes once per step, on the rank where it takes longest."""
-        held = parts(plan.boundaries)
+        held = stage_specs(plan.boundaries)
         ranks = {tuple(held[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)}
-        return max(map(self.cost.once, ranks))
+        return max(map(self.cost.per_step, ranks))
 
 
 @lru_cache(maxsize=1024)
