@@ -14,20 +14,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from terapipe import GPT, PRESETS, GPTConfig, Pipeline, Plan, Timeline, next_token_labels, schedule
+from terapipe import GPT, PRESETS, GPTConfig, Pipeline, Plan, Timeline, files, next_token_labels, schedule
 from terapipe.cli import main as terapipe
 from terapipe.config import load
+from terapipe.launch.processes import launch, take_cores
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.profile import Profile
 from terapipe.reporting import html, svg, text
 from terapipe.reporting.report import Shown, report
-from terapipe.runtime.launch import launch, take_cores
 from terapipe.scheduling.footprint import curves
 from terapipe.scheduling.idle import idle_by_cause
 from terapipe.scheduling.simulator import simulate
-from terapipe.training.metrics import read
+from terapipe.training.logging.metrics import read
 
 FILE = Path(__file__).with_name("demo.toml")
 FOLDER = Path("build/demo")
@@ -165,9 +165,9 @@ def write(
     ]
     tokens = measured["TeraPipe"].plan.seq_len
     lead = f"One sequence of {tokens} tokens on two stages: TeraPipe is {table[1][1][-1]} as fast as GPipe."
-    html.write(FOLDER / "report.html", report("terapipe demo", lead, runs, sections=sections))
-    html.write(FOLDER / "timeline.json", measured["TeraPipe"].to_json())
-    html.write(FOLDER / "timeline.svg", svg.timelines(measured))
+    files.write(FOLDER / "report.html", report("terapipe demo", lead, runs, sections=sections))
+    files.write(FOLDER / "timeline.json", measured["TeraPipe"].to_json())
+    files.write(FOLDER / "timeline.svg", svg.timelines(measured))
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ class Recurrence(nn.Module):
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         gates, inner = torch.sigmoid(self.gate(x)), self.inner(x)
-        state = cache.recall(self.number)  # what the slice before left; None at the beginning of a sequence
+        state = cache.get_state(self.number)  # what the slice before left; None at the beginning of a sequence
         states = []
         for t in range(x.shape[1]):
             new = (1 - gates[:, t]) * inner[:, t]
             state = new if state is None else gates[:, t] * state + new
             states.append(state)
-        cache.carry(self.number, states[-1])
+        cache.set_state(self.number, states[-1])
         return self.out(torch.stack(states, 1))
 
 

@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 from benchmarks.chaos.damage import KINDS, Damages
 from terapipe import Layout
 from terapipe.config import DataConfig, RunConfig
-from terapipe.runtime.hf_files import save_pretrained, writing
-from terapipe.runtime.manifest import damage
+from terapipe.runtime.checkpoint.hugging_face import save_pretrained, writing
+from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.training.checkpoints import clean, folder_of, path_of, steps
+from terapipe.training.data.prepare import prepare
+from terapipe.training.data.token_file import Origin, TokenFile, open_data
+from terapipe.training.data.token_writer import Writer
+from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.evaluator import Evaluator
-from terapipe.training.metrics import read
-from terapipe.training.prepare import prepare
-from terapipe.training.tokenizer import ByteTokenizer
-from terapipe.training.tokens import Origin, TokenFile, open_data
-from terapipe.training.writer import Writer
+from terapipe.training.logging.metrics import read
 from tests.ranks import Ranks
 from tests.runtime.test_checkpoint import adam, pipeline, same, snapshot
 from tests.runtime.test_checkpoint import steps as train_steps

@@ -18,11 +18,11 @@ from transformers.utils import logging
 
 from terapipe.cli import main
 from terapipe.cli.verify import config_of
-from terapipe.hf import Decoder, RefusedError
-from terapipe.modeling.hf import seam, shrink, stage
-from terapipe.modeling.hf.anatomy import anatomy
+from terapipe.hf import Decoder, UnsupportedModelError
+from terapipe.modeling.hf import attention_backend, shrink, stage
 from terapipe.modeling.hf.check import BOUND, check
 from terapipe.modeling.hf.shrink import default_config, shrunken, small_config, small_model
+from terapipe.modeling.hf.structure import find_structure
 from terapipe.modeling.hf.trial import Batch, Cut, CutModel, errors, in_one_piece, lengths
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
@@ -99,11 +99,13 @@ def test_older_keys_are_not_touched_within_a_document() -> None:
     cache = stage.SliceCache(40)
     cache.set_documents(((0, 12),))
     cache.begin(25, 5)
-    window = seam.Seen(lambda batch, head, row, key: key > row - 4)
+    window = attention_backend.MaskSpec(lambda batch, head, row, key: key > row - 4)
     (block,) = window.blocks(cache, torch.device("cpu"))
     assert (block.rows, block.keys) == (slice(0, 5), slice(22, 30))
     cache.begin(10, 5)
-    before, after = seam.Seen(lambda batch, head, row, key: key > row - 4).blocks(cache, torch.device("cpu"))
+    before, after = attention_backend.MaskSpec(lambda batch, head, row, key: key > row - 4).blocks(
+        cache, torch.device("cpu")
+    )
     assert (before.rows, before.keys) == (slice(0, 2), slice(7, 12))
     assert (after.rows, after.keys) == (slice(2, 5), slice(12, 15))
 
@@ -120,15 +122,15 @@ def test_a_model_that_swallows_positions_refuses_documents_alone() -> None:
     before = {name: g.clone() for name, g in gradients(pipe).items()}
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(
-            RefusedError, match="packed documents are not exact in BartForCausalLM: gradients of a small"
+            UnsupportedModelError, match="packed documents are not exact in BartForCausalLM: gradients of a small"
         ):
             call(ids, labels, ((0, 5), (0,)))
     assert all(torch.equal(g, before[name]) for name, g in gradients(pipe).items())
     pipe.zero_grad()
     pipe.step(ids, labels, ((0,), (0,)))  # one document each is none
     assert worst(gradients(pipe), plainly(model, ids, labels)) < 1e-12
-    chosen = Decoder(small_model(small_config("bart")), fast=True)  # nothing is checked yet
-    with pytest.raises(RefusedError, match="packed documents are not exact"):
+    chosen = Decoder(small_model(small_config("bart")), backend="attention")  # nothing is checked yet
+    with pytest.raises(UnsupportedModelError, match="packed documents are not exact"):
         chosen.check_step(documents=True, training=True, padded=False)
 
 
@@ -189,7 +191,9 @@ def test_rope_by_length_refuses_filled_batches() -> None:
     """Ranks in the middle do not know how long a batch was before it was filled."""
     decoder = Decoder(small_model(by_length("dynamic")))
     pipe = Pipeline(decoder, plan(decoder), vary="pad")
-    with pytest.raises(RefusedError, match="depend on the length, which vary='pad' changes; take vary='replan'"):
+    with pytest.raises(
+        UnsupportedModelError, match="depend on the length, which vary='pad' changes; take vary='replan'"
+    ):
         pipe.step(*batch(20))
 
 
@@ -200,19 +204,19 @@ def test_dropout_after_attention_is_none_in_attention() -> None:
     """GPT-NeoX has a module ``post_attention_dropout``."""
     config = small_config("gpt_neox")
     config.hidden_dropout = 0.1
-    Decoder(small_model(config), fast=True).check_step(documents=False, training=True, padded=False)
+    Decoder(small_model(config), backend="attention").check_step(documents=False, training=True, padded=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_dropout_in_attention_is_refused_before_a_step(name: str) -> None:
-    """The general seam drew it anew for each slice; the fast one refused it in the midst of a step. Evaluation is
+    """One backend drew it anew for each slice, the other refused it in the midst of a step. Evaluation is
     allowed."""
     config = small_config(name)
     config.attention_dropout = 0.5
     decoder = Decoder(small_model(config))
     pipe = Pipeline(decoder, plan(decoder))
     for call in (pipe.step, pipe.evaluate):
-        with pytest.raises(RefusedError, match=r"attention is not supported, got 0\.5 \(attention_dropout\)"):
+        with pytest.raises(UnsupportedModelError, match=r"attention is not supported, got 0\.5 \(attention_dropout\)"):
             call(*batch())
     assert not gradients(pipe)
     assert pipe.eval().step(*batch()).isfinite()
@@ -223,7 +227,7 @@ def test_auxiliary_losses_are_refused() -> None:
     model = small_model(small_config("mixtral"))
     model.config.output_router_logits = True
     with pytest.raises(
-        RefusedError, match="MixtralForCausalLM cannot be cut exactly: auxiliary losses are functions of"
+        UnsupportedModelError, match="MixtralForCausalLM cannot be cut exactly: auxiliary losses are functions of"
     ):
         Decoder(model)
 
@@ -235,7 +239,7 @@ def test_a_type_that_knows_no_float64_is_checked_in_float32() -> None:
     """XGLM was refused because float64 fails inside it."""
     verdict = check("xglm", small_config("xglm"))
     assert (verdict.exact, verdict.dtype) == (True, "float32")
-    assert Decoder(small_model(small_config("xglm"), torch.float32)).seam == verdict.seam
+    assert Decoder(small_model(small_config("xglm"), torch.float32)).backend == verdict.backend
 
 
 def test_the_table_and_the_decoder_agree() -> None:
@@ -243,9 +247,9 @@ def test_the_table_and_the_decoder_agree() -> None:
     the text part alone."""
     text = (Path(shrink.__file__).parent / "models.json").read_text("utf-8")
     rows = {row["model"]: row for row in json.loads(text)["models"]}
-    assert Decoder.from_config(default_config("emu3")).seam == rows["emu3"]["seam"]
+    assert Decoder.from_config(default_config("emu3")).backend == rows["emu3"]["backend"]
     assert not rows["got_ocr2"]["exact"]
-    with pytest.raises(RefusedError):
+    with pytest.raises(UnsupportedModelError):
         Decoder.from_config(default_config("got_ocr2"))
 
 
@@ -289,8 +293,10 @@ def test_the_check_finds_what_it_says_it_looks_for(monkeypatch: pytest.MonkeyPat
         broken.setattr(stage, "forgotten", lambda module: {})
         assert re.search("gradients differ by .* with 23 tokens", check("llama", by_length("dynamic")).reason)
     with monkeypatch.context() as broken:
-        plain = seam.Seen._block
-        broken.setattr(seam.Seen, "_block", lambda self, span, *rest: plain(self, span._replace(start=0), *rest))
+        plain = attention_backend.MaskSpec._block
+        broken.setattr(
+            attention_backend.MaskSpec, "_block", lambda self, span, *rest: plain(self, span._replace(start=0), *rest)
+        )
         verdict = check("mistral", small_config("mistral"))
         assert (verdict.exact, verdict.documents_exact) == (True, False)
         assert verdict.documents > 0.01
@@ -349,7 +355,7 @@ class Routing(TorchFunctionMode):
         if self.known is None:
             self.found[place] = out[1].reshape(2, -1, *out[1].shape[1:])
             return out
-        cache = seam.current()
+        cache = attention_backend.current()
         chosen = self.known[place][:, cache.context : cache.end].reshape(out[1].shape)
         self.flipped += int((chosen.sort(-1)[0] != out[1].sort(-1)[0]).any(-1).sum())
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
@@ -360,11 +366,11 @@ def test_mixtures_of_experts_differ_in_bfloat16_by_their_routing(name: str) -> N
     """Rounding sends a token to another expert now and then: gradients were off by up to 1.2. With the experts of the
     plain model they are off by rounding alone; a Llama's are off by 0.03."""
     model = small_model(small_config(name), torch.bfloat16, seed=1)
-    parts, mine, given = anatomy(copy.deepcopy(model)), copy.deepcopy(model), Batch.of(model, seed=1)
+    parts, mine, given = find_structure(copy.deepcopy(model)), copy.deepcopy(model), Batch.of(model, seed=1)
     with Routing(model, "model.layers") as plain:
         wanted = in_one_piece(model, given)
     forced = Routing(mine, "model.layers", plain.found)
-    line = CutModel(mine, Cut(parts, True))
+    line = CutModel(mine, Cut(parts, "attention"))
     free = max(errors(wanted, line(given, lengths(4, 1))).values())
     with forced:
         found = max(errors(wanted, line(given, lengths(4, 1))).values())

@@ -13,9 +13,9 @@ from transformers import AutoModel, PreTrainedModel
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.cli import main
-from terapipe.hf import Decoder, RefusedError
+from terapipe.hf import Decoder, UnsupportedModelError
 from terapipe.modeling.hf.shrink import small_config, small_model
-from terapipe.modeling.stage import Split
+from terapipe.modeling.stage import TensorParallel
 from tests.models import gradients, mesh_of
 from tests.ranks import Ranks
 
@@ -85,9 +85,9 @@ def test_two_pipelines_of_one_model_and_the_model_itself_afterwards() -> None:
     was the pipeline's: it could not be called by itself any more."""
     model = make()
     wanted, before = plainly(model), looks(model)
-    first = Decoder(model, fast=True)
+    first = Decoder(model, backend="attention")
     first.recompute_layers()
-    for decoder, boundaries in ((first, (0, 1, 4)), (Decoder(model, fast=True), (0, 2, 3, 4))):
+    for decoder, boundaries in ((first, (0, 1, 4)), (Decoder(model, backend="attention"), (0, 2, 3, 4))):
         pipe = Pipeline(decoder, plan(*boundaries))
         pipe.eval().train()
         assert worst(stepped(pipe), wanted) < 1e-13
@@ -100,7 +100,7 @@ def test_two_pipelines_of_one_model_and_the_model_itself_afterwards() -> None:
 
 def frozen_shared_weight() -> tuple[bool, float]:
     """Whether it has a gradient, and how far weight decay moves it."""
-    decoder = Decoder.from_config(small_config("gpt2"), dtype=torch.float64, fast=True)
+    decoder = Decoder.from_config(small_config("gpt2"), dtype=torch.float64, backend="attention")
     pipe = Pipeline(decoder, Plan((1, 1), LENGTHS, (0, 1, 4)), timeout=300.0)
     shared = next(p for name, p in pipe.named_parameters() if name in decoder.tied)
     shared.requires_grad_(False)
@@ -116,7 +116,7 @@ def test_a_frozen_shared_weight_has_no_gradient(ranks: Callable[[int], Ranks]) -
 
 
 def test_a_shared_weight_that_is_frozen_under_one_name_only_is_refused() -> None:
-    decoder = Decoder.from_config(small_config("gpt2"), dtype=torch.float64, fast=True)
+    decoder = Decoder.from_config(small_config("gpt2"), dtype=torch.float64, backend="attention")
     pipe = Pipeline(decoder, plan(0, 1, 4))
     next(p for name, p in pipe.named_parameters() if name == "lm_head.weight").requires_grad_(False)
     with pytest.raises(ValueError, match=r"wte\.weight and lm_head\.weight are one parameter, which must be frozen"):
@@ -153,7 +153,7 @@ def test_wrapped_embeddings_norms_and_heads_belong_to_one_stage(tied: bool, opti
     """Every stage held a copy of what peft wraps, trained by one of them, and a checkpoint kept any of the copies."""
     model = adapted(tied=tied, **options)
     wanted = {name.removeprefix("base_model.model."): g for name, g in plainly(copy.deepcopy(model)).items()}
-    decoder = Decoder(model, fast=True)
+    decoder = Decoder(model, backend="attention")
     first, second = (set(dict(decoder.stage(*layers, CPU).named_parameters())) for layers in ((0, 1), (1, 4)))
     assert not first & second
     assert worst(stepped(Pipeline(decoder, plan(0, 1, 4))), wanted) < 1e-13
@@ -172,8 +172,8 @@ def test_wrapped_embeddings_norms_and_heads_belong_to_one_stage(tied: bool, opti
 )
 def test_adapters_that_stages_would_drop_or_get_wrong_are_refused(make_model: Callable[[], Any], reason: str) -> None:
     """Virtual tokens were dropped without a word."""
-    with pytest.raises(RefusedError, match=reason):
-        Decoder(make_model(), fast=True)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Decoder(make_model(), backend="attention")
 
 
 # What a model may have been made into
@@ -233,18 +233,18 @@ def with_more_parameters() -> PreTrainedModel:
 def test_models_that_stages_would_get_wrong_are_refused_by_name(make_model: Callable[[], Any], reason: str) -> None:
     """They failed in the first step with an assertion or a KeyError, skipped layers, or had partial gradients where
     layers on several stages share a weight."""
-    with pytest.raises(RefusedError, match=reason):
-        Decoder(make_model(), fast=True)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Decoder(make_model(), backend="attention")
 
 
 @pytest.mark.parametrize("which", ["model", "stage"])
 def test_gradient_checkpointing_switched_on_after_the_pipeline_was_made_is_refused(which: str) -> None:
     """It was not proved: gradients of a Llama 4 were wrong by 1.3, other models' failed in the backward."""
     model = make("llama4_text")
-    pipe = Pipeline(Decoder(model, fast=True), plan(0, 1, 4))
+    pipe = Pipeline(Decoder(model, backend="attention"), plan(0, 1, 4))
     changed: Any = model if which == "model" else pipe.stages[0].model
     changed.gradient_checkpointing_enable()
-    with pytest.raises(RefusedError, match="switched on after the pipeline was made"):
+    with pytest.raises(UnsupportedModelError, match="switched on after the pipeline was made"):
         pipe.step(*batch())
 
 
@@ -255,7 +255,7 @@ def tensor_parallel() -> tuple[dict[str, Tensor], float]:
     """Gradients, and how far a step of the pipeline's optimizer moves the caller's model."""
     model = make(tie_word_embeddings=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    pipe = Pipeline(Decoder(model, fast=True), plan(0, 4), mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
+    pipe = Pipeline(Decoder(model, backend="attention"), plan(0, 4), mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
     pipe.step(*batch())
     found = gradients(pipe)
     torch.optim.SGD(pipe.parameters(), lr=1.0).step()
@@ -273,8 +273,8 @@ def test_tensor_parallel_of_a_model_that_ties_its_weights(ranks: Callable[[int],
 
 def refused_plan(kind: str) -> str:
     try:
-        Decoder(make(kind), fast=True).stage(0, 4, CPU, Split(mesh_of(Layout(1, 1, 2))["tensor"]))
-    except RefusedError as error:
+        Decoder(make(kind), backend="attention").stage(0, 4, CPU, TensorParallel(mesh_of(Layout(1, 1, 2))["tensor"]))
+    except UnsupportedModelError as error:
         return str(error)
     return ""
 

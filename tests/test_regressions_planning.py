@@ -14,14 +14,14 @@ from terapipe.cli import main
 from terapipe.cli.profile import _judge
 from terapipe.cli.show import reasons
 from terapipe.config import parse
+from terapipe.launch.job import Launch
+from terapipe.launch.job import told as told_lines
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import KINDS
-from terapipe.reporting.launching import Launch
-from terapipe.reporting.launching import told as told_lines
 from terapipe.scheduling import proof
 from terapipe.search.choose import PlanResult
 from terapipe.search.evaluator import PlanEvaluator

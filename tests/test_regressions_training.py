@@ -24,22 +24,22 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from terapipe import Pipeline, Timeline
 from terapipe.cli import main
 from terapipe.config import CheckpointConfig, RunConfig, parse
-from terapipe.runtime import launch
+from terapipe.launch import processes
+from terapipe.launch.processes import blame
 from terapipe.runtime.failures import PipelineError
-from terapipe.runtime.launch import blame
 from terapipe.runtime.transport import Transport
 from terapipe.search.request import Request
 from terapipe.training import planned
-from terapipe.training.batches import Batches
 from terapipe.training.checkpoints import Checkpoints
-from terapipe.training.display import Display
+from terapipe.training.data.batches import Batches
+from terapipe.training.data.prepare import prepare
+from terapipe.training.data.readers import pieces
+from terapipe.training.data.token_file import TokenFile, open_data
+from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.lock import FILE, Holder, Lock
-from terapipe.training.metrics import read
+from terapipe.training.logging.display import Display
+from terapipe.training.logging.metrics import read
 from terapipe.training.model import Made, make_model
-from terapipe.training.prepare import prepare
-from terapipe.training.text import pieces
-from terapipe.training.tokenizer import ByteTokenizer
-from terapipe.training.tokens import TokenFile, open_data
 from tests.ranks import Ranks
 from tests.test_readme import README
 from tests.training.test_run import TEXT, losses, train
@@ -313,7 +313,7 @@ def test_a_failure_is_told_on_stderr(
     """It was part of what a run prints, and lost where that went to a file."""
     path = tmp_path / "run.toml"
     path.write_text(told(tmp_path, GPT, "plan.pp=2").to_toml())
-    monkeypatch.setattr("terapipe.runtime.launch.launch_module", lambda *given: "rank 1 ended with signal SIGKILL")
+    monkeypatch.setattr("terapipe.launch.processes.launch_module", lambda *given: "rank 1 ended with signal SIGKILL")
     assert main(["train", str(path)]) == 1
     assert capsys.readouterr() == ("", "terapipe train: rank 1 ended with signal SIGKILL\n")
 
@@ -381,7 +381,7 @@ def test_the_export_is_announced(ranks: Callable[[int], Ranks], tmp_path: Path) 
 WATCHED = """
 import os, signal, sys, termios
 from terapipe.training.stopping import Stop
-from terapipe.training.terminal import Terminal
+from terapipe.training.logging.terminal import Terminal
 
 with Terminal() as terminal:
     stop = Stop(terminal.restore)
@@ -420,6 +420,6 @@ def test_torchs_log_lines_are_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """They stood between ours, in the middle of the panel."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.setLevel(logging.WARNING)
-    monkeypatch.setattr(launch, "elastic_launch", lambda *given: lambda *given: None)
-    launch.launch_module("nothing", [], 1, 0)
+    monkeypatch.setattr(processes, "elastic_launch", lambda *given: lambda *given: None)
+    processes.launch_module("nothing", [], 1, 0)
     assert not logger.isEnabledFor(logging.ERROR)

@@ -51,11 +51,11 @@ def test_bfloat16_stays_close_to_the_plain_model(ranks: Callable[[int], Ranks]) 
 def forgetful(*args: object) -> object:
     """As ``piped``, but gradients of keys and values do not reach earlier slices."""
     nothing = torch.zeros(())
-    kept, KeyValueStore.owed = KeyValueStore.owed, lambda self, start, end: (nothing, nothing)  # type: ignore[method-assign, return-value]
+    kept, KeyValueStore.grad = KeyValueStore.grad, lambda self, start, end: (nothing, nothing)  # type: ignore[method-assign, return-value]
     try:
         return piped(*args)  # type: ignore[arg-type]
     finally:
-        KeyValueStore.owed = kept  # type: ignore[method-assign]
+        KeyValueStore.grad = kept  # type: ignore[method-assign]
 
 
 def careless(*args: object) -> object:

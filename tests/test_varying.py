@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe import Pipeline, PipelineError, Plan
-from terapipe.runtime.intake import Intake
+from terapipe.runtime.inputs import Inputs
 from tests.models import TINY, make_batch, make_model, plain, worst_error
 from tests.plans import plans
 from tests.ranks import Ranks
@@ -78,7 +78,7 @@ def test_a_plan_can_be_resized(plan: Plan, batch: int, tokens: int, tile: int) -
 )
 def test_a_batchs_own_plan_leaves_the_stages_where_they_are(change: dict[str, Any], said: str) -> None:
     plan = Plan((1,), ((16, 8),), (0, 1, 2, 3, 5), "terapipe-deferred", 2)
-    intake = Intake(plan, "refuse", 1, 0, torch.device("cpu"))
+    intake = Inputs(plan, "refuse", 1, 0, torch.device("cpu"))
     other = replace(plan, lengths=((4, 20),), order="terapipe")
     assert intake.own_plan(other) == other
     with pytest.raises(ValueError, match=said):

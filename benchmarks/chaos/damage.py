@@ -21,7 +21,7 @@ import torch
 from terapipe.config import RunConfig
 from terapipe.runtime.transport import Transport
 from terapipe.training.checkpoints import folder_of, path_of, steps
-from terapipe.training.metrics import read
+from terapipe.training.logging.metrics import read
 from terapipe.training.run import Run
 
 

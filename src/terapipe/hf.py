@@ -1,11 +1,11 @@
 """Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back. Needs transformers."""
 
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.decoder import Decoder
-from terapipe.modeling.hf.seam import RefusedError
 from terapipe.planning.stages import balance
-from terapipe.runtime.hf_files import save_pretrained
+from terapipe.runtime.checkpoint.hugging_face import save_pretrained
 
-__all__ = ["Decoder", "RefusedError", "save_pretrained", "split_layers"]
+__all__ = ["Decoder", "UnsupportedModelError", "save_pretrained", "split_layers"]
 
 
 def split_layers(decoder: Decoder, num_stages: int) -> tuple[int, ...]:

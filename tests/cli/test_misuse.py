@@ -10,8 +10,8 @@ import pytest
 
 from terapipe import Plan, schedule
 from terapipe.cli import main
+from terapipe.launch import processes
 from terapipe.planning.layout import Layout
-from terapipe.runtime import launch
 from terapipe.scheduling.simulator import simulate
 from terapipe.search.saved import SavedPlan
 from tests.costs import SimpleCost
@@ -253,8 +253,8 @@ def never(*given: Any, **named: Any) -> None:
 
 
 def test_two_hundred_misuses(files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "launch", never)
-    monkeypatch.setattr(launch, "launch_module", never)
+    monkeypatch.setattr(processes, "launch", never)
+    monkeypatch.setattr(processes, "launch_module", never)
     before = sorted(path.name for path in files.folder.iterdir())
     wrong = []
     for arguments in misuses(files):

@@ -11,7 +11,7 @@ from terapipe.cli import main
 def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "llama", "--stages", "3", "--num-slices", "6"]) == 0
     out = capsys.readouterr().out
-    assert "llama                    exact    fast seam, largest error" in out
+    assert "llama                    exact    attention backend, largest error" in out
     assert "model.layers.*.self_attn.k_proj.weight" in out
 
 
@@ -23,12 +23,12 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main(["verify", str(path), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["exact"]
-        assert found["seam"] == "fast"
+        assert found["backend"] == "attention"
 
 
 def test_a_model_that_differs_and_one_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "mamba"]) == 1
-    assert "refused  fast seam: some layers do not take their attention" in capsys.readouterr().out
+    assert "refused  attention backend: some layers do not take their attention" in capsys.readouterr().out
     assert main(["verify", "rwkv"]) == 2
 
 
@@ -51,7 +51,7 @@ def test_the_table_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "types are exact with transformers" in capsys.readouterr().out
     assert main(["models", "--json"]) == 0
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)["models"]}
-    assert rows["llama"]["seam"] == "fast"
-    assert rows["bloom"]["seam"] == "general"
-    assert sum(row["exact"] and row["seam"] == "fast" for row in rows.values()) >= 100
+    assert rows["llama"]["backend"] == "attention"
+    assert rows["bloom"]["backend"] == "cache"
+    assert sum(row["exact"] and row["backend"] == "attention" for row in rows.values()) >= 100
     assert sum(row["exact"] for row in rows.values()) >= 120

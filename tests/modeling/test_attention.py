@@ -106,7 +106,7 @@ def test_recomputation_writes_the_same_keys_again() -> None:
 def test_dropping_what_later_slices_owe_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation that leaves the loss untouched: without it, this file could not fail."""
     nothing = torch.zeros(())
-    monkeypatch.setattr(KeyValueStore, "owed", lambda self, start, end: (nothing, nothing))
+    monkeypatch.setattr(KeyValueStore, "grad", lambda self, start, end: (nothing, nothing))
     given_ = inputs(29)
     found, wanted = sliced((9, 1, 12, 7), *given_), whole(*given_)
     assert error(found[:1], wanted[:1]) < 1e-12

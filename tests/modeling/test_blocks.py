@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe import SliceCache, attend
-from terapipe.modeling.cache import Block
+from terapipe.modeling.cache import AttentionBlock
 from terapipe.modeling.kernels import CpuFlashKernel
 from tests.plans import slicings
 
@@ -69,7 +69,7 @@ def compare(
             cache.begin(start, length)
             cut = slice(start, start + length)
             mask = seen[0, 0, cut, : cut.stop] if by_mask else None
-            blocks = [Block(slice(0, length), slice(0, cut.stop), mask=mask)] if by_mask else None
+            blocks = [AttentionBlock(slice(0, length), slice(0, cut.stop), mask=mask)] if by_mask else None
             parts = (x[:, :, cut] for x in mine[:3])
             sink = mine[3] if with_sinks else None
             outs.append(attend(*parts, cache, 0, softcap=softcap, sinks=sink, blocks=blocks))
@@ -134,8 +134,8 @@ def test_a_carried_state_and_its_gradient_cross_slices(recompute: bool) -> None:
 
     def forward(start: int, length: int) -> Tensor:
         cache.begin(start, length)
-        out, state = recurrence(b[:, start : start + length], e, cache.recall("state"))
-        cache.carry("state", state)
+        out, state = recurrence(b[:, start : start + length], e, cache.get_state("state"))
+        cache.set_state("state", state)
         return out
 
     edges = [0, *accumulate(lengths)]
@@ -149,4 +149,4 @@ def test_a_carried_state_and_its_gradient_cross_slices(recompute: bool) -> None:
     assert torch.allclose(e.grad, d.grad, rtol=1e-13)  # type: ignore[arg-type]
     cache.clear()
     cache.begin(0, 3)
-    assert cache.recall("state") is None
+    assert cache.get_state("state") is None

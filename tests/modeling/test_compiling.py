@@ -165,10 +165,10 @@ def test_a_hugging_face_decoder(name: str, recompute: bool) -> None:
 
 
 def test_a_model_cut_through_its_own_cache_is_refused() -> None:
-    from terapipe.hf import RefusedError
+    from terapipe.hf import UnsupportedModelError
 
     stage = decoder("bloom").stage(1, 4, torch.device("cpu"))
-    with pytest.raises(RefusedError, match="layers of BloomForCausalLM cannot be compiled"):
+    with pytest.raises(UnsupportedModelError, match="layers of BloomForCausalLM cannot be compiled"):
         compile_layers(stage, backend=TRACED)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from terapipe.hf import Decoder, RefusedError, split_layers
+from terapipe.hf import Decoder, UnsupportedModelError, split_layers
 from terapipe.modeling.cache import KeyValueStore
 from terapipe.modeling.hf.check import check, lengths
 from terapipe.modeling.hf.shrink import small_config, small_model
@@ -29,26 +29,26 @@ pytestmark = pytest.mark.usefixtures("quiet_models")
 @pytest.mark.parametrize("name", FAST)
 def test_families_that_take_their_attention_from_the_interface(name: str) -> None:
     verdict = check(name, small_config(name), stages=3)
-    assert (verdict.seam, verdict.exact) == ("fast", True), verdict.reason
+    assert (verdict.backend, verdict.exact) == ("fast", True), verdict.reason
 
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_families_that_are_cut_through_their_cache(name: str) -> None:
     verdict = check(name, small_config(name))
-    assert (verdict.seam, verdict.exact) == ("general", True), verdict.reason
+    assert (verdict.backend, verdict.exact) == ("general", True), verdict.reason
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv"])
 def test_models_that_cannot_be_cut_are_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(RefusedError, match=r"cannot be cut exactly: fast seam: .*; general seam: "):
+    with pytest.raises(UnsupportedModelError, match=r"cannot be cut exactly: attention backend: .*; cache backend: "):
         Decoder(small_model(small_config(name)))
 
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = torch.zeros(())
-    monkeypatch.setattr(KeyValueStore, "owed", lambda self, start, end: (nothing, nothing))
+    monkeypatch.setattr(KeyValueStore, "grad", lambda self, start, end: (nothing, nothing))
     verdict = check("llama", small_config("llama"))
-    assert verdict.seam == "general"  # which does not use it
+    assert verdict.backend == "general"  # which does not use it
 
 
 @pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])
@@ -111,10 +111,10 @@ def test_gradient_checkpointing_of_layers() -> None:
     assert worst(cut(Decoder(model), *ids_labels), wanted) < 1e-12
 
 
-def test_the_general_seam_refuses_to_compute_again() -> None:
+def test_the_cache_backend_refuses_to_compute_again() -> None:
     model = small_model(small_config("bloom"))
     plan = Plan(PLAN.sizes, PLAN.lengths, (0, 1, Decoder(model).num_layers), "terapipe", 2, True)
-    with pytest.raises(RefusedError, match="leave recomputation off"):
+    with pytest.raises(UnsupportedModelError, match="leave recomputation off"):
         cut(Decoder(model), *batch(), plan)
 
 
@@ -150,7 +150,7 @@ def test_rotary_embeddings_that_depend_on_the_length(kind: str) -> None:
         rope |= {"short_factor": [1.0] * half, "long_factor": [3.0] * half}
     model = llama(rope_parameters=rope, max_position_embeddings=16)
     wanted = plainly(copy.deepcopy(model), *batch())
-    assert worst(cut(Decoder(model, fast=True), *batch()), wanted) < 1e-12
+    assert worst(cut(Decoder(model, backend="attention"), *batch()), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -180,25 +180,25 @@ def test_attention_dropout_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     model.train()
-    with pytest.raises(RefusedError, match=r"dropout in attention is not supported, got 0\.5"):
-        cut(Decoder(model, fast=True), *batch())
+    with pytest.raises(UnsupportedModelError, match=r"dropout in attention is not supported, got 0\.5"):
+        cut(Decoder(model, backend="attention"), *batch())
 
 
 def test_stages_are_balanced_with_the_head_counted_in() -> None:
-    wide = Decoder(llama(vocab_size=90), fast=True)
+    wide = Decoder(llama(vocab_size=90), backend="attention")
     layers, head = wide.products()
     assert len(layers) == 4
     assert len(set(layers)) == 1
     assert 0 < head < layers[0]
     assert split_layers(wide, 2) == (0, 2, 4)
-    experts, _ = Decoder(small_model(small_config("mixtral")), fast=True).products()
+    experts, _ = Decoder(small_model(small_config("mixtral")), backend="attention").products()
     whole = sum(p.numel() for p in small_model(small_config("mixtral")).model.layers[0].parameters())
     assert experts[0] < 0.8 * whole  # a token is sent to some of the experts
 
 
 def test_slices_too_short_for_a_model_are_refused_before_the_first_step() -> None:
     decoder = Decoder(small_model(small_config("qwen3_next")))
-    assert (decoder.seam, decoder.shortest) == ("general", 2)
+    assert (decoder.backend, decoder.shortest) == ("general", 2)
     plan = Plan((2,), ((28, 1),), (0, 1, decoder.num_layers), "terapipe", 2)
-    with pytest.raises(RefusedError, match="must have at least 2 tokens, got one of 1"):
+    with pytest.raises(UnsupportedModelError, match="must have at least 2 tokens, got one of 1"):
         Pipeline(decoder, plan)

@@ -14,7 +14,7 @@ GATED = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_key_value_he
 
 
 def decoder(kind: str, **options: Any) -> Decoder:
-    return Decoder.from_config(CONFIG_MAPPING[kind](**options), fast=True)
+    return Decoder.from_config(CONFIG_MAPPING[kind](**options), backend="attention")
 
 
 def numbers(made: Decoder) -> int:

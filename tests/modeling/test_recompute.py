@@ -167,23 +167,23 @@ def test_a_decoder_read_from_files(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", "general seam"),
+        ("bloom", "cache backend"),
         # It asks the cache for the context, which gradient checkpointing takes away from it: wrong without a word.
         ("llama4_text", "gradients of a small copy differ"),
         ("ctrl", "does not support gradient checkpointing"),
     ],
 )
 def test_models_whose_layers_cannot_be_computed_again(name: str, reason: str) -> None:
-    from terapipe.hf import RefusedError
+    from terapipe.hf import UnsupportedModelError
 
-    with pytest.raises(RefusedError, match=rf"layers of .* cannot be computed again: .*{reason}"):
+    with pytest.raises(UnsupportedModelError, match=rf"layers of .* cannot be computed again: .*{reason}"):
         decoder(name).recompute_layers()
 
 
 def test_what_was_asked_of_the_model_itself_is_refused_too() -> None:
-    from terapipe.hf import Decoder, RefusedError
+    from terapipe.hf import Decoder, UnsupportedModelError
 
     model = decoder("llama4_text").model
     model.gradient_checkpointing_enable()
-    with pytest.raises(RefusedError, match="leave gradient checkpointing off"):
+    with pytest.raises(UnsupportedModelError, match="leave gradient checkpointing off"):
         Decoder(model)

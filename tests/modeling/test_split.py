@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from terapipe import GPT, GPTConfig
-from terapipe.modeling.split import local
-from terapipe.modeling.stage import Split
+from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.stage import TensorParallel
 from tests.models import variant
 from tests.ranks import Ranks
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def split_stage(model: GPT, first: int, last: int, tokens: bool = False) -> GPT:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    return model.stage(first, last, CPU, Split(mesh, tokens))
+    return model.stage(first, last, CPU, TensorParallel(mesh, tokens))
 
 
 def built_twice() -> tuple[bool, bool, int, int]:
@@ -27,9 +27,9 @@ def built_twice() -> tuple[bool, bool, int, int]:
         unmade = GPT(CONFIG, seed=5)
     from_meta, from_real = split_stage(unmade, 0, 4), split_stage(GPT(CONFIG, seed=5), 0, 4)
     pairs = list(zip(from_meta.named_parameters(), from_real.named_parameters(), strict=True))
-    same = all(a == b and torch.equal(local(p), local(q)) for (a, p), (b, q) in pairs)
+    same = all(a == b and torch.equal(to_local(p), to_local(q)) for (a, p), (b, q) in pairs)
     split = all(isinstance(p, DTensor) for p in from_meta.parameters())
-    return same, split, sum(local(p).numel() for p in from_meta.parameters()), sum(p.numel() for _, (_, p) in pairs)
+    return same, split, sum(to_local(p).numel() for p in from_meta.parameters()), sum(p.numel() for _, (_, p) in pairs)
 
 
 def test_a_split_stage_is_the_same_from_meta_and_holds_about_half(ranks: Callable[[int], Ranks]) -> None:
@@ -47,11 +47,11 @@ def kept(tokens: bool) -> tuple[int, tuple[int, ...]]:
     stage = split_stage(GPT(config), 1, 2, tokens)
     cache = stage.make_cache(1, 64)
     cache.begin(0, 64)
-    held = {local(p).data_ptr() for p in stage.parameters()}
+    held = {to_local(p).data_ptr() for p in stage.parameters()}
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        part = local(x)
+        part = to_local(x)
         if part.data_ptr() not in held:
             saved[part.data_ptr()] = part.untyped_storage().nbytes()
         return x

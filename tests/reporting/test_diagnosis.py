@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from terapipe.reporting.diagnosis import Finding, Status, diagnose, satisfies, worst
-from terapipe.reporting.examination import Examination, Facts, Link
+from terapipe.doctor.diagnosis import Finding, Status, diagnose, satisfies, worst
+from terapipe.doctor.examination import Examination, Facts, Link
 
 ONE = Facts(
     rank=0,

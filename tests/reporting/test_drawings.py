@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from terapipe import Event, Op, Plan, Timeline, schedule
+from terapipe import Event, Op, Plan, Timeline, files, schedule
 from terapipe.reporting import html, svg
 from terapipe.reporting.charts import Point, curves
 from terapipe.reporting.units import memory
@@ -163,7 +163,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     page = html.page(
         "T & co", "lead", [("Steps", html.table(["a"], [["<b>"]])), ("Lines", svg.lines({"": [1.0]}, "x"))]
     )
-    html.write(tmp_path / "new" / "report.html", page)
+    files.write(tmp_path / "new" / "report.html", page)
     written = (tmp_path / "new" / "report.html").read_text()
     assert "T &amp; co" in written
     assert "<td>&lt;b&gt;</td>" in written

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from terapipe.launch.job import Hosts, Launch, hosts_of, launch_of, told, uneven
 from terapipe.planning.hardware import HOSTS, Cluster, cluster
 from terapipe.planning.layout import Layout
-from terapipe.reporting.launching import Hosts, Launch, hosts_of, launch_of, told, uneven
 from tests.planning.test_fitted import made
 
 EIGHT = Hosts(count=4, devices=8, cores=64, gpus=True)

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from terapipe import Layout, Pipeline, PipelineError, Plan
 from terapipe.config import OptimizerConfig
-from terapipe.runtime import saving
-from terapipe.runtime.saved import Reader
+from terapipe.runtime.checkpoint import writer
+from terapipe.runtime.checkpoint.reader import Reader
 from terapipe.training.optimizer import make_optimizer
 from tests.models import make_batch, make_model, mesh_of, variant, whole
 from tests.ranks import Ranks
@@ -296,17 +296,17 @@ def in_background(layout: Layout, shard: bool, folder: str, dtype: torch.dtype) 
     steps(pipe, optimizer, range(2))
     mine = {f"random.{pipe._transport.global_rank}": torch.get_rng_state()}
     wanted = snapshot(pipe, optimizer)
-    gate, write = Event(), saving._write
+    gate, write = Event(), writer._write
 
     def later(*args: Any) -> None:
         assert gate.wait(30)
         write(*args)
 
-    saving._write = later
+    writer._write = later
     try:
         under_way = pipe.save_in_background(folder, optimizer, extra=mine, notes={"step": 2})
     finally:
-        saving._write = write
+        writer._write = write
     early = under_way.done() or Path(folder).exists()
     steps(pipe, optimizer, range(2, 4))
     after = snapshot(pipe, optimizer)
@@ -459,7 +459,7 @@ def until_killed(rank: int, folder: str) -> None:
         print("writing", flush=True)
         time.sleep(3600)
 
-    saving._Writer.write_data = forever  # type: ignore[method-assign, assignment]
+    writer._Writer.write_data = forever  # type: ignore[method-assign, assignment]
     pipe.save_in_background(folder, optimizer, notes={"step": 2})
     try:
         while True:

@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from terapipe.doctor import environment, examine, links
+from terapipe.doctor.examination import Examination, Facts
 from terapipe.modeling import kernels
 from terapipe.modeling.kernels import CpuFlashKernel
-from terapipe.reporting.examination import Examination, Facts
-from terapipe.runtime import doctor, links, surroundings
 
 
 def test_facts_are_what_the_diagnosis_reads() -> None:
-    found = surroundings.facts(3)
+    found = environment.facts(3)
     assert set(found) == {field.name for field in fields(Facts)}
     assert found["rank"] == 3
     assert set(found["needs"]) == {"python", "torch", "numpy"} < set(found["versions"])
@@ -26,10 +26,10 @@ def test_facts_are_what_the_diagnosis_reads() -> None:
 
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert surroundings._kernels() == (["float32", "bfloat16"], [])
+    assert environment._kernels() == (["float32", "bfloat16"], [])
     kernels._trusted.cache_clear()
     monkeypatch.setattr(CpuFlashKernel, "schemas", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
-    passed, fallbacks = surroundings._kernels()
+    passed, fallbacks = environment._kernels()
     kernels._trusted.cache_clear()
     assert passed == []
     assert len(fallbacks) == 2
@@ -40,8 +40,8 @@ def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_port_is_free_or_taken() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert "in use" in doctor.blocked(port)
-    assert doctor.blocked(port) == ""
+        assert "in use" in examine.blocked(port)
+    assert examine.blocked(port) == ""
 
 
 def lengths_sent(rate: float, share: float) -> tuple[list[int], dict[str, float]]:
@@ -76,33 +76,33 @@ def store() -> dist.Store:
 def test_a_rank_that_does_not_come_is_known_by_its_number() -> None:
     shared = store()
     shared.set("facts/1", "{}")
-    found = doctor._first(shared, 3, timeout=0.1)
+    found = examine._first(shared, 3, timeout=0.1)
     assert [row.get("rank") for row in found["ranks"]] == [0, None]
     assert "links" not in found
     assert shared.get("go") == b"no"
 
 
 def test_where_the_first_rank_does_not_come_the_second_says_so() -> None:
-    found = doctor._other(store(), 1, 3, timeout=0.1)
+    found = examine._other(store(), 1, 3, timeout=0.1)
     assert found is not None
     assert found["failure"] == "rank 0 did not arrive within 0.1 s"
     assert found["failed_at"] == "meet"
-    assert doctor._other(store(), 2, 3, timeout=0.1) is None
+    assert examine._other(store(), 2, 3, timeout=0.1) is None
 
 
 def test_failures_of_all_ranks_come_together() -> None:
     shared = store()
     for rank, failure in enumerate(("timed out", "no eth9", "timed out")):
         shared.set(f"failure/{rank}", failure)
-    assert doctor._failures(shared, 3) == "rank 0 and 2: timed out; rank 1: no eth9"
+    assert examine._failures(shared, 3) == "rank 0 and 2: timed out; rank 1: no eth9"
 
 
 def test_a_rank_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> None:
         raise ChildFailedError("examine", {1: ProcessFailure(1, 99, -9, "none")})
 
-    monkeypatch.setattr(doctor, "launch", launch)
-    examination = Examination.from_dict(doctor.alone(2, 29500, 1.0))
+    monkeypatch.setattr(examine, "launch", launch)
+    examination = Examination.from_dict(examine.alone(2, 29500, 1.0))
     assert examination.failure == "rank 1 died with exit code -9"
     assert examination.failed_at == "start"
 

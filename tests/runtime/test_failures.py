@@ -24,10 +24,10 @@ from tests.ranks import Ranks
 PLAN = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 1, 2, 3, 4), order="terapipe-1f1b")
 SHORT, LONG = 3.0, 300.0  # timeouts, for those who wait for a stuck rank and for all others
 
-Told = tuple[str, str]  # an error's kind and its words
+LengthOnlyCache = tuple[str, str]  # an error's kind and its words
 
 
-def misbehave(rank: int, how: str, free: Path) -> Told:
+def misbehave(rank: int, how: str, free: Path) -> LengthOnlyCache:
     """One good step, then one in which a rank does something bad in its third forward."""
     pipe = Pipeline(make_model(TINY), PLAN, timeout=SHORT if how == "stick" else LONG)
     ids, labels = make_batch(TINY, PLAN.batch_size, PLAN.seq_len, ignored=False)
@@ -40,7 +40,7 @@ def misbehave(rank: int, how: str, free: Path) -> Told:
     return told
 
 
-def _told(pipe: Pipeline, ids: Tensor, labels: Tensor) -> Told:
+def _told(pipe: Pipeline, ids: Tensor, labels: Tensor) -> LengthOnlyCache:
     Board.explain.__defaults__ = (LONG,)  # type: ignore[attr-defined]  # all have time to post, on a busy machine too
     try:
         pipe.step(ids, labels)
@@ -133,7 +133,7 @@ def test_a_timeout_must_be_positive() -> None:
 WIDE = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 2, 4), order="terapipe-1f1b")
 
 
-def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard: bool) -> Told:
+def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard: bool) -> LengthOnlyCache:
     """As ``misbehave``, with replicas and split operators."""
     timeout = SHORT if how == "stick" else LONG
     pipe = Pipeline(make_model(TINY), WIDE, mesh=device_mesh(layout), shard=shard, timeout=timeout)

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.shrink import small_config, small_model
-from terapipe.runtime import hf_files, transport
-from terapipe.runtime.hf_files import save_pretrained
+from terapipe.runtime import transport
+from terapipe.runtime.checkpoint import hugging_face
+from terapipe.runtime.checkpoint.hugging_face import save_pretrained
 from tests.models import TINY, make_model, mesh_of, whole
 from tests.ranks import Ranks
 
@@ -25,7 +26,7 @@ LENGTH = 77  # of what the model generates: something in the configuration to re
 
 
 def decoder(kind: str) -> Decoder:
-    made = Decoder.from_config(small_config(kind), seed=5, fast=True)
+    made = Decoder.from_config(small_config(kind), seed=5, backend="attention")
     made.model.generation_config.max_length = LENGTH  # type: ignore[union-attr]
     return made
 
@@ -59,7 +60,7 @@ def train_and_save(kind: str, layout: Layout, options: dict[str, Any], folder: s
 
 
 def next_loss(layout: Layout, folder: str) -> float:
-    return step(pipeline(Decoder.from_pretrained(folder, fast=True), layout))
+    return step(pipeline(Decoder.from_pretrained(folder, backend="attention"), layout))
 
 
 def opened(folder: Path) -> PreTrainedModel:
@@ -137,7 +138,7 @@ def fail_to_save(folder: str) -> str:
     save_pretrained(pipe, folder)
     step(pipe)
     if pipe.rank == 1:
-        hf_files.save_file = _full  # type: ignore[assignment]
+        hugging_face.save_file = _full  # type: ignore[assignment]
     with pytest.raises((OSError, RuntimeError)) as caught:
         save_pretrained(pipe, folder)
     return str(caught.value)
@@ -194,7 +195,7 @@ def test_other_models_and_files_in_the_way_are_refused(tmp_path: Path) -> None:
 def test_weights_that_were_added_to_a_model_are_refused_by_name(tmp_path: Path) -> None:
     model = small_model(small_config("llama"))
     model.lm_head.bias = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight[:, 0]))
-    pipe = pipeline(Decoder(model, fast=True), Layout(1, 1, 1))
+    pipe = pipeline(Decoder(model, backend="attention"), Layout(1, 1, 1))
     with pytest.raises(ValueError, match=r"LlamaForCausalLM must be those .* for lm_head\.bias; undo what was added"):
         save_pretrained(pipe, tmp_path / "model")
     assert not list(tmp_path.iterdir())

@@ -43,7 +43,7 @@ def laid_out(name: str, layout: Layout, shard: bool, folded: bool) -> Found:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        decoder = Decoder(model(name), fast=True)
+        decoder = Decoder(model(name), backend="attention")
         cuts, order, chunks = ((0, 1, 2, 3, 4), "terapipe-v", 2) if folded else ((0, 1, 4), "terapipe", 1)
         plan = Plan((2,), ((10, 2, 12, 4),), cuts, order, chunks)
         pipe = Pipeline(decoder, plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)

@@ -91,7 +91,7 @@ def hugging_face(name: str) -> tuple[Tensor, Tensor]:
         return pipe.next_token_logits(prompt(2, 13)), wanted
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])  # gemma2 has a softcap, bloom the general seam
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])  # gemma2 has a softcap, bloom the cache backend
 def test_hugging_face_models_keep_what_they_do_to_logits(ranks: Callable[[int], Ranks], name: str) -> None:
     for found, wanted in ranks(2)(hugging_face, name):
         assert (found - wanted).abs().max() < (1e-12 if name == "llama" else 1e-5) * wanted.abs().max()

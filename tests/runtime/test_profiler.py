@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from examples import own_model
 from terapipe.cli import main
+from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.hf.shape import shape_of
 from terapipe.modeling.hf.shrink import small_config
@@ -18,7 +19,7 @@ from terapipe.modeling.stage import Splittable
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import KINDS, Profile, Transfer
 from terapipe.presets import PRESETS, GPTConfig
-from terapipe.runtime import launch, profiler
+from terapipe.runtime import profiler
 from tests.models import TINY, make_model
 from tests.ranks import Ranks
 
@@ -59,14 +60,14 @@ def test_a_model_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "seam", "shortest"), [("llama", "fast", 1), ("qwen3_5_text", "general", 2)])
-def test_a_hugging_face_decoder(name: str, seam: str, shortest: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "backend", "shortest"), [("llama", "attention", 1), ("qwen3_5_text", "cache", 2)])
+def test_a_hugging_face_decoder(name: str, backend: str, shortest: int, dtype: torch.dtype) -> None:
     from terapipe.hf import Decoder
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         decoder = Decoder.from_config(small_config(name), dtype=dtype)
-    assert decoder.seam == seam
+    assert decoder.backend == backend
     made = profiler.Profiler(decoder, layers=2, seq_len=32, shape=shape_of(decoder))
     assert min(point.length for point in made.points) == shortest
     assert made.dtype == dtype
@@ -102,8 +103,8 @@ def test_the_command_takes_a_hugging_face_model(tmp_path: Path, capsys: pytest.C
     command = ["profile", "--seq-len", "32", "--seconds", "0.1", "--ranks", "1", "--dtype", "bfloat16"]
     command += ["--out", str(tmp_path / "profile.json")]
     with (  # all in this process
-        patch.object(launch, "launch", lambda function, ranks, *given: function(*given)),
-        patch.object(launch, "take_cores"),
+        patch.object(processes, "launch", lambda function, ranks, *given: function(*given)),
+        patch.object(processes, "take_cores"),
     ):
         assert main([*command, "--model", str(tmp_path / "config.json")]) == 0
     profile = Profile.from_json((tmp_path / "profile.json").read_text())

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from terapipe.config import DataConfig
 from terapipe.modeling.stage import IGNORE
-from terapipe.training.batches import Batches, Packing
-from terapipe.training.prepare import prepare
-from terapipe.training.tokens import Origin, TokenFile, open_data
+from terapipe.training.data.batches import Batches, Packing
+from terapipe.training.data.prepare import prepare
+from terapipe.training.data.token_file import Origin, TokenFile, open_data
 
 PACKINGS = get_args(Packing)
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from terapipe.training.display import Display
+from terapipe.training.logging.display import Display
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import torch
 from terapipe import Plan
 from terapipe.config import DataConfig, ModelConfig, PlanConfig, RunConfig, parse
 from terapipe.planning.layout import Layout
-from terapipe.training.metrics import read
+from terapipe.training.logging.metrics import read
 from terapipe.training.model import make_model
 from terapipe.training.planned import Planned, evenly, given, layout_of, ranks_wanted
 from tests.ranks import Ranks

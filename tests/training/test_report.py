@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from terapipe import Plan
-from terapipe.training.charts import thinned
-from terapipe.training.report import write_report
+from terapipe.training.logging.charts import thinned
+from terapipe.training.logging.report import write_report
 from tests.reporting.runs import stages, stepped
 
 GIB = 2**30

@@ -16,10 +16,10 @@ from terapipe import GPT
 from terapipe.config import RunConfig, parse
 from terapipe.modeling.stage import IGNORE
 from terapipe.presets import model
-from terapipe.training.batches import Batches
+from terapipe.training.data.batches import Batches
+from terapipe.training.data.token_file import open_data
 from terapipe.training.learning_rate import learning_rate
-from terapipe.training.metrics import read
-from terapipe.training.tokens import open_data
+from terapipe.training.logging.metrics import read
 from tests.commands import Command, started
 from tests.ranks import Ranks
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terapipe.training.pieces import PIECE, cut
-from terapipe.training.text import documents, find, pieces
+from terapipe.training.data.pieces import PIECE, cut
+from terapipe.training.data.readers import documents, find, pieces
 
 TEXTS = ["first\r\nline", None, "zweites Stück", "", "第三", "long " * PIECE]
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from terapipe.training.pieces import cut
-from terapipe.training.pretrained import FastTokenizer, SlowTokenizer
-from terapipe.training.tokenizer import ByteTokenizer, Tokenizer, load, make
-from terapipe.training.tokenizer_files import END
+from terapipe.training.data.hf_tokenizer import FastTokenizer, SlowTokenizer
+from terapipe.training.data.pieces import cut
+from terapipe.training.data.tokenizer import ByteTokenizer, Tokenizer, load, make
+from terapipe.training.data.tokenizer_files import END
 
 TEXTS = ["the cat and the hat; another frog within that thorny garden, forever hidden " * 20, "où est l'été? 猫 😀"]
 
@@ -142,7 +142,7 @@ def test_a_trained_one_is_taken_again(tmp_path: Path) -> None:
 
 
 def test_long_words_and_many_texts_do_not_hold_up_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terapipe.training.trained.ENOUGH", 500_000)
+    monkeypatch.setattr("terapipe.training.data.bpe.ENOUGH", 500_000)
 
     def endless() -> Iterator[str]:
         while True:

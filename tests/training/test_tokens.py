@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from terapipe.config import DataConfig
-from terapipe.training import prepare as preparing
-from terapipe.training import writer
-from terapipe.training.pieces import PIECE
-from terapipe.training.prepare import prepare
-from terapipe.training.pretrained import FastTokenizer
-from terapipe.training.tokenizer import ByteTokenizer, make
-from terapipe.training.tokens import TokenFile, open_data
+from terapipe.training.data import prepare as preparing
+from terapipe.training.data import token_writer
+from terapipe.training.data.hf_tokenizer import FastTokenizer
+from terapipe.training.data.pieces import PIECE
+from terapipe.training.data.prepare import prepare
+from terapipe.training.data.token_file import TokenFile, open_data
+from terapipe.training.data.tokenizer import ByteTokenizer, make
 
 TEXTS = ["one two", "", "drei", "四" * 10, "a longer one, of many words"]
 
@@ -50,7 +50,7 @@ def plainly(texts: list[str]) -> tuple[list[int], list[int]]:
 def test_tokens_are_those_of_the_texts(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.setattr(writer, "BATCH", batch)
+    monkeypatch.setattr(token_writer, "BATCH", batch)
     texts = [*TEXTS, "word " * PIECE, TEXTS[0]]
     write(tmp_path / "source.jsonl", texts)
     assert built(config, tmp_path / "data") == plainly(texts)
@@ -159,7 +159,7 @@ def test_a_crash_leaves_the_old_file_whole(config: DataConfig, tmp_path: Path, m
     folder = tmp_path / "data"
     before = built(config, folder)
     write(tmp_path / "source.jsonl", ["new one", "new two"])
-    monkeypatch.setattr(writer, "BATCH", 1)
+    monkeypatch.setattr(token_writer, "BATCH", 1)
     with monkeypatch.context() as patched:
         encode = ByteTokenizer.encode
 

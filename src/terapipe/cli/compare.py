@@ -5,6 +5,7 @@ import json
 import time
 from pathlib import Path
 
+from terapipe import files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_request, add_source, request_of, source_of
@@ -53,7 +54,7 @@ def _write(parsed: argparse.Namespace, rows: list[PlanEstimate], budget: int | N
     points = {c.name: (float(c.peak_bytes), c.step_time) for c in rows}
     chart = svg.frontier(points, "peak memory per device", "step time", budget)
     if parsed.svg:
-        html.write(parsed.svg, chart)
+        files.write(parsed.svg, chart)
     if parsed.png:
         write_png(parsed.png, chart)
     if parsed.html:
@@ -68,4 +69,4 @@ def _write(parsed: argparse.Namespace, rows: list[PlanEstimate], budget: int | N
             for c in rows
         ]  # fmt: skip
         sections = [("Time against memory", chart), ("All of them", html.table(header, cells))]
-        html.write(parsed.html, html.page("Orders compared", lead, sections))
+        files.write(parsed.html, html.page("Orders compared", lead, sections))

@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from terapipe.cli import show
 from terapipe.cli.options import Verbs
-from terapipe.reporting.diagnosis import Finding, Status, diagnose, worst
-from terapipe.reporting.examination import Examination
+from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
+from terapipe.doctor.examination import Examination
 from terapipe.reporting.words import count
 
 _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     except (ImportError, OSError) as error:  # the latter where one of its libraries is missing
         remedy = "install it anew: pip install --force-reinstall torch"
         return _report([Finding("versions", Status.PROBLEM, f"torch does not load: {error}", remedy)], {}, parsed.json)
-    from terapipe.runtime.doctor import alone, examine
+    from terapipe.doctor.examine import alone, examine
     from terapipe.runtime.transport import under_torchrun
 
     found = examine(parsed.timeout) if under_torchrun() else alone(parsed.ranks, parsed.port, parsed.timeout)

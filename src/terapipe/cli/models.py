@@ -33,7 +33,7 @@ def run(parsed: argparse.Namespace) -> int:
         error = f"{row['worst']:.0e}" if row["exact"] else ""
         packed = ("exact" if row["documents_exact"] else "refused") if row["exact"] else ""
         state = "exact" if row["exact"] else "refused"
-        table.add_row(row["model"], state, row["seam"], error, packed, row["reason"] or mind)
+        table.add_row(row["model"], state, row["backend"] or "", error, packed, row["reason"] or mind)
     show.console.print(table)
     exact = sum(row["exact"] for row in known["models"])
     show.console.print(

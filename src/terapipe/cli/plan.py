@@ -9,14 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from terapipe import files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_launch, add_request, add_source, load, refuse_with, request_of, source_of
+from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, launch_of, told, uneven
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
-from terapipe.reporting import html
-from terapipe.reporting.launching import HOST0, Hosts, Launch, hosts_of, launch_of, told, uneven
 from terapipe.search.choose import PlanResult, choose
 from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
 from terapipe.search.saved import SavedPlan, dtype_of, origin
@@ -113,11 +113,11 @@ def _launch(parsed: argparse.Namespace, layout: Layout, hosts: Hosts) -> Launch 
 
 def _write(parsed: argparse.Namespace, planned: Planned, launch: Launch | None) -> None:
     if parsed.save:
-        html.write(parsed.save, _saved(parsed, planned).to_json() + "\n")
+        files.write(parsed.save, _saved(parsed, planned).to_json() + "\n")
     if launch and parsed.slurm:
-        html.write(parsed.slurm, launch.slurm_script())
+        files.write(parsed.slurm, launch.slurm_script())
     if launch and parsed.kubernetes:
-        html.write(parsed.kubernetes, launch.kubernetes_job())
+        files.write(parsed.kubernetes, launch.kubernetes_job())
 
 
 def _saved(parsed: argparse.Namespace, planned: Planned) -> SavedPlan:

@@ -6,13 +6,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terapipe import files
 from terapipe.cli import show, verify
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
 from terapipe.presets import PRESETS, GPTConfig, model
-from terapipe.reporting import html, units
+from terapipe.reporting import units
 
 if TYPE_CHECKING:
     from terapipe.modeling.stage import Splittable
@@ -52,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
     layers = (config if isinstance(config, GPTConfig) else _made(config, parsed.dtype)[1]).layers
     if not 1 <= parsed.ranks <= layers:
         raise ValueError(f"every rank measures at least one of the {layers} layers, got --ranks {parsed.ranks}")
-    from terapipe.runtime.launch import launch
+    from terapipe.launch.processes import launch
     from terapipe.runtime.transport import under_torchrun
 
     asked = (config, parsed.dtype, parsed.seq_len, sizes, parsed.seconds, parsed.ranks)
@@ -93,7 +94,7 @@ def measure(
     """What every rank runs; only the first returns the profile, and shows how far it is."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from terapipe.runtime.launch import take_cores
+    from terapipe.launch.processes import take_cores
     from terapipe.runtime.profiler import Profiler
 
     take_cores()
@@ -126,7 +127,7 @@ def _made(config: Any, dtype: str) -> tuple["Splittable", GPTConfig]:
 
 
 def _show(measured: Profile, out: Path) -> None:
-    html.write(out, measured.to_json() + "\n")
+    files.write(out, measured.to_json() + "\n")
     errors = [abs(e) for e in FittedCost(measured).errors()]
     held_out = f"{max(errors):.1%} at most, {sum(errors) / len(errors):.1%} on average" if errors else "none held out"
     counts = [len(sample.seconds) for sample in measured.samples]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from terapipe import files
 from terapipe.cli import beyond, show
 from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
@@ -160,4 +161,4 @@ def _write(
         ),
     ]
     sections += [(s.heading, s.picture + html.table(s.header, s.rows)) for s in more]
-    html.write(folder / "report.html", html.page("TeraPipe, reproduced", lead, sections))
+    files.write(folder / "report.html", html.page("TeraPipe, reproduced", lead, sections))

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from terapipe import files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_request, add_source, load, refuse_with, request_of, source_of
 from terapipe.config import nbytes
 from terapipe.planning.layout import Layout
-from terapipe.reporting import html, svg, text, units
+from terapipe.reporting import svg, text, units
 from terapipe.reporting.png import write_png
 from terapipe.reporting.report import Shown, report
 from terapipe.reporting.trace import trace
@@ -155,11 +156,11 @@ def _print(shown: Sequence[Shown], choice: PlanEstimate, width: int) -> None:
 def _write(parsed: argparse.Namespace, shown: Sequence[Shown], choice: PlanEstimate, budget: int | None) -> None:
     picture = svg.timelines({run.name: run.timeline for run in shown}) if parsed.svg or parsed.png else ""
     if parsed.svg:
-        html.write(parsed.svg, picture)
+        files.write(parsed.svg, picture)
     if parsed.png:
         write_png(parsed.png, picture)
     if parsed.trace:
-        html.write(parsed.trace, trace(shown))
+        files.write(parsed.trace, trace(shown))
     if parsed.html:
         lead = f"{choice.plan.order} on {choice.layout}: {units.seconds(choice.step_time)} per step"
-        html.write(parsed.html, report("A pipeline step", lead, shown, facts=show.described(choice), budget=budget))
+        files.write(parsed.html, report("A pipeline step", lead, shown, facts=show.described(choice), budget=budget))

@@ -28,7 +28,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(config.to_toml())
         return 0
     from terapipe.runtime.transport import under_torchrun
-    from terapipe.training import metrics
+    from terapipe.training.logging import metrics
     from terapipe.training.planned import ranks_wanted
     from terapipe.training.run import run_rank
 
@@ -40,10 +40,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
-    from terapipe.runtime.launch import launch_module
+    from terapipe.launch.processes import launch_module
     from terapipe.training.lock import Lock
+    from terapipe.training.logging.terminal import Terminal
     from terapipe.training.run import ENDED
-    from terapipe.training.terminal import Terminal
 
     with Lock(config.folder):
         pass  # a folder in use is refused here, once, and not by the ranks at each of their restarts

@@ -14,7 +14,7 @@ from terapipe.cli import show
 from terapipe.cli.options import Verbs
 
 if TYPE_CHECKING:
-    from terapipe.modeling.hf.check import Verdict
+    from terapipe.modeling.hf.check import VerifyResult
 
 
 def add(verbs: Verbs) -> None:
@@ -84,17 +84,17 @@ def config_of(model: str) -> Any:
     return shrunken(default_config(model))
 
 
-def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["Verdict", dict[str, float]]]:
+def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["VerifyResult", dict[str, float]]]:
     """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
+    from terapipe.modeling.hf.attention_backend import UnsupportedModelError
     from terapipe.modeling.hf.check import confirm
-    from terapipe.modeling.hf.seam import RefusedError
 
     configs = _all_configs()
     for verdict in _checked(configs, stages, slices):
         config = configs[verdict.model]
         found = confirm(verdict, config) if verdict.exact else {}
-        if verdict.exact and verdict.seam == "fast":
-            with suppress(RefusedError):
+        if verdict.exact and verdict.backend == "attention":
+            with suppress(UnsupportedModelError):
                 found["dropout"] = _recomputed(verdict, config)
         yield verdict, found
 
@@ -112,23 +112,23 @@ def _all_configs() -> dict[str, Any]:
     return found
 
 
-def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["Verdict"]:
-    from terapipe.modeling.hf.check import Verdict, check
+def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["VerifyResult"]:
+    from terapipe.modeling.hf.check import VerifyResult, check
 
     for name, config in configs.items():
         known = not isinstance(config, str)
-        yield check(name, config, stages=stages, slices=slices) if known else Verdict(name, reason=config)
+        yield check(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
 
 
-def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["Verdict"]:
+def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["VerifyResult"]:
     if parsed.tp == 1:
         return _checked(configs, parsed.stages, parsed.num_slices)
-    from terapipe.runtime.launch import launch
+    from terapipe.launch.processes import launch
 
     return iter(launch(_with_tensor_parallel, parsed.tp, parsed.tp, configs, parsed.stages, parsed.num_slices))
 
 
-def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list["Verdict"]:
+def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list["VerifyResult"]:
     """On every process that `launch` starts."""
     import torch
     from torch import distributed as dist
@@ -147,7 +147,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
         dist.destroy_process_group()
 
 
-def _recomputed(verdict: "Verdict", config: Any) -> float:
+def _recomputed(verdict: "VerifyResult", config: Any) -> float:
     """How much the gradients of a step in training mode, with dropout, differ where slices are computed again in the
     backward; not at all, if they draw the same."""
     import torch
@@ -161,7 +161,7 @@ def _recomputed(verdict: "Verdict", config: Any) -> float:
 
     model = small_model(drawing(config), getattr(torch, verdict.dtype))
     batch, found = Batch.of(model), []
-    decoder = Decoder(model, verdict.parts, fast=True)
+    decoder = Decoder(model, verdict.parts, backend="attention")
     for recompute in (False, True):
         plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
         pipe = Pipeline(decoder, plan, device="cpu")
@@ -193,22 +193,22 @@ def _all(parsed: argparse.Namespace) -> int:
         rows = [{key: value for key, value in v.to_dict().items() if key != "groups"} for v in verdicts]
         print(json.dumps({"transformers": metadata.version("transformers"), **counts, "models": rows}))
     else:
-        seams = f"{counts['fast']} by the fast seam, {counts['general']} by the general"
-        show.console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({seams})")
+        backends = f"{counts['attention']} by the attention backend, {counts['cache']} by the cache backend"
+        show.console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({backends})")
         for use, title in (("documents", "packed documents"), ("dropout", "dropout, computed again")):
             if use in counts:
                 show.console.print(_sum_up(title, counts[use]))
     return 1 if wrong else 0
 
 
-def _exact(verdicts: Sequence["Verdict"]) -> dict[str, Any]:
+def _exact(verdicts: Sequence["VerifyResult"]) -> dict[str, Any]:
     """By seam, and of whole sequences."""
-    counts: dict[str, Any] = {seam: sum(v.exact and v.seam == seam for v in verdicts) for seam in ("fast", "general")}
+    counts: dict[str, Any] = {b: sum(v.exact and v.backend == b for v in verdicts) for b in ("attention", "cache")}
     exact = sum(v.exact for v in verdicts)
     return {**counts, "whole": {"exact": exact, "refused": len(verdicts) - exact, "wrong": 0}}
 
 
-def _counts(verdicts: Sequence["Verdict"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
+def _counts(verdicts: Sequence["VerifyResult"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
     """And of other uses; ``wrong`` are those that were not confirmed."""
     counts = _exact(verdicts)
     documents = sum(v.documents_exact for v in verdicts)
@@ -222,15 +222,15 @@ def _sum_up(use: str, counts: Mapping[str, int]) -> str:
     return f"{use}: " + ", ".join(f"{number} {what}" for what, number in counts.items())
 
 
-def _line(verdict: "Verdict") -> str:
+def _line(verdict: "VerifyResult") -> str:
     if not verdict.exact:
         return f"{verdict.model:24s} refused  {verdict.reason}"
     note = f", slices of at least {verdict.shortest} tokens" if verdict.shortest > 1 else ""
     documents = "" if verdict.documents_exact else f"; packed documents refused: {verdict.documents_reason}"
-    return f"{verdict.model:24s} exact    {verdict.seam} seam, largest error {verdict.worst:.1e}{note}{documents}"
+    return f"{verdict.model:24s} exact    {verdict.backend} backend, largest error {verdict.worst:.1e}{note}{documents}"
 
 
-def _print(verdict: "Verdict", parsed: argparse.Namespace) -> None:
+def _print(verdict: "VerifyResult", parsed: argparse.Namespace) -> None:
     show.console.print(_line(verdict), markup=False)
     if verdict.exact:
         table = Table("parameters", "largest relative error", box=None, pad_edge=False)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terapipe.modeling.cache import EVERY, Block, KeyValueStore, SliceCache
+from terapipe.modeling.cache import EVERY, AttentionBlock, KeyValueStore, SliceCache
 from terapipe.modeling.kernels import PLAIN, How, Kernel, PlainKernel, kernel_for
 
 
@@ -24,13 +24,13 @@ class _Call(NamedTuple):
     """What a call of attention is about, beside its tensors."""
 
     store: KeyValueStore
-    blocks: Sequence[Block]
+    blocks: Sequence[AttentionBlock]
     context: int
-    tokens: int
+    seq_len: int
     scale: float
     kernel: Kernel
 
-    def kernel_of(self, block: Block) -> tuple[Kernel, How]:
+    def kernel_of(self, block: AttentionBlock) -> tuple[Kernel, How]:
         """Kernels that know no masks leave blocks with one to the plain kernel."""
         kernel = PLAIN if block.mask is not None and not self.kernel.takes_masks else self.kernel
         return kernel, How(self.scale, block.causal, block.mask)
@@ -52,7 +52,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    blocks: Sequence[Block] | None = None,
+    blocks: Sequence[AttentionBlock] | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
     """Causal attention of the current slice to itself and to all slices before it.
@@ -74,7 +74,7 @@ def _attend(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
-    blocks: Sequence[Block] | None,
+    blocks: Sequence[AttentionBlock] | None,
     kernel: Kernel | None,
 ) -> Tensor:
     """By a name of its own, so that compiling.py can keep it out of compiled code."""
@@ -87,7 +87,7 @@ def _attend(
     if kernel is None:
         kernel = PlainKernel(softcap) if softcap else kernel_for(q.device, q.dtype)
     seen = cache.blocks() if blocks is None else blocks
-    call = _Call(cache.store(layer), seen, cache.context, cache.tokens, scale, kernel)
+    call = _Call(cache.store(layer), seen, cache.context, cache.seq_len, scale, kernel)
     out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
     return out if out.shape[3] == width else out[..., :width]
 
@@ -109,7 +109,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q = q.contiguous()  # a copy of the queries alone, so that a fused projection is not kept for their sake
-        call.store.write(k, v, call.context, call.tokens)
+        call.store.write(k, v, call.context, call.seq_len)
         out, lse = _merged(q, call)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -127,9 +127,9 @@ class _Attend(torch.autograd.Function):
         context, end = call.context, call.context + q.shape[2]
         own = call.store.read(EVERY, slice(context, end))
         dq, dk, dv = _Sum(q), _Sum(own[0]), _Sum(own[1])
-        first = end == call.tokens and call.sees_all_before
-        if end == call.tokens and context and not first:
-            call.store.forget()
+        first = end == call.seq_len and call.sees_all_before
+        if end == call.seq_len and context and not first:
+            call.store.zero_grad()
         for block in call.blocks:
             at = (block.sequences, EVERY, block.rows)
             keys, values = call.store.read(block.sequences, block.keys)
@@ -139,15 +139,15 @@ class _Attend(torch.autograd.Function):
             before = max(0, min(block.keys.stop, context) - block.keys.start)  # keys of earlier slices
             if before:
                 earlier = slice(block.keys.start, block.keys.start + before)
-                call.store.owe(found[1][:, :, :before], found[2][:, :, :before], block.sequences, earlier, first)
+                call.store.add_grad(found[1][:, :, :before], found[2][:, :, :before], block.sequences, earlier, first)
             if before < keys.shape[2]:
                 mine = (block.sequences, EVERY, slice(block.keys.start + before - context, block.keys.stop - context))
                 dk.add(found[1][:, :, before:], mine)
                 dv.add(found[2][:, :, before:], mine)
-        if end < call.tokens:
-            owed_k, owed_v = call.store.owed(context, end)
-            dk.add(owed_k)
-            dv.add(owed_v)
+        if end < call.seq_len:
+            later_k, later_v = call.store.grad(context, end)
+            dk.add(later_k)
+            dv.add(later_v)
         return dq.total, dk.total, dv.total, _sink_gradient(grad, out, lse, sinks), None
 
 

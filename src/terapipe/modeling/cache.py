@@ -11,7 +11,7 @@ from torch import Tensor
 EVERY = slice(None)
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Some tokens of a slice, and the tokens that they see: all of them, or each those up to itself."""
 
     rows: slice  # of the slice
@@ -36,33 +36,33 @@ class KeyValueStore:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
 
-    def write(self, k: Tensor, v: Tensor, context: int, tokens: int) -> None:
+    def write(self, k: Tensor, v: Tensor, context: int, seq_len: int) -> None:
         for name, x in (("k", k), ("v", v)):
             if name not in self._tensors:
-                self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], tokens, x.shape[3])
+                self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], seq_len, x.shape[3])
             self._tensors[name][:, :, context : context + x.shape[2]] = x
 
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
         return self._tensors["k"][sequences, :, keys], self._tensors["v"][sequences, :, keys]
 
-    def owe(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, first: bool) -> None:
+    def add_grad(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, first: bool) -> None:
         """Adds to the gradients of earlier tokens. The first to come overwrites what an earlier step left."""
         for name, x in (("k", dk), ("v", dv)):
-            room = self._owed(name)[sequences, :, keys]
+            room = self._grad(name)[sequences, :, keys]
             if first:
                 room.copy_(x)
             else:
                 room.add_(x)
 
-    def forget(self) -> None:
-        """Nothing is owed to anybody: for slices that do not see all tokens before them."""
+    def zero_grad(self) -> None:
+        """Zeroes dK and dV: needed when later slices do not write every entry."""
         for name in ("k", "v"):
-            self._owed(name).zero_()
+            self._grad(name).zero_()
 
-    def owed(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def grad(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         return self._tensors["dk"][:, :, start:end], self._tensors["dv"][:, :, start:end]
 
-    def _owed(self, name: str) -> Tensor:
+    def _grad(self, name: str) -> Tensor:
         if f"d{name}" not in self._tensors:
             self._tensors[f"d{name}"] = torch.empty_like(self._tensors[name])
         return self._tensors[f"d{name}"]
@@ -76,8 +76,8 @@ class SliceCache:
     ``clear``: of keys and values nothing is read before it is written.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
         self.context = 0
         self.length = 0
         self._stores: dict[Hashable, KeyValueStore] = {}
@@ -86,12 +86,12 @@ class SliceCache:
         self._starts: tuple[tuple[int, ...], ...] = ()
         self._longest: int | None = None
         self.defer = False  # whether backwards put off the gradients of weights ...
-        self.owed: list[Any] = []  # ... and what they put off: see linear.py
+        self.deferred: list[Any] = []  # ... and what they put off: see linear.py
 
     def begin(self, context: int, length: int) -> None:
-        if length < 1 or context < 0 or context + length > self.tokens:
+        if length < 1 or context < 0 or context + length > self.seq_len:
             raise ValueError(
-                f"a slice must lie within its cache of {self.tokens} tokens, got tokens {context} to {context + length}"
+                f"a slice must lie within its cache of {self.seq_len} tokens, got {context} to {context + length}"
             )
         self.context, self.length = context, length
 
@@ -99,21 +99,21 @@ class SliceCache:
     def end(self) -> int:
         return self.context + self.length
 
-    def take_owed(self) -> list[Any]:
+    def pop_deferred(self) -> list[Any]:
         """The gradients of weights that backwards put off since it was last asked."""
-        owed, self.owed = self.owed, []
-        return owed
+        deferred, self.deferred = self.deferred, []
+        return deferred
 
     def store(self, layer: Hashable) -> KeyValueStore:
         return self._stores.setdefault(layer, KeyValueStore())
 
     # Other states
 
-    def recall(self, name: Hashable) -> Tensor | None:
+    def get_state(self, name: Hashable) -> Tensor | None:
         """The state that the slice before left under this name; None at the beginning of a sequence."""
         return self._left.get((name, self.context))
 
-    def carry(self, name: Hashable, state: Tensor) -> Tensor:
+    def set_state(self, name: Hashable, state: Tensor) -> Tensor:
         """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
         if torch.is_grad_enabled() and state.requires_grad:
             self._made.setdefault(self.end, {})[name] = state
@@ -134,11 +134,11 @@ class SliceCache:
         self._left.clear()
         self._made.clear()
 
-    def left(self) -> list[Tensor]:
+    def next_states(self) -> list[Tensor]:
         """The states that the current slice left to the one after it."""
         return [state for (_, place), state in self._left.items() if place == self.end]
 
-    def twin(self) -> Self:
+    def clone(self) -> Self:
         """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
         computed several times. Not between a forward with gradients and its backward."""
         return copy.deepcopy(self, {id(self._stores): self._stores})
@@ -159,7 +159,7 @@ class SliceCache:
     @property
     def longest(self) -> int:
         """The tokens of the longest document: what a model that is given the whole batch takes for its length."""
-        return self._longest or longest_document(self._starts, self.tokens)
+        return self._longest or longest_document(self._starts, self.seq_len)
 
     def spans(self) -> list[Span]:
         """The documents that the current slice has tokens of."""
@@ -167,20 +167,20 @@ class SliceCache:
         alike = len(set(rows)) == 1
         found = []
         for i, row in enumerate(rows[:1] if alike else rows):
-            for start, stop in pairwise([*row, self.tokens]):
+            for start, stop in pairwise([*row, self.seq_len]):
                 first, last = max(start, self.context), min(stop, self.end)
                 if first < last:
                     found.append(Span(start, first, last, EVERY if alike else slice(i, i + 1)))
         return found
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[AttentionBlock]:
         """What the current slice sees: of the document that each token belongs to, all up to itself."""
         found = []
         for start, first, last, sequences in self.spans():
             rows = slice(first - self.context, last - self.context)
-            found.append(Block(rows, slice(first, last), causal=True, sequences=sequences))
+            found.append(AttentionBlock(rows, slice(first, last), causal=True, sequences=sequences))
             if start < self.context:
-                found.append(Block(rows, slice(start, self.context), sequences=sequences))
+                found.append(AttentionBlock(rows, slice(start, self.context), sequences=sequences))
         return found
 
     def positions(self, device: torch.device) -> Tensor:
@@ -193,6 +193,6 @@ class SliceCache:
         return torch.stack(rows)
 
 
-def longest_document(starts: Sequence[Sequence[int]], tokens: int) -> int:
+def longest_document(starts: Sequence[Sequence[int]], seq_len: int) -> int:
     """In sequences of so many tokens, where documents begin there; each is one document if nothing is said."""
-    return max((last - first for row in starts for first, last in pairwise([*row, tokens])), default=tokens)
+    return max((last - first for row in starts for first, last in pairwise([*row, seq_len])), default=seq_len)

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.attention import attend
 from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.dtensor import Replicated, fill, to_local
 from terapipe.modeling.linear import Linear
-from terapipe.modeling.split import Replicated, fill, local
-from terapipe.modeling.stage import IGNORE, Split
+from terapipe.modeling.stage import IGNORE, TensorParallel
 from terapipe.presets import PRESETS, GPTConfig
 
 Recompute = Literal["off", "selective"]
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Of the forward, and of what is computed again: of that, nobody asks for the last product."""
-        return nullcontext(), self.down.without_result()
+        return nullcontext(), self.down.skip_output()
 
 
 class GPT(nn.Module):
@@ -109,7 +109,7 @@ class GPT(nn.Module):
         self.norm: nn.LayerNorm | None = nn.LayerNorm(config.hidden)
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
         self._tie()
-        self.initialise()
+        self.init_weights()
 
     @classmethod
     def from_preset(cls, name: str, *, seed: int = 0) -> Self:
@@ -118,7 +118,7 @@ class GPT(nn.Module):
         return cls(PRESETS[name], seed=seed)
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def init_weights(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
@@ -158,7 +158,7 @@ class GPT(nn.Module):
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Sum over the labels that count; divide by their number for the mean."""
         logits = self.logits(hidden)
-        return local(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"))
+        return to_local(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"))
 
     # As a Splittable and a Stage
 
@@ -170,7 +170,7 @@ class GPT(nn.Module):
     def tied(self) -> tuple[str, ...]:
         return ("embedding.weight", "head.weight") if self.config.tied else ()
 
-    def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> "GPT":
+    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "GPT":
         """Shares this model's modules; a model on the meta device is left as it is and the stage made anew."""
         if not 0 <= first < last <= self.config.layers:
             raise ValueError(f"a stage is some of the {self.config.layers} layers, got {first} to {last}")
@@ -184,21 +184,21 @@ class GPT(nn.Module):
         unmade = any(p.is_meta for p in part.parameters())
         if unmade:
             part = copy.deepcopy(part)
-        if split is not None:
-            part._split(split)
+        if tp is not None:
+            part._parallelize(tp)
         if unmade:
             part.to_empty(device=device)
             part._tie()
-            part.initialise()
+            part.init_weights()
         return part.to(device)
 
     def _tie(self) -> None:
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def _split(self, split: Split) -> None:
+    def _parallelize(self, tp: TensorParallel) -> None:
         """Attention by its heads, the feed-forward by its width, embedding and head by the vocabulary."""
-        parts = split.mesh.size()
+        parts = tp.mesh.size()
         for name, number in (("kv_heads", self.config.num_kv_heads), ("ffn", self.config.ffn_hidden)):
             if number % parts:
                 raise ValueError(
@@ -206,8 +206,8 @@ class GPT(nn.Module):
                     "take a smaller tensor and more stages or replicas"
                 )
         # Between operators every device has all tokens, or some of them: the same bytes are exchanged either way.
-        between: Placement = Shard(1) if split.tokens else Replicate()
-        norm = SequenceParallel(use_local_output=True) if split.tokens else Replicated()
+        between: Placement = Shard(1) if tp.sequence_parallel else Replicate()
+        norm = SequenceParallel(use_local_output=True) if tp.sequence_parallel else Replicated()
         into, out_of = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
         styles: dict[str, ParallelStyle] = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -222,9 +222,9 @@ class GPT(nn.Module):
             "head": ColwiseParallel(input_layouts=between, use_local_output=False),
         }
         held = {name: style for name, style in styles.items() if "*" in name or getattr(self, name) is not None}
-        parallelize_module(self, split.mesh, held, src_data_rank=None)
+        parallelize_module(self, tp.mesh, held, src_data_rank=None)
         self._tie()
-        self.cut = parts if split.tokens else 1
+        self.cut = parts if tp.sequence_parallel else 1
 
     @property
     def vocabulary(self) -> tuple[int, int]:
@@ -234,10 +234,12 @@ class GPT(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers.values())
 
-    def make_cache(self, size: int, tokens: int) -> SliceCache:
-        if tokens > self.config.max_seq_len:
-            raise ValueError(f"the model has positions for {self.config.max_seq_len} tokens, got sequences of {tokens}")
-        return SliceCache(tokens)
+    def make_cache(self, size: int, seq_len: int) -> SliceCache:
+        if seq_len > self.config.max_seq_len:
+            raise ValueError(
+                f"the model has positions for {self.config.max_seq_len} tokens, got sequences of {seq_len}"
+            )
+        return SliceCache(seq_len)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return (size, length // self.cut, self.config.hidden)

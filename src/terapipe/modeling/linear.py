@@ -3,7 +3,7 @@
 Autograd makes every slice's weight gradient as a matrix of its own and adds it to the sum; for a short slice, moving
 those matrices costs as much as a tenth of the product itself. Here the product adds to the sum directly. And since
 nobody waits for a weight's gradient, it may also be put off: then a slice's backward hands on its input's gradient
-sooner, and what is owed to one weight is added slice after slice while that weight's sum is at hand.
+sooner, and what was deferred for one weight is added slice after slice while that weight's sum is at hand.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.split import is_by_rows, laid_out_like, local
+from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
 
 
-class Owed(NamedTuple):
+class DeferredGrad(NamedTuple):
     """One slice's part of a weight's gradient, not yet multiplied out."""
 
     weight: Tensor
@@ -32,18 +32,18 @@ class Owed(NamedTuple):
         if total is None:
             self.weight.grad = laid_out_like(self.weight, self.product().to(self.weight.dtype))
         elif total.dtype == self.grad.dtype:
-            local(total).addmm_(self.grad.t(), self.x)
+            to_local(total).addmm_(self.grad.t(), self.x)
         else:
-            local(total).add_(self.product())
+            to_local(total).add_(self.product())
 
     def product(self) -> Tensor:
         return self.grad.t() @ self.x
 
 
-def settle(owed: Iterable[Owed]) -> None:
-    """Adds all that is owed, weight by weight."""
-    by_weight: dict[int, list[Owed]] = {}
-    for part in owed:
+def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
+    """Adds deferred weight gradients, weight by weight."""
+    by_weight: dict[int, list[DeferredGrad]] = {}
+    for part in deferred:
         by_weight.setdefault(id(part.weight), []).append(part)
     with torch.no_grad():
         for parts in by_weight.values():
@@ -58,7 +58,7 @@ class Linear(nn.Linear):
     _multiplies = True
 
     @contextmanager
-    def without_result(self) -> Iterator[None]:
+    def skip_output(self) -> Iterator[None]:
         """Inside, with a cache, a call only takes note of its input, which is all that recomputation wants of the last
         operator; what it returns is not to be used."""
         self._multiplies = False
@@ -75,7 +75,7 @@ class Linear(nn.Linear):
         return self._project(x, self.weight, self.bias, True, cache)
 
     def _split(self, x: DTensor, weight: DTensor, cache: SliceCache) -> DTensor:
-        mesh, bias = weight.device_mesh, None if self.bias is None else local(self.bias)
+        mesh, bias = weight.device_mesh, None if self.bias is None else to_local(self.bias)
         if is_by_rows(weight):  # the outputs are sums over devices, to which one of them adds the bias
             adds_bias = mesh.get_local_rank() == 0
             out = self._project(x.to_local(), weight, bias, adds_bias, cache)
@@ -105,8 +105,8 @@ class _Project(torch.autograd.Function):
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
         ctx.weight, ctx.cache = weight, call.cache
         if not call.multiplies:
-            return x.new_empty(*x.shape[:-1], local(weight).shape[0])
-        return F.linear(x, local(weight), bias if call.adds_bias else None)
+            return x.new_empty(*x.shape[:-1], to_local(weight).shape[0])
+        return F.linear(x, to_local(weight), bias if call.adds_bias else None)
 
     @staticmethod
     @once_differentiable
@@ -115,9 +115,9 @@ class _Project(torch.autograd.Function):
         want_x, want_weight, want_bias, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         if want_weight:
-            owed = Owed(weight, rows, x.flatten(0, -2))
+            deferred = DeferredGrad(weight, rows, x.flatten(0, -2))
             if ctx.cache.defer:
-                ctx.cache.owed.append(owed)
+                ctx.cache.deferred.append(deferred)
             else:
-                owed.add()
-        return grad @ local(weight) if want_x else None, None, rows.sum(0) if want_bias else None, None
+                deferred.add()
+        return grad @ to_local(weight) if want_x else None, None, rows.sum(0) if want_bias else None, None

@@ -12,20 +12,20 @@ from terapipe.modeling.cache import SliceCache
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
 
 
-class Split(NamedTuple):
-    """The devices that share each operator of a stage, and whether they also share out the tokens between operators
-    ("sequence parallel"): less is kept and sent, but then each slice's length must be a multiple of their number."""
+class TensorParallel(NamedTuple):
+    """The tensor parallel ranks of a stage, and whether operators between matrices are sequence parallel: less is kept
+    and sent, but then the length of every slice must be a multiple of the number of ranks."""
 
     mesh: DeviceMesh
-    tokens: bool = False
+    sequence_parallel: bool = False
 
 
 @runtime_checkable
 class Stage(Protocol):
     """Some consecutive layers of a model, as an ``nn.Module``."""
 
-    def make_cache(self, size: int, tokens: int) -> SliceCache:
-        """A place for what must outlive a slice, for one microbatch of ``size`` sequences of ``tokens`` tokens."""
+    def make_cache(self, size: int, seq_len: int) -> SliceCache:
+        """A place for what must outlive a slice, for one microbatch of ``size`` sequences of ``seq_len`` tokens."""
 
     def __call__(self, x: Tensor, cache: SliceCache) -> Tensor:
         """From token ids (first stage) or the hidden states of the stage before, those of this stage."""
@@ -54,7 +54,7 @@ class Predictor(Protocol):
 
 
 @runtime_checkable
-class Bounded(Protocol):
+class HasVocabulary(Protocol):
     """What a stage may also be, so that tokens outside the vocabulary are refused before anything is computed."""
 
     @property
@@ -75,7 +75,7 @@ class Splittable(Protocol):
     def tied(self) -> tuple[str, ...]:
         """Names of parameters that both the first and the last stage hold, each its own copy."""
 
-    def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> nn.Module:
+    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> nn.Module:
         """The layers ``first`` to ``last`` on the device, as a ``Stage``; made real there from a model on meta.
 
         Asked to split its operators, the stage's parameters become DTensors on that mesh, all of them; or it refuses

@@ -29,9 +29,7 @@ class Device:
     bandwidth: float  # bytes per second of its memory
     memory: int  # bytes
     layer_overhead: float  # seconds that a layer's forward takes beside its arithmetic
-    min_layer_time: (
-        float  # seconds below which no forward of a layer falls, however short the slice: kernel launches
-    )
+    min_layer_time: float  # seconds below which no forward of a layer falls, however short the slice: kernel launches
     half_width: float = 0.0  # of a product's sides, at which it reaches half of that share
     accumulated: float = 2.0  # times its weights' bytes that a layer moves to add a slice's gradients to the sum
     element: int = 2  # bytes of a weight, an activation, a gradient

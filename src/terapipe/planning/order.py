@@ -44,8 +44,8 @@ class Order:
         """Raises ValueError if the order does not take such a plan."""
         counts = [len(row) for row in plan.lengths]
         if not self.sliced and max(counts) > 1:
-            twin = next((order.name for order in ORDERS.values() if order.unsliced_twin == self.name), "terapipe")
-            raise ValueError(f"order {self.name!r} takes one slice per microbatch, got {counts}; use order {twin!r}")
+            clone = next((order.name for order in ORDERS.values() if order.unsliced_twin == self.name), "terapipe")
+            raise ValueError(f"order {self.name!r} takes one slice per microbatch, got {counts}; use order {clone!r}")
         if self.chunks not in (None, plan.chunks):
             raise ValueError(
                 f"order {self.name!r} takes {self.chunks} chunks of layers per rank, got {plan.chunks}; set chunks to "

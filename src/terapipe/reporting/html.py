@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 
 # The browser is told to load nothing, so that a page can be passed on without a thought.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -36,11 +35,3 @@ def page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
 
 def _section(heading: str, content: str) -> str:
     return f"<section>{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{content}</section>"
-
-
-def write(path: Path, text: str) -> None:
-    """Beside first, then renamed: a page that was there stays whole until the new one is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terapipe.modeling.cache import SliceCache, longest_document
-from terapipe.modeling.linear import Owed, settle
+from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.clock import Clock, Mark
-from terapipe.runtime.intake import Batch
+from terapipe.runtime.inputs import Batch
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
 from terapipe.scheduling.actions import FORWARD, Action, Op, counterpart
@@ -68,7 +68,7 @@ class Executor:
         self._outputs: dict[Key, Tensor] = {}
         self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
         self._gradients: dict[Key, Tensor] = {}
-        self._owed: dict[Key, list[Owed]] = {}
+        self._deferred: dict[Key, list[DeferredGrad]] = {}
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
         self._hidden: Tensor | None = None
@@ -100,9 +100,9 @@ class Executor:
                 if train and run[-1] in self._completing:
                     self._finished(run[-1].stage)
         while self._sent_outputs:
-            self._settle(self._sent_outputs.popitem()[1])
+            self._wait_sent(self._sent_outputs.popitem()[1])
         while self._sent_gradients:
-            self._settle(self._sent_gradients.popleft())
+            self._wait_sent(self._sent_gradients.popleft())
         self.at = None
         return self._loss
 
@@ -179,14 +179,14 @@ class Executor:
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad
-        self._owed[k, s] = cache.take_owed()
+        self._deferred[k, s] = cache.pop_deferred()
         if s.number == 0:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
     def _weights(self, run: tuple[Action, ...]) -> None:
         start = self._clock.mark()
-        settle(owed for _, k, s in run for owed in self._owed.pop((k, s)))
+        accumulate_deferred(grad for _, k, s in run for grad in self._deferred.pop((k, s)))
         self._marks.append((run, start, self._clock.mark()))
 
     def _input(self, k: int, s: Slice) -> Tensor:
@@ -205,7 +205,7 @@ class Executor:
             return self._gradients.pop((k, s))
         gradient = self._take(receive)
         # Its arrival shows that the output it answers has long been received: this wait ends at once.
-        self._settle(self._sent_outputs.pop((k, s)))
+        self._wait_sent(self._sent_outputs.pop((k, s)))
         return gradient
 
     # Transfers
@@ -228,7 +228,7 @@ class Executor:
         gradient = self._gradients.pop((action.stage - 1, action.slice))
         self._sent_gradients.append(self._send(action, gradient))
         if len(self._sent_gradients) > PENDING:
-            self._settle(self._sent_gradients.popleft())
+            self._wait_sent(self._sent_gradients.popleft())
 
     def _send(self, action: Action, tensor: Tensor) -> tuple[Action, Tensor, dist.Work]:
         shape = self._stages[action.stage].hidden_shape(action.slice.size, action.slice.length)
@@ -240,7 +240,7 @@ class Executor:
         tensor = tensor.contiguous()
         return action, tensor, self._transport.send(tensor, self._peer(action), action)
 
-    def _settle(self, sent: tuple[Action, Tensor, dist.Work]) -> None:
+    def _wait_sent(self, sent: tuple[Action, Tensor, dist.Work]) -> None:
         action, _, work = sent
         self._transport.wait(work, self._peer(action), action)
 

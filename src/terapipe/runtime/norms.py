@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.split import local
+from terapipe.modeling.dtensor import to_local
 from terapipe.runtime.transport import DP, TP, Transport
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, transport: Transport, wide: torch.dtype) -> Tensor:
     """Over all ranks, on every rank. No parameter may be given on two ranks of a pipeline."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None and _counts_here(p, transport)]
+    grads = [to_local(p.grad) for p in parameters if p.grad is not None and _counts_here(p, transport)]
     # Without any gradients torch answers in its default precision.
     norm = nn.utils.get_total_norm(grads, norm_type).to(transport.device, wide)
     if math.isinf(norm_type):

@@ -12,17 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from terapipe.modeling.split import local
-from terapipe.modeling.stage import IGNORE, Bounded, Predictor, Split, Splittable, Stage
+from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.stage import IGNORE, HasVocabulary, Predictor, Splittable, Stage, TensorParallel
 from terapipe.planning.slices import Plan
 from terapipe.runtime.agreement import Terms, agree, checksum
-from terapipe.runtime.checkpoint import Checkpoint, Loaded, Saving, verify_files
+from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.failures import PipelineError, Record, in_words, is_connection_error
-from terapipe.runtime.intake import Batch, Documents, Intake, Vary, Vocabulary, check_total, lone_checksums
+from terapipe.runtime.gradient_sync import GradientReducer, Sharded, match_layouts
+from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary, check_total, lone_checksums
 from terapipe.runtime.norms import total_norm
 from terapipe.runtime.random_state import share_random_state
-from terapipe.runtime.replicas import Reducer, Sharded, settle_layouts
 from terapipe.runtime.transport import ALL, DP, TP, Transport, local_device
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
@@ -78,25 +78,27 @@ class Pipeline:
             self._check_model_step = getattr(model, "check_step", lambda **_: None)
             self.stages = self._make_stages(model, mesh)
             self._sharded = self._shard(mesh) if shard and self._transport.dp_size > 1 else {}
-            self._reducer = Reducer(self._transport) if self._transport.dp_size > 1 and not self._sharded else None
+            self._reducer = (
+                GradientReducer(self._transport) if self._transport.dp_size > 1 and not self._sharded else None
+            )
             self.tied = model.tied
             self._tied = self._tied_parameters()
-            self._intake = Intake(plan, vary, self._tile, self.rank, self.device, self._vocabulary())
+            self._inputs = Inputs(plan, vary, self._tile, self.rank, self.device, self._vocabulary())
             self._executor = self._executor_for(plan)
 
     def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
         cuts, parts = self.plan.boundaries, self._transport.tp_size
         self._tile = 1
-        split: tuple[Split, ...] = ()
+        tp: tuple[TensorParallel, ...] = ()
         if mesh is not None and parts > 1:
             even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
-            split = (Split(mesh[TP], tokens=even),)
+            tp = (TensorParallel(mesh[TP], sequence_parallel=even),)
             self._tile = parts if even else 1
-        return {k: model.stage(cuts[k], cuts[k + 1], self.device, *split) for k in self.plan.stages_of(self.rank)}
+        return {k: model.stage(cuts[k], cuts[k + 1], self.device, *tp) for k in self.plan.stages_of(self.rank)}
 
     def _vocabulary(self) -> Vocabulary:
         """What the stages here say of it; all of them know both numbers, those of a user's own model may know none."""
-        known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, Bounded)]
+        known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, HasVocabulary)]
         return Vocabulary(*known[0]) if known else Vocabulary()
 
     def _executor_for(self, plan: Plan) -> Executor:
@@ -249,14 +251,14 @@ class Pipeline:
         """Whether the model is exact with such a batch."""
         several = any(len(row) > 1 for row in documents)
         training = any(stage.training for stage in self.stages.values())
-        self._check_model_step(documents=several, training=training, padded=self._intake.pads)
+        self._check_model_step(documents=several, training=training, padded=self._inputs.pads)
 
     def _finished(self, k: int) -> None:
         """A stage's gradients are complete on this rank; other stages are still at work."""
         if k in self._sharded:
             self._sharded[k].reduce()
             return
-        settle_layouts(self.stages[k].parameters())
+        match_layouts(self.stages[k].parameters())
         if self._reducer:
             self._reducer.start(self.stages[k].parameters())
 
@@ -290,7 +292,7 @@ class Pipeline:
         batch, work, error = None, "", None
         ids = targets = counted = 0
         try:
-            batch = self._intake.take(input_ids, labels, documents, plan)
+            batch = self._inputs.take(input_ids, labels, documents, plan)
             self._check_step(batch.documents)
             total = check_total(total) if self.is_last else None
             self._executor_for(batch.plan)
@@ -338,7 +340,7 @@ class Pipeline:
         for p in self._tied:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        first, *copies = [local(p.grad) for p in self._tied if p.grad is not None]
+        first, *copies = [to_local(p.grad) for p in self._tied if p.grad is not None]
         if self.is_first and self.is_last:
             for copy in copies:
                 first += copy
@@ -373,7 +375,7 @@ class Pipeline:
         """As ``_admit``, of the sequences that text is to follow."""
         made, work, error = None, "", None
         try:
-            padded = self._intake.prompt(input_ids)
+            padded = self._inputs.prompt(input_ids)
             rows, tokens = padded.shape
             plan = Plan((rows,), ((tokens,),), self.plan.boundaries, self.plan.order, self.plan.chunks)
             made = padded, self._make_executor(plan)
@@ -432,7 +434,7 @@ class Pipeline:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for p in self.parameters():
             if p.grad is not None:
-                local(p.grad).mul_(scale.to(p.grad.dtype))
+                to_local(p.grad).mul_(scale.to(p.grad.dtype))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.linear import settle
+from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.stage import Splittable, Stage
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import GPTConfig
@@ -170,22 +170,22 @@ class Profiler:
         forwards, backwards, weights = [], [], []
         done: list[tuple[SliceCache, Tensor]] = []
         for _ in range(count + warm):
-            cache, x = self._cache(stage, point.size, point.context).twin(), self._input(stage, point)
+            cache, x = self._cache(stage, point.size, point.context).clone(), self._input(stage, point)
             cache.begin(point.context, point.length)
             cache.defer = deferred
             forwards.append(self._timed(partial(_forward, stage, x, cache, done)))
         for _ in range(count + warm):
             cache, out = done.pop()
-            self._owe(cache)
+            self._fill_state_grads(cache)
             backwards.append(self._timed(partial(_backward, cache, out, gradient)))
-            weights.append(self._timed(partial(settle, cache.take_owed())))
+            weights.append(self._timed(partial(accumulate_deferred, cache.pop_deferred())))
             del out  # before the next backward, as in a step
         return forwards[warm:], backwards[warm:], weights[warm:]
 
-    def _owe(self, cache: SliceCache) -> None:
+    def _fill_state_grads(self, cache: SliceCache) -> None:
         """Other states than keys and values: as if a later slice had found gradients for them."""
         if cache.end < self.seq_len:
-            for state in cache.left():
+            for state in cache.next_states():
                 state.grad = torch.zeros_like(state) if state.requires_grad else None
 
     def _input(self, stage: nn.Module, point: Point) -> Tensor:
@@ -225,7 +225,7 @@ class Profiler:
         if id(stage) not in self._carrying:
             return self._caches[start]  # keys and values are those of all tokens
         if here not in self._caches:
-            cache = self._caches[here] = self._caches[start].twin()
+            cache = self._caches[here] = self._caches[start].clone()
             cache.begin(0, context)
             with torch.no_grad():
                 stage(self._input(stage, Point(size, context, 0)), cache)
@@ -240,12 +240,12 @@ class Profiler:
         for p in halves:
             cache.begin(p.context, p.length)
             outs.append((p, stage(self._input(stage, p), cache)))
-            if cache.left():
+            if cache.next_states():
                 self._carrying.add(id(stage))
         for p, out in reversed(outs):
             cache.begin(p.context, p.length)
             _backward(cache, out, torch.ones_like(out))
-        cache.take_owed()
+        cache.pop_deferred()
         cache.clear()
         return cache
 

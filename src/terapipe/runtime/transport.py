@@ -36,7 +36,7 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def world() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """This process among all that torchrun started, before they have met."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from terapipe import files
 from terapipe.config import CheckpointConfig, RunConfig
-from terapipe.reporting import html
-from terapipe.runtime.checkpoint import Saving, verify_files
-from terapipe.runtime.folders import recover
+from terapipe.files import recover
+from terapipe.runtime.checkpoint.reader import NOTES
+from terapipe.runtime.checkpoint.state import Saving, verify_files
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.saved import NOTES
 from terapipe.runtime.transport import ALL, Transport
 
 NAME = re.compile(r"step-(\d{8})")
@@ -32,18 +32,18 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def newest_whole(folder: Path, crew: Transport, verify: bool) -> tuple[Path | None, list[str]]:
+def newest_whole(folder: Path, world: Transport, verify: bool) -> tuple[Path | None, list[str]]:
     """The run's newest checkpoint of which no file is damaged, and what is wrong with newer ones. These are renamed, so
     that they are not counted among those to keep.
 
     All ranks call it together and get the same answer.
     """
     damaged: dict[Path, str] = {}
-    for step in reversed(crew.gather(steps(folder), ALL)[0]):
+    for step in reversed(world.gather(steps(folder), ALL)[0]):
         path = path_of(folder, step)
-        wrong = verify_files(path, crew) if verify else ""
+        wrong = verify_files(path, world) if verify else ""
         if not wrong:
-            if crew.global_rank == 0:
+            if world.global_rank == 0:
                 _set_aside(damaged)
             return path, [f"{wrong}; it was renamed to {_aside(old).name}" for old, wrong in damaged.items()]
         damaged[path] = wrong
@@ -95,9 +95,9 @@ def clean(folder: Path) -> None:
 class Checkpoints:
     """All ranks have one; only the first looks after the folder."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, leads: bool, say: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, is_main: bool, say: Callable[..., None]) -> None:
         """``say`` is told what kind of thing happened, and what, and of which step if not of the current one."""
-        self.folder, self._config, self._leads, self._say = folder, config, leads, say
+        self.folder, self._config, self._is_main, self._say = folder, config, is_main, say
         self._saving: tuple[Mapping[str, Any], Saving] | None = None
 
     @property
@@ -151,10 +151,10 @@ class Checkpoints:
     def _saved(self, notes: Mapping[str, Any]) -> None:
         step, loss = int(notes["step"]), notes.get("eval_loss")
         self._say("checkpoint", f"saved {path_of(self.folder, step)}", step)
-        if not self._leads:
+        if not self._is_main:
             return
         if loss is not None and loss == notes["best"]:
-            html.write(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
+            files.write(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
         kept = {self.best[0]} if self._config.best and self.best else set()
         for old in steps(self.folder)[: -self._config.keep] if self._config.keep else ():
             if old not in kept:

@@ -4,10 +4,10 @@ import math
 
 from terapipe.config import RunConfig
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.training.feed import Feed
+from terapipe.training.data.loader import Feed
+from terapipe.training.data.token_file import Data
 from terapipe.training.generate import continued
-from terapipe.training.journal import Journal
-from terapipe.training.tokens import Data
+from terapipe.training.logging.journal import Journal
 
 PROMPT = 32  # tokens, where no prompt is given
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from terapipe.files import put_in_place, recover
 from terapipe.modeling.gpt import GPT
 from terapipe.presets import GPTConfig
-from terapipe.runtime.checkpoint import alone_is_fine
-from terapipe.runtime.folders import put_in_place, recover
-from terapipe.runtime.manifest import damage
-from terapipe.runtime.saved import Reader, TensorsOnly
+from terapipe.runtime.checkpoint.manifest import damage
+from terapipe.runtime.checkpoint.reader import Reader, TensorsOnly
+from terapipe.runtime.checkpoint.state import alone_is_fine
 
 
 def check_gpt(shape: GPTConfig) -> None:
@@ -33,7 +33,7 @@ def export_gpt(
 ) -> None:
     """From a checkpoint, by one process that has room for the whole model. ``finish`` adds to the folder before it is
     put in place; what else is in it stays."""
-    from terapipe.runtime.hf_files import write_beside
+    from terapipe.runtime.checkpoint.hugging_face import write_beside
 
     wrong = damage(checkpoint)
     if wrong:

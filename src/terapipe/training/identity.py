@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.config import RunConfig
-from terapipe.runtime.manifest import read_manifest
+from terapipe.runtime.checkpoint.manifest import read_manifest
+from terapipe.training.data.token_file import STARTS, TOKENS, Data, TokenFile
+from terapipe.training.data.tokenizer_files import FILES
 from terapipe.training.model import Made
-from terapipe.training.tokenizer_files import FILES
-from terapipe.training.tokens import STARTS, TOKENS, Data, TokenFile
 
 NOTE = "trained_as"  # among a checkpoint's notes
 MODEL, TOKENIZER, OBJECTIVE, DATA, KEYS = "model", "tokenizer", "objective", "data", "keys"

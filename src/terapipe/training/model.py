@@ -70,8 +70,8 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         import transformers
 
         from terapipe import hf
-        from terapipe.modeling.hf.build import Saved
         from terapipe.modeling.hf.shape import shape_of
+        from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         decoder = hf.Decoder.from_pretrained(config.folder, dtype)
     else:
         path = Path(config.config)
-        found = Saved(path.parent if path.is_file() else path, dtype).config()
+        found = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
         decoder = hf.Decoder.from_config(found, config.seed, dtype)
     shape = shape_of(decoder)
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
@@ -90,7 +90,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
     decoder.check_slices(decoder.shortest, recompute=config.recompute == "full")
     identity = _identity(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
-    return Made(decoder, shape, split, identity, decoder.shortest, decoder.fast)
+    return Made(decoder, shape, split, identity, decoder.shortest, decoder.backend == "attention")
 
 
 # In a Hugging Face configuration, what may change without another model.

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
 from terapipe.config import OptimizerConfig
-from terapipe.modeling.split import local
+from terapipe.modeling.dtensor import to_local
 
 CHUNK = 1 << 26  # values whose gradients are held in float32 at the same time
 
@@ -103,12 +103,12 @@ class MasterAdamW(AdamW):
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """On local parts: every value is updated by itself."""
         states = [self._made(p, group) for p in parameters]
-        masters = [local(state.get("master", p)) for p, state in zip(parameters, states, strict=True)]
+        masters = [to_local(state.get("master", p)) for p, state in zip(parameters, states, strict=True)]
         adamw(
             masters,
             [_gradient(p) for p in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [to_local(state["exp_avg"]) for state in states],
+            [to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
@@ -123,7 +123,7 @@ class MasterAdamW(AdamW):
         )
         for p, state, master in zip(parameters, states, masters, strict=True):
             if "master" in state:
-                local(p).copy_(master)
+                to_local(p).copy_(master)
 
     def _made(self, p: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -147,7 +147,7 @@ class MasterAdamW(AdamW):
                 for key in ("exp_avg", "exp_avg_sq"):
                     self.state[p][key] = saved[key].to(p.device, wide)
                 self.state[p]["master"] = saved.get("master", p.detach()).to(p.device, wide)
-                local(p).copy_(local(self.state[p]["master"]))
+                to_local(p).copy_(to_local(self.state[p]["master"]))
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
@@ -155,17 +155,17 @@ def _gradient(p: nn.Parameter) -> Tensor:
     assert grad is not None
     if isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements != p.placements:
         grad = grad.redistribute(placements=p.placements)
-    return local(grad).to(_wide(p))
+    return to_local(grad).to(_wide(p))
 
 
 def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     chunk: list[nn.Parameter] = []
     size = 0
     for p in parameters:
-        size += local(p).numel()
+        size += to_local(p).numel()
         if chunk and size > CHUNK:
             yield chunk
-            chunk, size = [], local(p).numel()
+            chunk, size = [], to_local(p).numel()
         chunk.append(p)
     if chunk:
         yield chunk

@@ -6,13 +6,13 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from terapipe import files
 from terapipe.config import PlanConfig, RunConfig, nbytes
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
-from terapipe.reporting import html
 from terapipe.runtime.profiler import Profiler
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import simulate
@@ -125,8 +125,8 @@ def kept(config: RunConfig, ranks: int) -> Planned | None:
 def keep(config: RunConfig, ranks: int, planned: Planned) -> None:
     found = {"asked": asked(config, ranks), **planned.to_dict()}
     saved = SavedPlan(planned.plan, planned.layout, config.model.dtype, step_time=planned.seconds)
-    html.write(config.folder / "plan.json", saved.to_json() + "\n")
-    html.write(config.folder / FILE, json.dumps(found, indent=1) + "\n")
+    files.write(config.folder / "plan.json", saved.to_json() + "\n")
+    files.write(config.folder / FILE, json.dumps(found, indent=1) + "\n")
 
 
 def asked(config: RunConfig, ranks: int) -> dict[str, Any]:

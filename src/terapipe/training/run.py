@@ -14,32 +14,32 @@ from typing import Any, TypeVar, cast
 
 from rich.console import Console
 
+from terapipe import files
 from terapipe.config import RunConfig
+from terapipe.launch.processes import end_with_parent, record, take_cores
 from terapipe.planning.profile import Profile
-from terapipe.reporting import html
+from terapipe.runtime.checkpoint.manifest import is_whole
+from terapipe.runtime.checkpoint.reader import NOTES, read_notes
 from terapipe.runtime.failures import PipelineError, Record
-from terapipe.runtime.launch import end_with_parent, record, take_cores
-from terapipe.runtime.manifest import is_whole
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.saved import NOTES, read_notes
-from terapipe.runtime.transport import Transport, local_device, restarts, world
+from terapipe.runtime.transport import Transport, local_device, rank_and_size, restarts
 from terapipe.training import planned as plans
 from terapipe.training.checkpoints import check_notes, clean, folder_of, newest_whole, path_of, steps
-from terapipe.training.display import Display
+from terapipe.training.data.prepare import prepare
+from terapipe.training.data.token_file import Data, open_data
 from terapipe.training.export import check_gpt, export_gpt
 from terapipe.training.identity import Identity, compare, identity
-from terapipe.training.journal import Journal
 from terapipe.training.lock import Lock
-from terapipe.training.metrics import Metrics
+from terapipe.training.logging.display import Display
+from terapipe.training.logging.journal import Journal
+from terapipe.training.logging.metrics import Metrics
+from terapipe.training.logging.report import write_report
+from terapipe.training.logging.terminal import Terminal
 from terapipe.training.model import Made, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
-from terapipe.training.prepare import prepare
 from terapipe.training.randomness import seeded
-from terapipe.training.report import write_report
 from terapipe.training.stopping import Stop
-from terapipe.training.terminal import Terminal
-from terapipe.training.tokens import Data, open_data
 from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
 
 T = TypeVar("T")
@@ -52,34 +52,34 @@ def run_rank(config: RunConfig) -> int:
     end_with_parent()
     if local_device().type == "cpu":
         take_cores()
-    crew: Transport | None = None
+    world: Transport | None = None
     code = 0
-    with Terminal() if world()[0] == 0 else nullcontext() as terminal:
+    with Terminal() if rank_and_size()[0] == 0 else nullcontext() as terminal:
         stop = Stop(terminal.restore if terminal else lambda: None)
         try:
-            crew = Transport(local_device(), timeout=config.failures.timeout)
-            Run(config, crew, stop).run()
+            world = Transport(local_device(), timeout=config.failures.timeout)
+            Run(config, world, stop).run()
         except Exception as error:
-            _tell(error, crew)
+            _tell(error, world)
             code = 1
-    return _leave(code, crew)
+    return _leave(code, world)
 
 
-def _leave(code: int, crew: Transport | None) -> int:
+def _leave(code: int, world: Transport | None) -> int:
     """Where there are other ranks, at once: threads may wait for those that are gone, and gloo's groups, taken down at
     the end of a process, now and then take it down with an error."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if crew is not None and crew.size > 1:
+    if world is not None and world.size > 1:
         os._exit(code)
     return code
 
 
-def _tell(error: Exception, crew: Transport | None) -> None:
+def _tell(error: Exception, world: Transport | None) -> None:
     """All ranks, and in words where they are enough, the user."""
-    rank, several = (0, False) if crew is None else (crew.global_rank, crew.size > 1)
-    if crew is not None and not isinstance(error, PipelineError):
-        crew.fail(Record(rank, f"{type(error).__name__}: {error}"))
+    rank, several = (0, False) if world is None else (world.global_rank, world.size > 1)
+    if world is not None and not isinstance(error, PipelineError):
+        world.fail(Record(rank, f"{type(error).__name__}: {error}"))
     record(error)
     if isinstance(error, ValueError) and rank:
         return  # the first rank has it too, or hears of it
@@ -91,15 +91,15 @@ def _tell(error: Exception, crew: Transport | None) -> None:
 class Run:
     """``crew`` is all ranks, before they are a pipeline."""
 
-    def __init__(self, config: RunConfig, crew: Transport, stop: Stop) -> None:
-        self._config, self._crew, self._stop = config, crew, stop
-        self._leads = crew.global_rank == 0
-        self._console = Console(quiet=not self._leads, highlight=False)
+    def __init__(self, config: RunConfig, world: Transport, stop: Stop) -> None:
+        self._config, self._world, self._stop = config, world, stop
+        self._is_main = world.global_rank == 0
+        self._console = Console(quiet=not self._is_main, highlight=False)
         self._profile: Profile | None = None
         self._checkpoints = folder_of(config)
 
     def run(self) -> None:
-        with Lock(self._config.folder) if self._leads else nullcontext():
+        with Lock(self._config.folder) if self._is_main else nullcontext():
             self._run()
 
     def _run(self) -> None:
@@ -126,9 +126,9 @@ class Run:
         return compare(notes, now, found, own=own)
 
     def _begin(self) -> None:
-        if self._leads:
+        if self._is_main:
             (self._config.folder / ENDED).unlink(missing_ok=True)
-            html.write(self._config.folder / "config.toml", self._config.to_toml())
+            files.write(self._config.folder / "config.toml", self._config.to_toml())
 
     def _data(self) -> Data:
         config = self._config.data
@@ -139,8 +139,8 @@ class Run:
     def _on_first(self, function: Callable[[], T]) -> T:
         """What it returns on the first rank, on all of them; they hear of each other while it takes its time."""
         with ThreadPoolExecutor(1) as thread:
-            found = self._crew.await_one(thread.submit(function) if self._leads else None)
-        return cast(T, self._crew.gather(found)[0])
+            found = self._world.await_one(thread.submit(function) if self._is_main else None)
+        return cast(T, self._world.gather(found)[0])
 
     def _check_export(self, made: Made) -> None:
         if not self._config.checkpoints.export:
@@ -163,7 +163,7 @@ class Run:
 
     def _first_plan(self, made: Made) -> plans.Planned:
         """What was given, or was chosen before, or what measurements say."""
-        config, ranks = self._config, self._crew.size
+        config, ranks = self._config, self._world.size
         found = self._on_first(lambda: plans.given(config, ranks) or plans.kept(config, ranks))
         if found is None and config.plan.profile:
             return self._by_costs(made, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
@@ -174,18 +174,18 @@ class Run:
     def _by_measuring(self, made: Made) -> plans.Planned:
         said = f"measuring the model for about {self._config.plan.seconds:g} s"
         with self._console.status(said) if self._console.is_terminal else nullcontext():
-            profile = plans.measure(self._config, made, self._crew.size)
-        if self._leads:
-            html.write(self._config.folder / "profile.json", profile.to_json() + "\n")
+            profile = plans.measure(self._config, made, self._world.size)
+        if self._is_main:
+            files.write(self._config.folder / "profile.json", profile.to_json() + "\n")
         return self._by_costs(made, profile)
 
     def _by_costs(self, made: Made, profile: Profile) -> plans.Planned:
         self._profile = profile
-        return self._decided(self._on_first(lambda: plans.by_costs(self._config, made, profile, self._crew.size)))
+        return self._decided(self._on_first(lambda: plans.by_costs(self._config, made, profile, self._world.size)))
 
     def _decided(self, planned: plans.Planned) -> plans.Planned:
-        if self._leads:
-            plans.keep(self._config, self._crew.size, planned)
+        if self._is_main:
+            plans.keep(self._config, self._world.size, planned)
             self._keep_prediction(planned)
             plan = planned.plan
             lengths = ", ".join(map(str, plan.lengths[0]))
@@ -202,7 +202,7 @@ class Run:
     def _keep_prediction(self, planned: plans.Planned) -> None:
         path = self._config.folder / "predicted.json"
         if self._profile is not None:
-            html.write(path, plans.predicted(self._profile, planned.layout, planned.plan).to_json())
+            files.write(path, plans.predicted(self._profile, planned.layout, planned.plan).to_json())
         elif planned.seconds is None:
             path.unlink(missing_ok=True)
 
@@ -216,7 +216,7 @@ class Run:
         if config.model.compile:
             self._compile(pipe)
         optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
-        random = seeded(config.data.seed, self._crew.global_rank)
+        random = seeded(config.data.seed, self._world.global_rank)
         found, damaged = self._checkpoint()
         verify = config.checkpoints.verify and found is not None and found.parent != self._checkpoints
         notes = pipe.load(found, optimizer, extra=random, verify=verify) if found else {}
@@ -239,10 +239,10 @@ class Run:
                 kept = found if found and trainer.step == notes["step"] else path_of(self._checkpoints, trainer.step)
                 self._export(pipe, data, made, kept)
                 trainer.say("export", f"wrote model and tokenizer to {config.checkpoints.export}")
-        if self._leads:
+        if self._is_main:
             self._end(outcome, trainer.step)
         with suppress(PipelineError):  # all is done: whoever left a moment too early did no harm
-            self._crew.gather(None)
+            self._world.gather(None)
         return outcome
 
     def _compile(self, pipe: Pipeline) -> None:
@@ -255,7 +255,7 @@ class Run:
         """To go on from: the run's own newest whole one, or what it was told to begin with. And what is wrong with
         newer ones."""
         wanted = self._config.checkpoints
-        found, damaged = newest_whole(self._checkpoints, self._crew, wanted.verify)
+        found, damaged = newest_whole(self._checkpoints, self._world, wanted.verify)
         return found or (None if wanted.resume in ("auto", "off") else Path(wanted.resume)), damaged
 
     def _check_begin(self) -> None:
@@ -270,7 +270,7 @@ class Run:
     @contextmanager
     def _journal(self, step: int) -> Iterator[Journal]:
         config = self._config
-        if not self._leads:
+        if not self._is_main:
             yield Journal()
             return
         named = config.model.preset or config.model.config or config.model.folder or config.model.factory
@@ -294,7 +294,7 @@ class Run:
 
     def _end(self, outcome: Outcome, step: int) -> None:
         if outcome is not Outcome.REPLAN:
-            html.write(self._config.folder / ENDED, json.dumps({"how": outcome.value, "step": step}) + "\n")
+            files.write(self._config.folder / ENDED, json.dumps({"how": outcome.value, "step": step}) + "\n")
         self._console.print(f"{outcome.value} at step {step}")
         try:
             self._console.print(f"report: {write_report(self._config.folder)}", soft_wrap=True)

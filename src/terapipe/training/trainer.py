@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from terapipe import files
 from terapipe.config import RunConfig
-from terapipe.reporting import html
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
 from terapipe.training.checkpoints import Checkpoints, folder_of
+from terapipe.training.data.loader import Feed
+from terapipe.training.data.token_file import Data
 from terapipe.training.drift import Drift
 from terapipe.training.evaluator import Evaluator
-from terapipe.training.feed import Feed
 from terapipe.training.identity import NOTE, Identity, same_evaluation
-from terapipe.training.journal import Journal
 from terapipe.training.learning_rate import learning_rate
+from terapipe.training.logging.journal import Journal
 from terapipe.training.optimizer import set_lr
 from terapipe.training.planned import Planned
 from terapipe.training.randomness import restore, seeded, states
 from terapipe.training.stopping import Stop
-from terapipe.training.tokens import Data
 
 
 class Outcome(Enum):
@@ -70,7 +70,7 @@ class Trainer:
         self._predicted = planned.step_time(config.optimizer.accumulate)
         self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
         self._evaluator = Evaluator(config, pipe, data, journal)
-        self._checkpoints = Checkpoints(folder_of(config), config.checkpoints, journal.leads, self.say)
+        self._checkpoints = Checkpoints(folder_of(config), config.checkpoints, journal.is_main, self.say)
         self.step = self._begun = self._position = self._skipped = 0
         self._best = math.inf
         self._eval_loss: float | None = None
@@ -189,10 +189,10 @@ class Trainer:
     def _looks(self) -> dict[str, Any]:
         timeline = self._pipe.timeline_on_first()
         memory = self._pipe.transport.collect(_peak_memory(self._pipe.device), ALL)
-        if not self._journal.leads or timeline is None:
+        if not self._journal.is_main or timeline is None:
             return {}
         with suppress(OSError):  # the disk is full: metrics say so
-            html.write(self._config.folder / "timeline.json", timeline.to_json())
+            files.write(self._config.folder / "timeline.json", timeline.to_json())
         return {"idle": timeline.idle, "memory": memory}
 
     def _watch(self, seconds: float) -> None:

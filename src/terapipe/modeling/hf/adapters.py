@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from terapipe.modeling.hf.seam import RefusedError
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 
 # Each changes what single modules do with each token: tried against the whole model in float64.
 LOCAL = """BOFT C3A DELORA FOURIERFT GLORA GRALORA HIRA HRA IA3 LN_TUNING LOHA LOKR LORA MISS OFT RANDLORA ROAD SHIRA
@@ -22,12 +22,14 @@ def without_wrapper(model: Any) -> Any:
 def _refuse(adapter: Any) -> None:
     kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
     if getattr(adapter, "is_prompt_learning", False):
-        raise RefusedError(
+        raise UnsupportedModelError(
             f"peft's {kind} adds virtual tokens in front of the sequence, which stages know nothing of; take an "
             "adapter of modules, such as LORA"
         )
     if kind not in LOCAL.split():
-        raise RefusedError(f"peft's {kind} is not known to be exact in stages; take one of {', '.join(LOCAL.split())}")
+        raise UnsupportedModelError(
+            f"peft's {kind} is not known to be exact in stages; take one of {', '.join(LOCAL.split())}"
+        )
     used = [option for option in GLOBAL_OPTIONS if getattr(adapter, option, None)]
     if used:
-        raise RefusedError(f"peft's {kind} with {' and '.join(used)} is not exact in stages; leave that out")
+        raise UnsupportedModelError(f"peft's {kind} with {' and '.join(used)} is not exact in stages; leave that out")

@@ -17,31 +17,36 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from terapipe.modeling.hf.anatomy import Anatomy, anatomy
+from terapipe.modeling.hf.attention_backend import Backend
 from terapipe.modeling.hf.rope import depends_on_length, within_reach
 from terapipe.modeling.hf.shrink import small_model
+from terapipe.modeling.hf.structure import ModelStructure, find_structure
 from terapipe.modeling.hf.trial import TOKENS, Batch, Cut, CutModel, Result, Starts, errors, in_one_piece, lengths
 
 BOUND = 1e-4  # relative; what is left comes from what models compute in float32, some of them all
 ORIGINAL = 16  # tokens beyond which RoPE that depends on the length changes
 OTHER_TOKENS = (23, 11)  # further lengths for it, one on either side
 SHORT: Starts = ((0, 12, 20), (0, 7, 14, 21))  # documents for it, all below
-SEAMS = (("fast", 1), ("general", 1), ("general", 2))  # and the shortest slices; the first that is exact is taken
+BACKENDS: tuple[tuple[Backend, int], ...] = (
+    ("attention", 1),
+    ("cache", 1),
+    ("cache", 2),
+)  # and the shortest slices; the first that is exact is taken
 
 Kind = type[PreTrainedModel]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """``seam`` is "fast", "general" or nothing, if the model is refused; ``worst`` the largest error, relative to the
     largest gradient. ``documents`` is the same with packed documents; they may be refused where the rest is exact."""
 
     model: str
-    seam: str = ""
+    backend: Backend | None = None
     worst: float = float("nan")
     shortest: int = 1  # tokens of a slice
     reason: str = ""  # why it is not exact
-    parts: Anatomy | None = None
+    parts: ModelStructure | None = None
     groups: tuple[tuple[str, float], ...] = ()
     documents: float = float("nan")
     documents_reason: str = ""  # why they are not exact
@@ -49,7 +54,7 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        return bool(self.seam) and self.worst <= BOUND
+        return self.backend is not None and self.worst <= BOUND
 
     @property
     def documents_exact(self) -> bool:
@@ -68,7 +73,7 @@ def _finite(error: float) -> float | None:
 
 def check(
     name: str, config: PretrainedConfig, *, kind: Kind | None = None, stages: int = 2, slices: int = 4
-) -> Verdict:
+) -> VerifyResult:
     """The fastest way of cutting this model that is exact; where there is none, why. Takes about a second.
 
     ``config`` is that of a small copy, ``kind`` the model's class, by default the causal LM of the configuration.
@@ -80,13 +85,13 @@ def check(
             try:
                 model = _small(config, dtype, kind)
                 truths = _truths(model)
-                parts = anatomy(copy.deepcopy(model.train()))
+                parts = find_structure(copy.deepcopy(model.train()))
                 break
             except Exception as error:  # whatever a model's own code raises
                 reasons.append(_first_line(error))
         if model is None or parts is None:
-            return Verdict(name, reason=reasons[0])
-        found = Verdict(name, dtype=str(dtype).removeprefix("torch."), parts=parts)
+            return VerifyResult(name, reason=reasons[0])
+        found = VerifyResult(name, dtype=str(dtype).removeprefix("torch."), parts=parts)
         found = _cut_best(found, model, truths, stages, slices)
         return _with_documents(found, model, stages, slices) if found.exact else found
 
@@ -118,12 +123,14 @@ def _truths(model: PreTrainedModel) -> list[_Truth]:
     return [_Truth(batch, training, in_one_piece(model.train(training), batch)) for batch, training in modes]
 
 
-def _cut_best(found: Verdict, model: PreTrainedModel, truths: Sequence[_Truth], stages: int, slices: int) -> Verdict:
+def _cut_best(
+    found: VerifyResult, model: PreTrainedModel, truths: Sequence[_Truth], stages: int, slices: int
+) -> VerifyResult:
     assert found.parts is not None
     reasons, worst = [], float("nan")
-    for seam, shortest in SEAMS:
+    for backend, shortest in BACKENDS:
         try:
-            line = CutModel(model, Cut(found.parts, seam == "fast", stages))
+            line = CutModel(model, Cut(found.parts, backend, stages))
             groups: dict[str, float] = {}
             for truth in truths:
                 line.train(truth.training)
@@ -135,22 +142,22 @@ def _cut_best(found: Verdict, model: PreTrainedModel, truths: Sequence[_Truth], 
                 if worst > BOUND:
                     break
         except Exception as error:
-            reasons.append(f"{seam} seam: {_first_line(error)}")
+            reasons.append(f"{backend} backend: {_first_line(error)}")
             continue
         if worst <= BOUND:
-            return replace(found, seam=seam, worst=worst, shortest=shortest, groups=tuple(sorted(groups.items())))
-        reasons.append(f"{seam} seam: gradients differ by {worst:.1e}{remark}")
+            return replace(found, backend=backend, worst=worst, shortest=shortest, groups=tuple(sorted(groups.items())))
+        reasons.append(f"{backend} backend: gradients differ by {worst:.1e}{remark}")
     return replace(found, worst=worst, reason="; ".join(dict.fromkeys(reasons)))
 
 
-def _with_documents(found: Verdict, model: PreTrainedModel, stages: int, slices: int) -> Verdict:
+def _with_documents(found: VerifyResult, model: PreTrainedModel, stages: int, slices: int) -> VerifyResult:
     """Whether the model cut with packed documents does what it does with each of them alone."""
     assert found.parts is not None
-    if found.seam != "fast":
-        return replace(found, documents_reason="it is cut through its own cache (general seam)")
+    if found.backend != "attention":
+        return replace(found, documents_reason="it is cut through its own cache (cache backend)")
     cuts = lengths(slices, found.shortest)
     try:
-        line, worst = CutModel(model, Cut(found.parts, True, stages)), 0.0
+        line, worst = CutModel(model, Cut(found.parts, "attention", stages)), 0.0
         for documents in (packed(cuts), *((SHORT,) if _by_length(model) else ())):
             batch = Batch.of(model, documents=documents)
             worst = max(worst, *errors(in_one_piece(model, batch), line(batch, cuts)).values())
@@ -166,12 +173,12 @@ def packed(cuts: Sequence[int]) -> Starts:
     return (0, *edges[1::2]), (0, 5, 6, 18)
 
 
-def confirm(verdict: Verdict, config: PretrainedConfig, *, kind: Kind | None = None) -> dict[str, float]:
+def confirm(verdict: VerifyResult, config: PretrainedConfig, *, kind: Kind | None = None) -> dict[str, float]:
     """The largest errors of what a verdict calls exact, by another small copy, cut otherwise: "whole", "documents"."""
     assert verdict.parts is not None
     with _quietly():
         model = _small(config, getattr(torch, verdict.dtype), kind, seed=1)
-        line = CutModel(model, Cut(verdict.parts, verdict.seam == "fast", 3))
+        line = CutModel(model, Cut(verdict.parts, verdict.backend, 3))
         cuts = lengths(6, verdict.shortest)[::-1]
         uses: dict[str, Starts] = {"whole": ()}
         if verdict.documents_exact:
@@ -183,7 +190,7 @@ def confirm(verdict: Verdict, config: PretrainedConfig, *, kind: Kind | None = N
         return found
 
 
-def recomputed_error(config: PretrainedConfig, parts: Anatomy, kind: Kind | None = None) -> float:
+def recomputed_error(config: PretrainedConfig, parts: ModelStructure, kind: Kind | None = None) -> float:
     """The largest relative error, by the fast seam, where a model's layers are computed again in the backward: some ask
     the cache how many tokens there were before, which transformers then does not tell them."""
     with _quietly():
@@ -191,7 +198,7 @@ def recomputed_error(config: PretrainedConfig, parts: Anatomy, kind: Kind | None
         batch = Batch.of(model)
         wanted = in_one_piece(model, batch)
         model.gradient_checkpointing_enable()
-        return max(errors(wanted, CutModel(model, Cut(parts, True))(batch, lengths(4, 1))).values())
+        return max(errors(wanted, CutModel(model, Cut(parts, "attention"))(batch, lengths(4, 1))).values())
 
 
 def _first_line(error: Exception) -> str:

@@ -7,18 +7,18 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.adapters import without_wrapper
-from terapipe.modeling.hf.anatomy import AFTER, Anatomy, anatomy, text_config
-from terapipe.modeling.hf.build import Drawn, Saved, Share, Weights, skeleton
-from terapipe.modeling.hf.check import BOUND, Verdict, check, recomputed_error
+from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
+from terapipe.modeling.hf.check import BOUND, VerifyResult, check, recomputed_error
 from terapipe.modeling.hf.randomness import auxiliary_loss, untrainable
 from terapipe.modeling.hf.refusals import refuse_reentrant, refuse_unfit
 from terapipe.modeling.hf.rope import depends_on_length
-from terapipe.modeling.hf.seam import RefusedError
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.modeling.hf.structure import AFTER, ModelStructure, find_structure, text_config
 from terapipe.modeling.hf.tensor_check import prove_tensor_parallel
 from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
-from terapipe.modeling.stage import Split
+from terapipe.modeling.hf.weights import PretrainedWeights, RandomWeights, StageWeights, Weights, meta_model
+from terapipe.modeling.stage import TensorParallel
 
 
 class Decoder:
@@ -26,16 +26,16 @@ class Decoder:
 
     Stages share the weights of a model that has them, and leave it as it is otherwise; pass a model in the mode,
     training or evaluation, that stages shall begin with. Of one on the meta device, as the two ways to make one below
-    build it, each stage makes its own part real. ``fast`` chooses the seam; by default a small copy of the model is cut
+    build it, each stage makes its own part real. ``backend`` chooses how; by default a small copy of the model is cut
     and compared with the whole, which tells what is exact, or refuses the model.
     """
 
     def __init__(
         self,
         model: Any,
-        parts: Anatomy | None = None,
+        parts: ModelStructure | None = None,
         *,
-        fast: bool | None = None,
+        backend: Backend | None = None,
         weights: Weights | None = None,
     ) -> None:
         self._adapted = bool(getattr(model, "peft_config", None))
@@ -43,20 +43,20 @@ class Decoder:
         model = without_wrapper(model)
         refuse_unfit(model)
         self.model: PreTrainedModel = model
-        self.weights = weights or Drawn()
+        self.weights = weights or RandomWeights()
         self.shortest = 1  # tokens of a slice
-        self._verdict: Verdict | None = None
+        self._verdict: VerifyResult | None = None
         if reason := auxiliary_loss(model.config):
-            raise RefusedError(f"{type(model).__name__} cannot be cut exactly: {reason}")
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be cut exactly: {reason}")
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
             small = shrunken(model.config)
-            if fast is None:
+            if backend is None:
                 verdict = self._verdict = check(type(model).__name__, small, kind=type(model))
                 if not verdict.exact:
-                    raise RefusedError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
-                fast, parts, self.shortest = verdict.seam == "fast", verdict.parts, verdict.shortest
-            self.parts: Anatomy = (parts or anatomy(small_model(small, kind=type(model)))).of(model)
-        self.fast = fast
+                    raise UnsupportedModelError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
+                backend, parts, self.shortest = verdict.backend, verdict.parts, verdict.shortest
+            self.parts: ModelStructure = (parts or find_structure(small_model(small, kind=type(model)))).of(model)
+        self.backend = backend
         self._recomputes = model.is_gradient_checkpointing
         if self._recomputes:
             refuse_reentrant(model)
@@ -66,20 +66,24 @@ class Decoder:
         """Refuses what this model cannot do, before the first step."""
         name = type(self.model).__name__
         if shortest < self.shortest:
-            raise RefusedError(f"slices of {name} must have at least {self.shortest} tokens, got one of {shortest}")
-        if recompute and not self.fast:
-            raise RefusedError(f"slices of {name} cannot be computed again; leave recomputation off")
+            raise UnsupportedModelError(
+                f"slices of {name} must have at least {self.shortest} tokens, got one of {shortest}"
+            )
+        if recompute and self.backend == "cache":
+            raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
         """Refuses a step that would not be exact, alike on all ranks and before anything is sent. ``padded``: batches
         may be shorter than they seem."""
         name = type(self.model).__name__
         if documents and (reason := self._documents_refused()):
-            raise RefusedError(f"packed documents are not exact in {name}: {reason}; give each document its own row")
+            raise UnsupportedModelError(
+                f"packed documents are not exact in {name}: {reason}; give each document its own row"
+            )
         if training and (reason := untrainable(self.model)):
-            raise RefusedError(f"{name} in training mode: {reason}")
+            raise UnsupportedModelError(f"{name} in training mode: {reason}")
         if padded and any(map(depends_on_length, self.model.modules())):
-            raise RefusedError(
+            raise UnsupportedModelError(
                 f"rotary embeddings of {name} depend on the length, which vary='pad' changes; take vary='replan'"
             )
 
@@ -89,8 +93,8 @@ class Decoder:
             with torch.random.fork_rng(devices=[]):
                 kind = type(self.model)
                 self._verdict = check(kind.__name__, shrunken(self.model.config), kind=kind)
-        if self._verdict.seam != self.seam:
-            return f"it is cut by the {self.seam} seam, which was not checked with them"
+        if self._verdict.backend != self.backend:
+            return f"it uses the {self.backend} backend, which was not checked with them"
         return self._verdict.documents_reason
 
     def recompute_layers(self) -> None:
@@ -101,37 +105,38 @@ class Decoder:
 
     def _check_recompute(self) -> None:
         """Proved on a small copy, too, which takes another second."""
-        reason = "it is cut through its own cache (general seam), which they would change a second time"
-        if self.fast:
+        reason = "it is cut through its own cache (cache backend), which they would change a second time"
+        if self.backend == "attention":
             try:
                 worst = recomputed_error(shrunken(self.model.config), self.parts, type(self.model))
                 reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
             except Exception as error:  # whatever a model's own code raises
                 reason = str(error)
         if reason:
-            raise RefusedError(
+            raise UnsupportedModelError(
                 f"layers of {type(self.model).__name__} cannot be computed again: {reason}; leave gradient "
                 "checkpointing off"
             )
 
-    @property
-    def seam(self) -> str:
-        return "fast" if self.fast else "general"
-
     @classmethod
     def from_config(
-        cls, config: PretrainedConfig, seed: int = 0, dtype: torch.dtype | None = None, *, fast: bool | None = None
+        cls,
+        config: PretrainedConfig,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Backend | None = None,
     ) -> "Decoder":
         """With random weights, the same for the same seed however the model is split."""
-        return cls(skeleton(config, dtype), fast=fast, weights=Drawn(seed))
+        return cls(meta_model(config, dtype), backend=backend, weights=RandomWeights(seed))
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, dtype: torch.dtype | None = None, *, fast: bool | None = None
+        cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None
     ) -> "Decoder":
         """From a folder that ``save_pretrained`` wrote. As in transformers the model begins in evaluation mode."""
-        saved = Saved(Path(folder), dtype)
-        return cls(skeleton(saved.config(), dtype), fast=fast, weights=saved)
+        saved = PretrainedWeights(Path(folder), dtype)
+        return cls(meta_model(saved.config(), dtype), backend=backend, weights=saved)
 
     @property
     def num_layers(self) -> int:
@@ -160,27 +165,27 @@ class Decoder:
     def tied(self) -> tuple[str, ...]:
         return self.parts.tied
 
-    def stage(self, first: int, last: int, device: torch.device, split: Split | None = None) -> "DecoderStage":
+    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "DecoderStage":
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
-        if split is not None:
-            self._check_split(split)
+        if tp is not None:
+            self._check_tp(tp)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
-            model = self.weights.fill(model, Share(model, self.parts, first, last))
+            model = self.weights.fill(model, StageWeights(model, self.parts, first, last))
         with device:  # weights of zero take no memory where they are made, but would if moved there
-            stage = DecoderStage(model, self.parts, first, last, self.fast, self._recomputes).to(device)
-        if split is not None:
-            stage.split(split)
+            stage = DecoderStage(model, self.parts, first, last, self.backend, self._recomputes).to(device)
+        if tp is not None:
+            stage.parallelize(tp)
         return stage
 
-    def _check_split(self, split: Split) -> None:
+    def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses, on all devices that share operators alike, a plan of the model's own that is not exact."""
-        degree, name = split.mesh.size(), type(self.model).__name__
+        degree, name = tp.mesh.size(), type(self.model).__name__
         if self._adapted:
-            raise RefusedError(f"the adapters in {name} cannot be split over devices; take tensor 1")
+            raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
         refuse_uneven_heads(self.model, degree)
         if degree not in self._proved:
-            seam = Verdict(name, self.seam, 0.0, self.shortest, "", self.parts)
-            prove_tensor_parallel(seam, shrunken(self.model.config), split.mesh)
+            cut = VerifyResult(name, self.backend, 0.0, self.shortest, "", self.parts)
+            prove_tensor_parallel(cut, shrunken(self.model.config), tp.mesh)
             self._proved.add(degree)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import text_config
+from terapipe.modeling.hf.structure import text_config
 
 ATTENTION_DROPOUT = "^(local_|lsh_)?att[a-z_]*drop"  # not what comes after attention
 # All else that a decoder draws.

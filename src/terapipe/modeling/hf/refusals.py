@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
-from terapipe.modeling.hf.seam import RefusedError
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 
 FLAG = "gradient_checkpointing"
 LAYERDROP = ("layerdrop", "decoder_layerdrop")
@@ -19,22 +19,22 @@ def refuse_unfit(model: Any) -> None:
     _refuse_compiled(model)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise RefusedError(f"a Decoder takes a PreTrainedModel of transformers, got {name}")
+        raise UnsupportedModelError(f"a Decoder takes a PreTrainedModel of transformers, got {name}")
     _refuse_headless(model)
     if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
-        raise RefusedError(
+        raise UnsupportedModelError(
             f"{name} has quantized weights, which are not supported; load it without quantization, and save it again "
             "or remove quantization_config from its configuration"
         )
     drop = max([0.0, *(getattr(m, key, 0.0) or 0.0 for m in _and_config(model) for key in LAYERDROP)])
     if drop:
-        raise RefusedError(
+        raise UnsupportedModelError(
             f"{name} leaves out whole layers at random (layerdrop {drop}), each slice others; set layerdrop to 0 in "
             "its configuration before the model is made"
         )
     for at, module in model.named_modules():
         if not isinstance(module.__dict__.get("forward", None), MethodType | None):
-            raise RefusedError(
+            raise UnsupportedModelError(
                 f"the forward of {at or name} was replaced, by torch.compile, accelerate or the like; pass the model "
                 "as transformers makes it"
             )
@@ -43,7 +43,7 @@ def refuse_unfit(model: Any) -> None:
 def _refuse_headless(model: PreTrainedModel) -> None:
     """In transformers, what predicts tokens can also generate them, and no other model can."""
     if not isinstance(model, GenerationMixin):
-        raise RefusedError(
+        raise UnsupportedModelError(
             f"a Decoder takes a causal LM, which {type(model).__name__} is not; load it with AutoModelForCausalLM"
         )
 
@@ -55,7 +55,7 @@ def _and_config(model: PreTrainedModel) -> list[Any]:
 def _refuse_compiled(model: nn.Module) -> None:
     for at, module in model.named_modules():
         if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None):
-            raise RefusedError(
+            raise UnsupportedModelError(
                 f"{at or type(model).__name__} was compiled; pass the model as it was before torch.compile, and "
                 "compile the layers of stages with terapipe's compile_layers"
             )
@@ -70,7 +70,7 @@ def refuse_reentrant(model: nn.Module) -> None:
             and again is not None
             and getattr(again, "keywords", {}).get("use_reentrant", True)
         ):
-            raise RefusedError(
+            raise UnsupportedModelError(
                 f"gradient checkpointing of {type(model).__name__} is reentrant, which stages cannot be; enable it "
                 'with gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
@@ -88,7 +88,7 @@ class LateCheckpointing:
 
     def refuse(self) -> None:
         if not self._known and any(getattr(module(), FLAG, False) for module in self._watched):
-            raise RefusedError(
+            raise UnsupportedModelError(
                 "gradient checkpointing was switched on after the pipeline was made; switch it on before, or call "
                 "Decoder.recompute_layers()"
             )

@@ -23,17 +23,17 @@ def _by_length(kind: Any) -> bool:
     return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
 
 
-def within_reach(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
+def within_reach(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
     """The same configuration; where frequencies depend on the length, they change beyond so many tokens."""
     config = copy.deepcopy(config)
     for part in (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))):
         rope = getattr(part, "rope_parameters", None) or {}
         for one in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
             if _by_length(one.get("rope_type")):
-                part.max_position_embeddings = tokens if "dynamic" in one["rope_type"] else 4 * tokens
-                one["original_max_position_embeddings"] = tokens
+                part.max_position_embeddings = seq_len if "dynamic" in one["rope_type"] else 4 * seq_len
+                one["original_max_position_embeddings"] = seq_len
                 if hasattr(part, "original_max_position_embeddings"):
-                    part.original_max_position_embeddings = tokens
+                    part.original_max_position_embeddings = seq_len
     return config
 
 

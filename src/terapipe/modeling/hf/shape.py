@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from terapipe.modeling.hf.anatomy import text_config
 from terapipe.modeling.hf.decoder import Decoder
+from terapipe.modeling.hf.structure import text_config
 from terapipe.presets import GPTConfig
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")

@@ -108,7 +108,7 @@ DIFFERENCES = (
         "aux_loss|z_loss|loss_weight",
     ),
     Difference("quantized weights", "none; they are refused", "quantization_config"),
-    Difference("the kernel of attention", "sdpa; the fast seam brings its own", "attn_implementation"),
+    Difference("the kernel of attention", "sdpa; the attention backend brings its own", "attn_implementation"),
     Difference("the kernel of experts", "eager", "experts_implementation"),
     Difference("images and sound", "none: text only"),
     Difference("adapters and frozen weights", "none"),

@@ -15,13 +15,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.hf.anatomy import BEFORE, LAYERS, Anatomy, Passing, hollow, owned_copy, text_config, with_layers
+from terapipe.modeling.hf.attention_backend import (
+    NAME,
+    Backend,
+    UnsupportedModelError,
+    computing,
+    current,
+    keep_outside,
+)
+from terapipe.modeling.hf.cache_backend import StateCache, ViewCache, told
 from terapipe.modeling.hf.refusals import LateCheckpointing
 from terapipe.modeling.hf.rope import depends_on_length, forgotten, remember
-from terapipe.modeling.hf.seam import NAME, RefusedError, computing, current, keep_outside
-from terapipe.modeling.hf.states import StateCache, ViewCache, told
+from terapipe.modeling.hf.structure import (
+    BEFORE,
+    LAYERS,
+    ModelStructure,
+    PassThrough,
+    owned_copy,
+    stub,
+    text_config,
+    with_layers,
+)
 from terapipe.modeling.hf.tensor_parallel import parallelize
-from terapipe.modeling.stage import IGNORE, Split
+from terapipe.modeling.stage import IGNORE, TensorParallel
 
 _PREFIX = "model."
 
@@ -34,19 +50,25 @@ def _rows(module: nn.Module | None) -> int | None:
 
 class DecoderStage(nn.Module):
     def __init__(
-        self, model: PreTrainedModel, parts: Anatomy, first: int, last: int, fast: bool, recomputes: bool = False
+        self,
+        model: PreTrainedModel,
+        parts: ModelStructure,
+        first: int,
+        last: int,
+        backend: Backend | None,
+        recomputes: bool = False,
     ) -> None:
         super().__init__()
-        self.fast = fast
+        self.backend = backend
         ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._vocabulary = _rows(ends[0]), _rows(ends[1])
         self.parts, self.first, self.last = parts, first, last
         self.is_first, self.is_last = first == 0, last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
-        idle = Passing(parts.returns)
+        idle = PassThrough(parts.returns)
         self.model: Any = with_layers(
-            owned_copy(model), parts.layers, lambda i, layer: layer if first <= i < last else hollow(layer, idle)
+            owned_copy(model), parts.layers, lambda i, layer: layer if first <= i < last else stub(layer, idle)
         )
-        if fast:
+        if backend == "attention":
             self.model.set_attn_implementation(NAME)
         if recomputes and not self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -67,9 +89,9 @@ class DecoderStage(nn.Module):
             owned[0].register_forward_pre_hook(self._inject, with_kwargs=True)
         owned[-1].register_forward_hook(self._capture)
         if self.is_last:
-            given = Passing(parts.returns, lambda: self._given)
+            given = PassThrough(parts.returns, lambda: self._given)
             # Not a child of this module: it shares its children.
-            self.__dict__["_end"] = with_layers(self.model, parts.layers, lambda i, layer: hollow(layer, given))
+            self.__dict__["_end"] = with_layers(self.model, parts.layers, lambda i, layer: stub(layer, given))
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -120,16 +142,16 @@ class DecoderStage(nn.Module):
         asked = tuple(table[..., :-1, :] for table in tables)
         return asked if isinstance(output, tuple) else asked[0]
 
-    def split(self, split: Split) -> None:
-        """Shares the operators out by the model's own plan for that."""
-        parallelize(self.model, self.parts, split.mesh)
+    def parallelize(self, tp: TensorParallel) -> None:
+        """Tensor parallel, by the model's own plan."""
+        parallelize(self.model, self.parts, tp.mesh)
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of a layer's forward that was compiled: see compiling.py."""
-        if not self.fast:
-            raise RefusedError(
-                f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (general "
-                "seam); leave compiling off"
+        if self.backend == "cache":
+            raise UnsupportedModelError(
+                f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (cache "
+                "backend); leave compiling off"
             )
         keep_outside()
         return lambda *given, **named: forward(*map(told, given), **{name: told(x) for name, x in named.items()})
@@ -155,7 +177,7 @@ class DecoderStage(nn.Module):
             with computing(cache) as calls:
                 base(**inputs, **self._places(cache, x), past_key_values=cache.states(), use_cache=False)
             if sum(calls.values()) < self.last - self.first:
-                raise RefusedError("some layers do not take their attention from transformers' interface")
+                raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
         taken, self._given, self._taken, self._length = self._taken, None, None, None
         assert taken is not None
         return taken
@@ -181,13 +203,19 @@ class DecoderStage(nn.Module):
     def _places(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
         if not self.parts.takes_positions:
             if cache.has_documents:
-                raise RefusedError("the model takes no positions, which must restart with documents; give each its row")
+                raise UnsupportedModelError(
+                    "the model takes no positions, which must restart with documents; give each its row"
+                )
             return {}
         return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
 
-    def make_cache(self, size: int, tokens: int) -> SliceCache:
+    def make_cache(self, size: int, seq_len: int) -> SliceCache:
         config = text_config(self.model.config)
-        return ViewCache(tokens, config) if self.fast else StateCache(tokens, config, range(self.first, self.last))
+        return (
+            ViewCache(seq_len, config)
+            if self.backend == "attention"
+            else StateCache(seq_len, config, range(self.first, self.last))
+        )
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return (size, length, int(text_config(self.model.config).hidden_size))

@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig
 
 from terapipe.modeling.hf import check as slices
-from terapipe.modeling.hf.check import BOUND, Verdict
-from terapipe.modeling.hf.seam import RefusedError
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
+from terapipe.modeling.hf.check import BOUND, VerifyResult
 from terapipe.modeling.hf.shrink import HEAD_COUNTS, KV_HEADS, small_model
 from terapipe.modeling.hf.trial import Batch, Cut, CutModel, errors, in_one_piece, lengths
-from terapipe.modeling.stage import Split
+from terapipe.modeling.stage import TensorParallel
 
 
-def check_tensor_parallel(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> Verdict:
+def check_tensor_parallel(verdict: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> VerifyResult:
     """What ``check`` found for this small configuration, and whether that is so with tensor parallel over this mesh.
     All its ranks call it together, and get the same."""
     degree = mesh.size()
@@ -28,30 +28,30 @@ def check_tensor_parallel(verdict: Verdict, config: PretrainedConfig, mesh: Devi
         reason = slices._first_line(error)
     if _largest([float(bool(reason))], mesh) != [0.0]:
         reason = reason or "it failed on another device"
-        return replace(verdict, seam="", worst=float("nan"), reason=f"tensor {degree}: {reason}")
+        return replace(verdict, backend=None, worst=float("nan"), reason=f"tensor {degree}: {reason}")
     groups = dict(zip(groups, _largest(list(groups.values()), mesh), strict=True))
     worst = max(groups, key=lambda group: groups[group])
     if not groups[worst] <= BOUND:
         reason = f"tensor {degree}: gradients of {worst} differ by {groups[worst]:.1e}"
-        return replace(verdict, seam="", worst=groups[worst], reason=reason)
+        return replace(verdict, backend=None, worst=groups[worst], reason=reason)
     return replace(verdict, worst=max(verdict.worst, groups[worst]), groups=tuple(sorted(groups.items())))
 
 
-def prove_tensor_parallel(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> None:
+def prove_tensor_parallel(verdict: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> None:
     """Refuses a model, on all ranks alike, whose plan is not exact."""
     found = check_tensor_parallel(verdict, config, mesh)
     if not found.exact:
-        raise RefusedError(
+        raise UnsupportedModelError(
             f"tensor parallel by the tp_plan of {found.model} is not exact: {found.reason}; take tensor 1"
         )
 
 
-def _errors(verdict: Verdict, config: PretrainedConfig, mesh: DeviceMesh) -> dict[str, float]:
+def _errors(verdict: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> dict[str, float]:
     assert verdict.parts is not None
     with slices._quietly():
         model = small_model(config)
         batch = Batch.of(model)
-        cut = Cut(verdict.parts.of(model), verdict.seam == "fast", split=Split(mesh))
+        cut = Cut(verdict.parts.of(model), verdict.backend, split=TensorParallel(mesh))
         return errors(in_one_piece(model, batch), CutModel(model, cut)(batch, lengths(4, verdict.shortest)))
 
 

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, get_kv_heads_per_rank
 
-from terapipe.modeling.hf.anatomy import Anatomy, shared_names, text_config
-from terapipe.modeling.hf.seam import RefusedError
-from terapipe.modeling.split import laid_out_like, local
+from terapipe.modeling.dtensor import laid_out_like, to_local
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
+from terapipe.modeling.hf.structure import ModelStructure, shared_names, text_config
 
 SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each device sees its own heads
 
@@ -21,19 +21,19 @@ def refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
     """Refuses a model without a plan, and heads that cannot be split in equal parts."""
     name, plan = type(model).__name__, model.tp_plan
     if not plan:
-        raise RefusedError(f"{name} has no tp_plan of its own; take tensor 1")
+        raise UnsupportedModelError(f"{name} has no tp_plan of its own; take tensor 1")
     config = text_config(model.config)
     heads = getattr(config, "num_attention_heads", None) or degree
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     per_rank: Any = get_kv_heads_per_rank
     if any(per_rank(plan, count, degree) is None for count in (heads, kv_heads)):
-        raise RefusedError(
+        raise UnsupportedModelError(
             f"{name} has {heads} heads of queries and {kv_heads} of keys and values, which cannot be split over "
             f"{degree} devices in equal parts; take a tensor degree that divides both"
         )
 
 
-def parallelize(model: PreTrainedModel, parts: Anatomy, mesh: DeviceMesh) -> None:
+def parallelize(model: PreTrainedModel, parts: ModelStructure, mesh: DeviceMesh) -> None:
     """Changes the model of a stage; its parameters then share no memory with those that they are made of."""
     refuse_uneven_heads(model, mesh.size())
     plan = _plan(model, parts)
@@ -48,7 +48,7 @@ def parallelize(model: PreTrainedModel, parts: Anatomy, mesh: DeviceMesh) -> Non
             _sum_gradients(module, mesh)
 
 
-def _plan(model: PreTrainedModel, parts: Anatomy) -> dict[str, str]:
+def _plan(model: PreTrainedModel, parts: ModelStructure) -> dict[str, str]:
     """The model's own. A tied weight is split in both its places or in none, or its gradients could not be summed."""
     plan = dict(model.tp_plan)
     ends = [name.rpartition(".")[0] for name in parts.tied]
@@ -63,7 +63,7 @@ def _tie_again(model: PreTrainedModel, ties: list[list[str]]) -> None:
         first, *others = (model.get_parameter(name) for name in names)
         for name, other in zip(names[1:], others, strict=True):
             if getattr(other, "placements", None) != getattr(first, "placements", None):
-                raise RefusedError(
+                raise UnsupportedModelError(
                     f"its tp_plan shares out {name} otherwise than {names[0]}, with which it is one weight"
                 )
             path, _, leaf = name.rpartition(".")
@@ -77,7 +77,7 @@ def _own_parameters(model: nn.Module) -> None:
             if p is None or p.is_meta:
                 continue
             if p not in made:
-                made[p] = nn.Parameter(laid_out_like(p.detach(), local(p.detach()).clone()), p.requires_grad)
+                made[p] = nn.Parameter(laid_out_like(p.detach(), to_local(p.detach()).clone()), p.requires_grad)
             module._parameters[name] = made[p]
 
 

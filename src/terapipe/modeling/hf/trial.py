@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from terapipe.modeling.hf.anatomy import Anatomy, text_config
+from terapipe.modeling.hf.attention_backend import Backend
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.stage import DecoderStage
-from terapipe.modeling.stage import IGNORE, Split
+from terapipe.modeling.hf.structure import ModelStructure, text_config
+from terapipe.modeling.stage import IGNORE, TensorParallel
 
 TOKENS = 29
 
@@ -48,10 +49,10 @@ class Batch:
 class Cut:
     """How a model is cut."""
 
-    parts: Anatomy
-    fast: bool
+    parts: ModelStructure
+    backend: Backend | None
     stages: int = 2
-    split: Split | None = None  # over devices, which all do the same
+    split: TensorParallel | None = None  # over devices, which all do the same
 
 
 def lengths(slices: int, shortest: int, tokens: int = TOKENS) -> tuple[int, ...]:
@@ -105,9 +106,9 @@ class CutModel:
         self._line = [self._stage(copy.deepcopy(model), cut, a, b) for a, b in pairwise(edges) if a < b]
 
     def _stage(self, model: PreTrainedModel, cut: Cut, first: int, last: int) -> DecoderStage:
-        stage = DecoderStage(model, cut.parts, first, last, cut.fast)
+        stage = DecoderStage(model, cut.parts, first, last, cut.backend)
         if cut.split is not None:
-            stage.split(cut.split)
+            stage.parallelize(cut.split)
         return stage
 
     def train(self, mode: bool) -> None:

@@ -1,0 +1,338 @@
+"""An examination, judged: fit to train, or what is wrong and what to do."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import zip_longest
+from statistics import median
+
+from terapipe.doctor.examination import Examination, Facts, Link
+from terapipe.reporting.units import digits, memory, seconds
+from terapipe.reporting.words import count
+
+SLOW = 3.0  # times slower than the other links of its kind
+JITTER = 2e-4  # seconds of latency that say nothing about a link: the cores were busy
+SHARED_MEMORY, FREE_MEMORY = 64 * 2**20, 2**30  # bytes; of the latter, so many for each rank
+FILES = 1024
+CLOCK = 1.0  # seconds
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    status: Status
+    found: str
+    remedy: str = ""
+    details: tuple[str, ...] = ()
+
+
+def diagnose(examination: Examination) -> list[Finding]:
+    return [finding for check in _CHECKS for finding in check(examination)]
+
+
+def worst(findings: Sequence[Finding]) -> Status:
+    return max((f.status for f in findings), key=list(Status).index, default=Status.OK)
+
+
+# What is installed
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Whether "2.13.0+cpu" is within "<3,>=2.9"."""
+    compare: dict[str, Callable[[int], bool]] = {
+        "<": lambda x: x < 0, "<=": lambda x: x <= 0, ">": lambda x: x > 0, ">=": lambda x: x >= 0,
+        "==": lambda x: x == 0, "!=": lambda x: x != 0,
+    }  # fmt: skip
+    bounds = re.findall(r"(<=|>=|==|!=|<|>)\s*(\d+(?:\.\d+)*)", wanted)
+    return all(compare[sign](_order(version, bound)) for sign, bound in bounds)
+
+
+def _order(version: str, bound: str) -> int:
+    """-1, 0 or 1: before, the same, after; by the leading numbers."""
+    mine = re.match(r"\d+(?:\.\d+)*", version)
+    pairs = zip_longest(*([int(n) for n in text.split(".")] for text in (mine[0] if mine else "0", bound)), fillvalue=0)
+    return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
+
+
+def _versions(e: Examination) -> Iterator[Finding]:
+    wrong: dict[tuple[str, str, str], list[Facts]] = {}
+    for facts in e.ranks:
+        for name, wanted in facts.needs.items():
+            version = facts.versions[name]
+            if not satisfies(version, wanted):
+                wrong.setdefault((name, version, wanted), []).append(facts)
+    for (name, version, wanted), ranks in wrong.items():
+        found = f"{name} {version} on {_named(ranks)}; this release needs {wanted}"
+        remedy = "use such a Python" if name == "python" else f"pip install '{name}{wanted}'"
+        yield Finding("versions", Status.PROBLEM, found, remedy)
+    if not wrong:
+        yield Finding("versions", Status.OK, ", ".join(f"{name} {v}" for name, v in e.ranks[0].versions.items()))
+
+
+def _same_versions(e: Examination) -> Iterator[Finding]:
+    if len(e.ranks) < 2:
+        return
+    alike = True
+    for name in ("python", "torch", "terapipe"):
+        by_version: dict[str, list[Facts]] = {}
+        for facts in e.ranks:
+            by_version.setdefault(facts.versions[name], []).append(facts)
+        if len(by_version) > 1:
+            alike = False
+            usual = max(by_version, key=lambda v: len(by_version[v]))
+            others = "; ".join(f"{v} on {_named(ranks)}" for v, ranks in by_version.items() if v != usual)
+            # Ranks derive the same schedule from a plan only by the same code, and torch's messages are its own affair.
+            status = Status.WARNING if name == "python" else Status.PROBLEM
+            yield Finding("same versions", status, f"{name} is {usual}, but {others}", f"use one {name} on all hosts")
+    if alike:
+        yield Finding("same versions", Status.OK, f"on all {len(e.ranks)} ranks")
+
+
+def _backends(e: Examination) -> Iterator[Finding]:
+    yield from _each_host(e, _backend)
+    with_gpus = [host for host, ranks in e.hosts.items() if ranks[0].gpus]
+    if 0 < len(with_gpus) < len(e.hosts):
+        without = ", ".join(host for host in e.hosts if host not in with_gpus)
+        found = f"{', '.join(with_gpus)} would use NCCL, {without} gloo: the latter see no GPU"
+        remedy = "use hosts of one kind, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+        yield Finding("backends", Status.PROBLEM, found, remedy)
+
+
+def _backend(ranks: Sequence[Facts]) -> Finding:
+    gpus = ranks[0].gpus
+    if not all(facts.gloo for facts in ranks):
+        return Finding("backends", Status.PROBLEM, "torch was built without gloo", "install a torch from pytorch.org")
+    if not gpus:
+        return Finding("backends", Status.OK, "gloo; no GPU, ranks compute on the CPU")
+    if not all(facts.nccl for facts in ranks):
+        remedy = "install a torch that was built for CUDA, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+        return Finding("backends", Status.PROBLEM, f"{count(gpus, 'GPU')}, but torch has no NCCL", remedy)
+    found = f"gloo and NCCL; {count(gpus, 'GPU')} for {count(len(ranks), 'rank')}"
+    if len(ranks) > gpus:
+        return Finding("backends", Status.PROBLEM, found, f"every rank needs a GPU of its own: at most {gpus} per host")
+    return Finding("backends", Status.OK, found)
+
+
+def _kernel(ranks: Sequence[Facts]) -> Finding:
+    fallbacks = list(dict.fromkeys(reason for facts in ranks for reason in facts.fallbacks))
+    if fallbacks:
+        remedy = "training is exact but slower and needs more memory; use a torch that this release was tested with"
+        return Finding("attention kernel", Status.WARNING, "plain attention for " + "; ".join(fallbacks), remedy)
+    return Finding("attention kernel", Status.OK, f"passed its self-test for {', '.join(ranks[0].kernels)}")
+
+
+# Whether the ranks find each other
+
+
+def _port(e: Examination) -> Iterator[Finding]:
+    if e.port is None:
+        return
+    if not e.blocked:
+        yield Finding("port", Status.OK, f"{e.port} is free")
+        return
+    remedy = f"give torchrun another --master-port; `ss -ltnp 'sport = :{e.port}'` shows who has this one"
+    yield Finding("port", Status.PROBLEM, f"{e.port} cannot be used: {e.blocked}", remedy)
+
+
+def _host_names(e: Examination) -> Iterator[Finding]:
+    def judge(ranks: Sequence[Facts]) -> Finding:
+        addresses = ranks[0].addresses
+        remedy = "set GLOO_SOCKET_IFNAME to the interface that the other hosts reach, such as eth0, or mend /etc/hosts"
+        in_doubt = e.several_hosts and not e.met  # where all ranks met, somebody has set the interface
+        if not addresses:
+            status = Status.PROBLEM if in_doubt else Status.WARNING
+            return Finding("host name", status, "resolves to no address", remedy)
+        if in_doubt and all(a.startswith("127.") or a == "::1" for a in addresses):
+            found = f"resolves only to {', '.join(addresses)}: gloo would give the other hosts an address of no use"
+            return Finding("host name", Status.WARNING, found, remedy)
+        return Finding("host name", Status.OK, f"resolves to {', '.join(addresses)}")
+
+    return _each_host(e, judge)
+
+
+_REMEDIES = {
+    "start": "the messages above may say why; exit code -9 is mostly the system that ran out of memory",
+    "meet": "see whether rank 0 has started, its port was free, and this host reaches it: address, firewall",
+    "work": "let the hosts reach each other on any port, and name the interface they do it by: GLOO_SOCKET_IFNAME, "
+    "with GPUs NCCL_SOCKET_IFNAME",
+}
+
+
+def _rendezvous(e: Examination) -> Iterator[Finding]:
+    at = f" at {e.where}" if e.where else ""
+    if e.failure:
+        yield Finding("rendezvous", Status.PROBLEM, e.failure, _REMEDIES[e.failed_at])
+    elif e.absent:
+        late = f"{_numbers(e.absent)} of {e.size} did not arrive{at} within {digits(e.timeout)} s"
+        remedy = "see whether every host has started its ranks and reaches that address; --timeout gives them longer"
+        yield Finding("rendezvous", Status.PROBLEM, f"{late}, only {_named(e.ranks)}", remedy)
+    else:
+        found = f"{count(e.size, 'rank')} on {count(len(e.hosts), 'host')} met{at}, and a sum over all is right"
+        yield Finding("rendezvous", Status.OK, found)
+
+
+def _links(e: Examination) -> Iterator[Finding]:
+    host = {facts.rank: facts.host for facts in e.ranks}
+    inside = [link for link in e.links if host[link.rank] == host[0]]
+    between = [link for link in e.links if host[link.rank] != host[0]]
+    for check, links, remedy in (
+        ("links in a host", inside, "see what else uses the cores or the memory of that host"),
+        ("links of hosts", between, "look at that host's network card, cable and switch, or do without the host"),
+    ):
+        if links:
+            yield _linked(check, links, host, remedy)
+
+
+def _linked(check: str, links: Sequence[Link], host: Mapping[int, str], remedy: str) -> Finding:
+    pairs = [f"rank 0 ({host[0]}) - rank {link.rank} ({host[link.rank]}): {_speed(link)}" for link in links]
+    slow = [pair for link, pair in zip(links, pairs, strict=True) if _is_slow(link, links)]
+    if slow:
+        found = f"over {SLOW:g} times slower than others of its kind: " + "; ".join(slow)
+        return Finding(check, Status.WARNING, found, remedy, tuple(pairs))
+    latencies, rates = [link.latency for link in links], [link.rate for link in links]
+    found = f"latency up to {seconds(max(latencies))}, at least {memory(min(rates))}/s"
+    return Finding(check, Status.OK, found, details=tuple(pairs))
+
+
+def _is_slow(link: Link, links: Sequence[Link]) -> bool:
+    others = [other for other in links if other is not link]
+    if not others:
+        return False
+    latency, rate = median(other.latency for other in others), median(other.rate for other in others)
+    return link.rate * SLOW < rate or (link.latency > SLOW * latency and link.latency - latency > JITTER)
+
+
+def _speed(link: Link) -> str:
+    return f"{seconds(link.latency)}, {memory(link.rate)}/s"
+
+
+def _clocks(e: Examination) -> Iterator[Finding]:
+    ahead = {facts.host: link.clock for link in e.links for facts in e.ranks if facts.rank == link.rank}
+    ahead.pop(e.ranks[0].host, None)
+    wrong = [f"{host} by {digits(s)} s" for host, s in ahead.items() if abs(s) > CLOCK]
+    if wrong:
+        found = f"ahead of {e.ranks[0].host}: {', '.join(wrong)}"
+        yield Finding("clocks", Status.WARNING, found, "let chrony or ntpd set them: timelines of ranks are compared")
+    elif ahead:
+        yield Finding("clocks", Status.OK, f"differ by {seconds(max(map(abs, ahead.values())))} at most")
+
+
+# What each host has to offer
+
+
+def _cores(ranks: Sequence[Facts]) -> Finding:
+    alone = [facts for facts in ranks if len(facts.cores) == 1 < facts.all_cores]
+    for core in dict.fromkeys(facts.cores for facts in alone):
+        on_it = [facts.rank for facts in alone if facts.cores == core]
+        if len(on_it) > 1:
+            remedy = (
+                "give each its own: terapipe.launch.processes.take_cores, taskset; or start fewer ranks on this host"
+            )
+            return Finding("cores", Status.PROBLEM, f"{_numbers(on_it)} share core {core[0]} and no other", remedy)
+    for cores in dict.fromkeys(facts.cores for facts in ranks):
+        inside = [facts for facts in ranks if set(facts.cores) <= set(cores)]
+        threads = sum(facts.threads for facts in inside)
+        if threads > len(cores):
+            found = f"{count(len(inside), 'rank')} with {threads} threads in all, on {count(len(cores), 'core')}"
+            share = len(cores) // len(inside)
+            remedy = f"start at most {count(len(cores), 'rank')} on this host"
+            if share:
+                remedy = f"set OMP_NUM_THREADS={share}, or call terapipe.launch.processes.take_cores on every rank"
+            return Finding("cores", Status.WARNING, found, remedy)
+    cores_of_all = {core for facts in ranks for core in facts.cores}
+    each = " and ".join(str(n) for n in sorted({facts.threads for facts in ranks}))
+    found = f"{count(len(cores_of_all), 'core')} for {count(len(ranks), 'rank')}; threads of each: {each}"
+    return Finding("cores", Status.OK, found)
+
+
+def _load(ranks: Sequence[Facts]) -> Finding:
+    load, cores = max(facts.load for facts in ranks), ranks[0].all_cores
+    found = f"{digits(load)} in the last minute, on {count(cores, 'core')}"
+    if load > cores / 2:
+        remedy = "something else is running: what is measured now, here or by `terapipe profile`, will be off"
+        return Finding("load", Status.WARNING, found, remedy)
+    return Finding("load", Status.OK, found)
+
+
+def _memory(ranks: Sequence[Facts]) -> Finding:
+    free = min(facts.memory for facts in ranks)
+    found = f"{memory(free)} free for {count(len(ranks), 'rank')}"
+    if free < FREE_MEMORY * len(ranks):
+        remedy = "stop what else holds memory, or start fewer ranks on this host"
+        return Finding("memory", Status.WARNING, found, remedy)
+    return Finding("memory", Status.OK, found)
+
+
+def _shared_memory(ranks: Sequence[Facts]) -> Finding:
+    size = ranks[0].shared_memory
+    if size is not None and size < SHARED_MEMORY:
+        remedy = "make it larger, in a container by --shm-size=1g: NCCL and data loaders share memory through it"
+        return Finding("shared memory", Status.WARNING, f"/dev/shm has {memory(size)}", remedy)
+    found = "this system has no /dev/shm" if size is None else f"/dev/shm has {memory(size)}"
+    return Finding("shared memory", Status.OK, found)
+
+
+def _files(ranks: Sequence[Facts]) -> Finding:
+    limits = [facts.files for facts in ranks if facts.files is not None]
+    if limits and min(limits) < FILES:
+        remedy = f"raise it before the start, `ulimit -n {16 * FILES}`: every connection to a rank is an open file"
+        return Finding("open files", Status.WARNING, f"at most {min(limits)}", remedy)
+    return Finding("open files", Status.OK, f"at most {min(limits)}" if limits else "any number")
+
+
+def _each_host(e: Examination, judge: Callable[[Sequence[Facts]], Finding]) -> Iterator[Finding]:
+    """A finding for every host that has something wrong, and one for all the others."""
+    judged = {host: judge(ranks) for host, ranks in e.hosts.items()}
+    if len(judged) == 1:
+        yield from judged.values()
+        return
+    for host, finding in judged.items():
+        if finding.status is not Status.OK:
+            yield replace(finding, found=f"{host}: {finding.found}")
+    fine = {host: finding for host, finding in judged.items() if finding.status is Status.OK}
+    said = {finding.found for finding in fine.values()}
+    where = f"on {count(len(fine), 'host')}"
+    for finding in list(fine.values())[:1]:
+        if len(said) == 1:
+            yield replace(finding, found=f"{where}: {finding.found}")
+        else:
+            yield replace(finding, found=where, details=tuple(f"{host}: {f.found}" for host, f in fine.items()))
+
+
+def _named(ranks: Sequence[Facts]) -> str:
+    by_host: dict[str, list[int]] = {}
+    for facts in ranks:
+        by_host.setdefault(facts.host, []).append(facts.rank)
+    return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in by_host.items())
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1 and 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+
+
+def _on_hosts(judge: Callable[[Sequence[Facts]], Finding]) -> Callable[[Examination], Iterator[Finding]]:
+    return lambda e: _each_host(e, judge)
+
+
+_CHECKS: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
+    _versions,
+    _same_versions,
+    _backends,
+    _on_hosts(_kernel),
+    _port,
+    _host_names,
+    _rendezvous,
+    _links,
+    _clocks,
+    *(_on_hosts(judge) for judge in (_cores, _load, _memory, _shared_memory, _files)),
+)

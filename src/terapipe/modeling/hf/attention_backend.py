@@ -1,0 +1,130 @@
+"""The attention backend: transformers' interfaces for attention and masks, over the cache of slices.
+
+A model that takes its attention from the interface needs no other change: its queries, keys and values arrive here with
+positions applied. Masks are never built: the mask interface returns a description, which transformers hands on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from terapipe.modeling.attention import attend
+from terapipe.modeling.cache import AttentionBlock, SliceCache, Span
+
+NAME = "terapipe"  # of the attention implementation
+
+Predicate = Callable[..., Any]  # whether a query sees a key: of batch, head and both places
+
+
+Backend = Literal["attention", "cache"]  # how a model is sliced: by attention(), or by the model's own cache
+
+
+class UnsupportedModelError(ValueError):
+    """A model that cannot be cut in this way, with the reason."""
+
+
+class _SliceContext:
+    """The slice that is being computed. Layers are told apart by module and by how often it has been called."""
+
+    def __init__(self, cache: SliceCache) -> None:
+        self.cache = cache
+        self.calls: Counter[nn.Module] = Counter()
+
+
+# One for the process, not for the thread: on a GPU, layers are recomputed in a thread of the backward's own.
+_current: list[_SliceContext] = []
+
+
+@contextmanager
+def computing(cache: SliceCache) -> Iterator[Counter[nn.Module]]:
+    """Attention inside is that of the cache's current slice. Gives how often each module's was called."""
+    _current.append(_SliceContext(cache))
+    try:
+        yield _current[-1].calls
+    finally:
+        _current.pop()
+
+
+def current() -> Any:
+    """The cache of the slice that is being computed."""
+    return _current[-1].cache
+
+
+class MaskSpec:
+    """What a mask would say: which keys a query sees, by their places in the sequence."""
+
+    def __init__(self, predicate: Predicate) -> None:
+        self.predicate = predicate
+        self._blocks: list[AttentionBlock] | None = None  # the same for all layers of a forward
+
+    def blocks(self, cache: SliceCache, device: torch.device) -> list[AttentionBlock]:
+        if self._blocks is None:
+            causal = self.predicate is causal_mask_function
+            self._blocks = cache.blocks() if causal else [self._block(span, cache, device) for span in cache.spans()]
+        return self._blocks
+
+    def _block(self, span: Span, cache: SliceCache, device: torch.device) -> AttentionBlock:
+        """Places count from the start of the document, as if it were alone: chunks begin with it."""
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        rows = torch.arange(span.first - span.start, span.last - span.start, device=device)[:, None]
+        keys = torch.arange(span.last - span.start, device=device)[None]
+        seen = torch.as_tensor(self.predicate(zero, zero, rows, keys), device=device)
+        seen = (seen & (keys <= rows)).expand(len(rows), keys.shape[1])
+        oldest = int(seen.any(0).nonzero()[0])  # older keys are not touched at all
+        return AttentionBlock(
+            slice(span.first - cache.context, span.last - cache.context),
+            slice(span.start + oldest, span.last),
+            sequences=span.sequences,
+            mask=seen[:, oldest:].contiguous(),
+        )
+
+
+def describe(mask_function: Predicate = causal_mask_function, **_: Any) -> MaskSpec:
+    """In place of a mask."""
+    return MaskSpec(mask_function)
+
+
+def slice_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention: (batch, tokens, heads, head size) from heads first."""
+    if not _current:
+        raise UnsupportedModelError("this attention works on slices only: call the model through a Pipeline")
+    now = _current[-1]
+    if dropout:
+        raise UnsupportedModelError(
+            f"dropout in attention is not supported, got {dropout}; set the model's attention dropout to 0"
+        )
+    if not getattr(module, "is_causal", True) or not isinstance(attention_mask, MaskSpec | None):
+        raise UnsupportedModelError("attention is not causal, or its mask is the model's own")
+    layer = (module, now.calls[module])
+    now.calls[module] += 1
+    seen = attention_mask or MaskSpec(causal_mask_function)
+    blocks = seen.blocks(now.cache, query.device)
+    out = attend(query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, blocks=blocks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def keep_outside() -> None:
+    """Keeps attention out of compiled layers from now on."""
+    outside = torch.compiler.disable(slice_attention)  # type: ignore[no-untyped-call]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, outside)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, slice_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe)

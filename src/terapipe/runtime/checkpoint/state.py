@@ -1,0 +1,216 @@
+"""Checkpoints that know nothing of the layout: each tensor under its name in the whole model, saved and loaded by
+torch.distributed.checkpoint, which finds the parts."""
+
+import json
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from terapipe.files import beside
+from terapipe.modeling.dtensor import to_local
+from terapipe.runtime.checkpoint import manifest
+from terapipe.runtime.checkpoint.optimizer_state import PART, OptimizerState
+from terapipe.runtime.checkpoint.reader import INDEX, Reader, TensorsOnly, read_notes, reason
+from terapipe.runtime.checkpoint.writer import Saving as Saving
+from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
+from terapipe.runtime.failures import is_connection_error
+from terapipe.runtime.transport import ALL, Transport
+
+State = dict[str, dict[str, Tensor]]
+
+
+class Loaded(dict[str, Any]):
+    """A checkpoint's notes. ``found`` names the extra tensors that it had."""
+
+    def __init__(self, notes: Mapping[str, Any], found: Iterable[str]) -> None:
+        super().__init__(notes)
+        self.found = frozenset(found)
+
+
+class Checkpoint:
+    """One rank's parameters, buffers and optimizer, as parts of the whole model's.
+
+    Tensors of the same name are copies of each other: one is saved, all are loaded.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], optimizer: Optimizer | None, transport: Transport) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for name, tensor in named:
+            first = self._tensors.setdefault(name, tensor)
+            if first is not tensor:
+                self._copies.append((first, tensor))
+        self._optimizer_state = None if optimizer is None else OptimizerState(optimizer, self._tensors)
+        self._transport = transport
+
+    def _state(self, extra: Mapping[str, Tensor]) -> State:
+        """Tensors only: all else would be saved as pickles."""
+        moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
+        parts = {"model": self._tensors, PART: moments, "extra": extra}
+        return {part: {name: x.detach() for name, x in tensors.items()} for part, tensors in parts.items() if tensors}
+
+    # Saving
+
+    def save(self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None) -> None:
+        saving = self.begin(folder, extra, notes, copy=False)
+        self._wait(saving)
+        saving.result()
+
+    def begin(
+        self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, *, copy: bool
+    ) -> Saving:
+        """With ``copy``, tensors may be changed as soon as it returns."""
+        folder, channel = folder.absolute(), known_channel(self._transport)
+        self._wait(channel.latest if channel is not None else None)
+        if self._transport.global_rank == min(self._transport.hosts):
+            shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
+        state: State = {}
+        text, names, problem = "", [], None
+        try:
+            text, names, state = _as_json(notes), list(extra), self._state(_checked(extra))
+            if copy:
+                state = {part: {name: _copied(x) for name, x in tensors.items()} for part, tensors in state.items()}
+            elif self._transport.device.type == "cuda":
+                torch.cuda.synchronize(self._transport.device)  # the thread knows nothing of this one's streams
+        except Exception as error:
+            problem = error
+        ready = self._agree(problem, names, channel is not None)
+        channel = channel if channel is not None and ready else new_channel(self._transport)
+        return begin(channel, state, folder, text, self._transport)
+
+    def _wait(self, saving: Saving | None) -> None:
+        """Until it is done on all ranks; one that is stuck or gone is noticed."""
+        self._transport.until_all(lambda span: saving is None or saving.wait(span))
+
+    def _agree(self, problem: Exception | None, names: list[str], ready: bool) -> bool:
+        """Whether all ranks have a channel. What one cannot do, none begins."""
+        said = f"{type(problem).__name__}: {problem}" if problem else ""
+        answers = self._transport.gather((said, names, ready), ALL)
+        if problem is not None:
+            raise problem
+        for rank, (error, _, _) in zip(self._transport.hosts, answers, strict=True):
+            if error:
+                raise RuntimeError(f"rank {rank} could not begin to save: {error}")
+        counts = Counter(name for _, names, _ in answers for name in names)
+        name, count = max(counts.items(), key=lambda item: item[1], default=("", 1))
+        if count > 1:
+            raise ValueError(
+                f"extra tensors must have a name of their own on every rank, got {name!r} on {count} of them; "
+                "add the rank to the name"
+            )
+        return all(ready for _, _, ready in answers)
+
+    # Loading
+
+    @torch.no_grad()
+    def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
+        """Into tensors as they are; every rank reads what it holds."""
+        found = _place(folder)
+        if found is None:
+            raise ValueError(_nothing_in(folder))
+        reader, notes = Reader(found), read_notes(found)
+        saved = reader.index.state_dict_metadata
+        there = {name: x for name, x in extra.items() if _fits(saved.get(f"extra.{name}"), x)}
+        if self._optimizer_state is not None:
+            self._optimizer_state.prepare(saved)
+        state = self._state(there)
+        self._read(state, reader)
+        if self._optimizer_state is not None:
+            self._optimizer_state.finish(state.get(PART, {}))
+        for original, copy in self._copies:
+            to_local(copy).copy_(to_local(original))
+            if self._optimizer_state is not None:
+                self._optimizer_state.copy(original, copy)
+        return Loaded(notes, there)
+
+    def _read(self, state: State, reader: Reader) -> None:
+        try:
+            with alone_is_fine():
+                load(state, storage_reader=reader, planner=TensorsOnly(), process_group=self._transport.everyone)
+        except CheckpointException as error:
+            causes = dict.fromkeys(reason(cause) for cause, _ in error.failures.values())
+            raise ValueError(
+                f"the checkpoint in {reader.path} is damaged, or of another model or optimizer: {'; '.join(causes)}"
+            ) from None
+        except RuntimeError as error:
+            if is_connection_error(error):
+                raise self._transport.lost(error, "loading a checkpoint", self._transport.others(ALL)) from None
+            raise
+
+
+def verify_files(folder: Path, transport: Transport) -> str:
+    """What is wrong with a checkpoint's files, compared with its manifest; nothing if it is whole.
+
+    All ranks call it together and get the same answer. Each reads its share of the files.
+    """
+    ranks = list(transport.hosts)
+    part = ranks.index(transport.global_rank)
+    with ThreadPoolExecutor(1) as thread:
+        work = thread.submit(_damage, folder, part, len(ranks))
+        transport.until_all(lambda span: bool(wait([work], span).done))
+    found = dict.fromkeys(wrong for share in transport.gather(work.result(), ALL) for wrong in share)
+    if not found:
+        return ""
+    nothing = _nothing_in(folder)
+    return nothing if nothing in found else f"the checkpoint {folder} is damaged: {'; '.join(found)}"
+
+
+def _damage(folder: Path, part: int, parts: int) -> list[str]:
+    found = _place(folder)
+    return [_nothing_in(folder)] if found is None else manifest.damage(found, part, parts)
+
+
+def _place(folder: Path) -> Path | None:
+    """Where the checkpoint is: a crash while it was replaced may have left it beside."""
+    marks = (manifest.MANIFEST, INDEX)
+    places = (folder, beside(folder, "old"))
+    return next((place for place in places if any((place / mark).exists() for mark in marks)), None)
+
+
+def _nothing_in(folder: Path) -> str:
+    return f"no checkpoint in {folder}: a folder with a file {manifest.MANIFEST}, as Pipeline.save writes it"
+
+
+def _copied(x: Tensor) -> Tensor:
+    """In this host's memory, whatever the device; of a tensor in parts, this rank's."""
+    return x.to("cpu", copy=True)
+
+
+def _checked(extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, x in extra.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"extra values must be tensors, got {type(x).__name__} for {name!r}; notes take others")
+    return extra
+
+
+def _as_json(notes: Mapping[str, Any] | None) -> str:
+    if notes is None:
+        return ""
+    try:
+        return json.dumps(dict(notes), indent=1) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"notes must be what JSON can hold, got: {error}") from None
+
+
+def _fits(saved: object, x: Tensor) -> bool:
+    return isinstance(saved, TensorStorageMetadata) and (saved.size, saved.properties.dtype) == (x.shape, x.dtype)
+
+
+@contextmanager
+def alone_is_fine() -> Iterator[None]:
+    """A pipeline of one process needs no torch.distributed, of which torch would warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield

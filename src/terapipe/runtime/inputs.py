@@ -1,0 +1,184 @@
+"""What a step is given, checked before anything is computed: a batch, where its documents begin, how it is cut."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terapipe.modeling.stage import IGNORE
+from terapipe.planning.slices import Plan
+from terapipe.runtime.agreement import NOT_SHIFTED, checksum
+
+Vary = Literal["refuse", "replan", "pad"]
+Documents = Sequence[Sequence[int]]
+
+
+class Batch(NamedTuple):
+    """Ready for the executor. Token ids and labels only where they are needed."""
+
+    plan: Plan
+    input_ids: Tensor | None = None
+    labels: Tensor | None = None
+    documents: Documents = ()
+    scale: Tensor | None = None  # what the sum of losses is multiplied by
+
+
+class Vocabulary(NamedTuple):
+    """Token ids must be below the first number, labels below the second; None where the model does not say."""
+
+    inputs: int | None = None
+    outputs: int | None = None
+
+
+class Inputs:
+    """``tile``: slices' lengths must be multiples of it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        vary: Vary,
+        tile: int,
+        rank: int,
+        device: torch.device,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        self._plan, self._vary, self._tile, self._rank, self._device = plan, vary, tile, rank, device
+        self._vocabulary = vocabulary or Vocabulary()
+
+    def take(
+        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, plan: Plan | None
+    ) -> Batch:
+        given = input_ids if input_ids is not None else labels
+        plan = self.plan_for(given) if plan is None else self.own_plan(plan)
+        first, last = self._rank == 0, self._rank == plan.last_rank
+        if input_ids is not None and labels is not None:
+            _refuse_unshifted(input_ids, labels)
+        return Batch(
+            plan,
+            self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if first else None,
+            self.batch("labels", labels, plan, IGNORE, self._vocabulary.outputs) if last else None,
+            self.starts(documents, plan),
+        )
+
+    @property
+    def pads(self) -> bool:
+        return self._vary == "pad"
+
+    def own_plan(self, plan: Plan) -> Plan:
+        """A plan of one's own for a batch must leave the stages where they are."""
+        if plan.placement != self._plan.placement:
+            raise ValueError(
+                f"a batch's own plan must leave the stages on their ranks: the pipeline has boundaries "
+                f"{self._plan.boundaries}, chunks {self._plan.chunks} and order {self._plan.order!r}, got "
+                f"{plan.boundaries}, {plan.chunks} and {plan.order!r}"
+            )
+        if any(length % self._tile for row in plan.lengths for length in row):
+            raise ValueError(
+                f"tokens are shared out: slice lengths must be multiples of {self._tile}, got {plan.lengths}"
+            )
+        return plan
+
+    def plan_for(self, given: Tensor | None) -> Plan:
+        """The plan of a batch, by its shape alone: nobody is asked."""
+        if self._vary != "replan" or (given is not None and given.shape == (self._plan.batch_size, self._plan.seq_len)):
+            return self._plan
+        if given is None or given.ndim != 2:
+            raise ValueError(
+                f"with vary='replan' every rank must be given input_ids or labels, (batch, tokens), rank {self._rank} "
+                f"got {None if given is None else tuple(given.shape)}"
+            )
+        return self._plan.resized(given.shape[0], given.shape[1], self._tile)
+
+    def batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
+        shape = (plan.batch_size, plan.seq_len)
+        if self._vary == "pad" and tensor is not None and tensor.ndim == 2:
+            missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
+            tensor = F.pad(tensor, (0, max(0, missing[1]), 0, max(0, missing[0])), value=filler)
+        if tensor is None or tensor.shape != shape or tensor.dtype != torch.int64:
+            got = "None" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(
+                f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got {got}"
+            )
+        _refuse_unknown(name, tensor, vocabulary, filler)
+        return tensor.to(self._device)
+
+    def prompt(self, input_ids: Tensor | None) -> Tensor:
+        """Sequences that text is to follow, filled up to a multiple of the tile: no place sees those after it."""
+        if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
+            got = "None" if input_ids is None else f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+            raise ValueError(
+                f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self._rank} "
+                f"got {got}"
+            )
+        _refuse_unknown("input_ids", input_ids, self._vocabulary.inputs)
+        return F.pad(input_ids.to(self._device), (0, -input_ids.shape[1] % self._tile))
+
+    def starts(self, documents: Documents | None, plan: Plan) -> Documents:
+        """Every rank cuts attention at them, so every rank must be told."""
+        try:
+            rows = () if documents is None else tuple(tuple(row) for row in documents)
+            ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
+        except TypeError:  # not numbers, or not lists of them
+            rows, ordered = ((),), False
+        if self._vary == "pad":
+            rows += ((0,),) * (plan.batch_size - len(rows) if rows else 0)
+        if rows and (len(rows) != plan.batch_size or not ordered or any(row[-1] >= plan.seq_len for row in rows)):
+            raise ValueError(
+                f"documents must be, for each of the {plan.batch_size} sequences, the rising places below "
+                f"{plan.seq_len} where documents begin, 0 first, got {documents}"
+            )
+        return rows
+
+
+def _refuse_unknown(name: str, ids: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
+    if vocabulary is None:
+        return
+    unknown = ((ids < 0) | (ids >= vocabulary)) & (ids != ignored)
+    if unknown.any():
+        row, place = unknown.nonzero()[0].tolist()
+        also = f", or {ignored} to leave a place out" if ignored < 0 else ""
+        raise ValueError(
+            f"{name} must be tokens of the model's vocabulary, 0 to {vocabulary - 1}{also}, got "
+            f"{int(ids[row, place])} at row {row}, place {place}; is the tokenizer the model's?"
+        )
+
+
+def check_total(total: float | Tensor | None) -> float | None:
+    """What a loss is divided by in place of the number of its labels."""
+    number = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
+        raise ValueError(
+            f"total must be a positive finite number, what to divide the sum of losses by, got {total!r}; leave it out "
+            "to divide by the number of labels that count"
+        )
+    return number
+
+
+def lone_checksums(input_ids: Tensor | None, labels: Tensor | None) -> tuple[int, int]:
+    """For ranks that have one of the two only. Labels that are all alike in a row may well be shifted ones."""
+    if (input_ids is None) == (labels is None):
+        return 0, 0
+    if labels is None:
+        assert input_ids is not None
+        return checksum(input_ids), 0
+    return 0, 0 if bool((labels[:, 1:] == labels[:, :-1]).all()) else checksum(labels)
+
+
+def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:
+    """Shifted labels never look like this: where they equal the token at their place, it is also the one after it."""
+    if input_ids.shape != labels.shape or input_ids.ndim != 2:
+        return
+    ids, targets = input_ids.to(labels.device), labels
+    counted = targets != IGNORE
+    if bool(((targets == ids) | ~counted).all()):
+        later = torch.roll(ids, -1, dims=1)
+        known = counted.clone()
+        known[:, -1] = False
+        if bool(((targets != later) & known).any()):
+            raise ValueError(NOT_SHIFTED)

@@ -1,0 +1,160 @@
+"""What a run looks like while it runs: a panel that is kept up to date on a terminal, plain lines elsewhere."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from terapipe.reporting.units import digits, seconds, share
+from terapipe.training.logging.panel import bar, extremes, number, values
+
+_RECENT = 50  # rows whose mean or median is shown
+_STYLES = {"nan": "bold red", "failed": "bold red", "drift": "yellow", "stopped": "yellow"}
+# The columns of plain lines.
+_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "loss": lambda value: f"loss {number(value)}",
+    "lr": lambda value: f"lr {value:.2e}",
+    "grad_norm": lambda value: f"grad norm {number(value)}",
+    "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+    "seconds": seconds,
+    "predicted": lambda value: f"(predicted {seconds(value)})",
+    "idle": lambda value: f"idle {share(value)}",
+    "memory": lambda sizes: f"memory {extremes(sizes)}",
+    "left": lambda value: f"{value} left",
+}
+
+
+class Display:
+    """Takes the rows that also go to the files. What a row lacks, or what is not finite, is left out."""
+
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        start: int,
+        every: int,
+        title: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._total, self._every, self._title, self._clock = console, total, every, title, clock
+        self._step = start
+        self._known: dict[str, Any] = {}  # the latest value of each key, and what follows from several rows
+        self._losses: deque[float] = deque(maxlen=_RECENT)
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._pace: deque[tuple[float, int]] = deque([(clock(), start)], maxlen=2 * _RECENT)
+        self._widths: dict[str, int] = {}  # of the columns of plain lines
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            # Its thread draws what it was last given, so it never sees values that are just changing.
+            self._live = Live(self._view(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        else:
+            self.say(self._title)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, message: str, style: str = "") -> None:
+        """Above the panel, or as a line of its own."""
+        with suppress(OSError):  # of a log file on a full disk: training is worth more than its lines
+            self._console.print(Text(self._printable(message), style=style), soft_wrap=self._live is None)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        row = {key: value for key, value in row.items() if _is_known(value)}
+        step = row.get("step", self._step)
+        self._remember(row, step)
+        self._tell(row, step)
+        if self._live is not None:
+            self._live.update(self._view())
+        elif "seconds" in row and (step % self._every == 0 or step == self._total):
+            self.say(self._line(row, step))
+
+    def _remember(self, row: Mapping[str, Any], step: int) -> None:
+        known = self._known
+        if row.get("event") == "checkpoint":
+            known["saved"] = step
+        elif "event" in row:
+            known["last"] = f"step {step}, {_event(row)}"
+        known |= row
+        if "eval_loss" in row:
+            known["evaluated"] = step
+        if "seconds" not in row:
+            return
+        self._step = step
+        self._pace.append((self._clock(), step))
+        self._losses += [row["loss"]] if "loss" in row else []
+        if len(self._losses) > 1:
+            known["recent"] = fmean(self._losses)
+        self._seconds.append(row["seconds"])
+        known["median"] = median(self._seconds)
+        if "tokens_per_second" in row and known["median"]:  # of the same steps as the time beside it
+            known["tokens_per_second"] = row["tokens_per_second"] * row["seconds"] / known["median"]
+        if row.get("predicted"):
+            known["forecast"] = f"{seconds(row['predicted'])} ({known['median'] / row['predicted']:.2f} x)"
+        if row.get("skipped"):
+            known["left_out"] = known.get("left_out", 0) + 1
+
+    def _tell(self, row: Mapping[str, Any], step: int) -> None:
+        """What is told once: on a terminal it scrolls by above the panel, which has the checkpoints itself."""
+        if "event" in row and not (self._live and row["event"] == "checkpoint"):
+            self.say(f"step {step}  {_event(row)}", _STYLES.get(row["event"], ""))
+        if "eval_loss" in row:
+            perplexity = f", perplexity {digits(row['perplexity'])}" if "perplexity" in row else ""
+            self.say(f"step {step}  evaluation: loss {number(row['eval_loss'])}{perplexity}")
+        if "sample" in row:
+            self.say(f"step {step}  sample:")
+            self.say("\n".join(f"  | {line}" for line in str(row["sample"]).split("\n")), "dim")
+
+    def _left(self) -> str:
+        """By the wall clock, so that evaluations and checkpoints count; nothing before the first step."""
+        (began, first), (now, last) = self._pace[0], self._pace[-1]
+        if last <= first:
+            return ""
+        return str(timedelta(seconds=round((now - began) / (last - first) * (self._total - last))))
+
+    def _line(self, row: Mapping[str, Any], step: int) -> str:
+        """Each value under the one before; a column that once had a value keeps its place when it has none."""
+        row = {**row, "left": self._left()}
+        cells = {key: form(row[key]) for key, form in _COLUMNS.items() if row.get(key) not in (None, [], "")}
+        for key, cell in cells.items():
+            self._widths[key] = max(self._widths.get(key, 0), len(cell))
+        aligned = [cells.get(key, "").rjust(self._widths[key]) for key in _COLUMNS if key in self._widths]
+        return "  ".join([f"step {step:>{len(str(self._total))}}/{self._total}", *aligned]).rstrip()
+
+    def _view(self) -> RenderableType:
+        parts = [bar(self._step, self._total, self._left()), "", *values(self._known, self._console.width)]
+        if "last" in self._known:
+            last = self._printable(self._known["last"]).replace("\n", " ")
+            parts += ["", Text(last, style="dim", no_wrap=True, overflow="ellipsis")]
+        return Panel(
+            Group(*parts), title=Text(self._printable(self._title), "bold default"), border_style="bright_black"
+        )
+
+    def _printable(self, text: str) -> str:
+        """Generated text may hold anything: nothing in it may move the cursor, or be more than the output can write."""
+        shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+        encoding = self._console.encoding
+        return shown.encode(encoding, "replace").decode(encoding)
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _event(row: Mapping[str, Any]) -> str:
+    return f"{row['event']}: {row['message']}" if row.get("message") else str(row["event"])
