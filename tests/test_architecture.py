@@ -15,41 +15,50 @@ SOURCE = Path(terapipe.__file__).parent
 ALLOWED = {
     "files": set(),
     "presets": set(),
-    "planning": {"presets"},
+    "planning": {"files", "presets"},
     "scheduling": {"planning"},
-    "search": {"presets", "planning", "scheduling"},
+    "search": {"files", "presets", "planning", "scheduling"},
     "paper": {"presets", "planning", "search"},
-    "reporting": {"planning", "scheduling"},
+    "reporting": {"files", "planning", "scheduling", "search"},
     "modeling": {"presets"},
     "runtime": {"files", "presets", "planning", "scheduling", "modeling"},
     "launch": {"planning", "runtime"},
     "doctor": {"launch", "modeling", "reporting", "runtime"},
     "config": {"planning"},
     "training": {
-        "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "launch", "hf",
+        "api", "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime",
+        "launch", "hf",
     },
     "cli": {
-        "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling", "runtime",
-        "launch", "doctor", "training",
+        "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",
+        "runtime", "launch", "doctor", "training",
     },
-    "__init__": {"presets", "planning", "scheduling", "modeling", "runtime", "reporting"},
+    "api": {"presets", "planning", "scheduling", "search", "modeling", "runtime"},
+    "__init__": {"api", "presets", "planning", "scheduling", "search", "modeling", "runtime"},
     "hf": {"planning", "modeling", "runtime"},
     "__main__": {"cli"},
 }  # fmt: skip
-TORCH_FREE = {"files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
+TORCH_FREE = {"api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
 
 
 def room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+# What an object that can show itself loads when it is asked to, and not before.
+LAZY = {"search": {"reporting"}, "scheduling": {"reporting"}}
+
+
 def imports(path: Path) -> set[str]:
+    """With ``from terapipe import x`` as an import of ``terapipe.x``."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
+            if node.module == "terapipe":
+                names |= {f"terapipe.{alias.name}" for alias in node.names}
     return names
 
 
@@ -60,7 +69,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 def test_imports_respect_the_rooms(path: Path) -> None:
     here = room(path)
     entered = {name.split(".")[1] for name in imports(path) if name.startswith("terapipe.")} - {here}
-    assert entered <= ALLOWED[here]
+    assert entered <= ALLOWED[here] | LAZY.get(here, set())
     loads_torch = any(name.split(".")[0] == "torch" for name in imports(path))
     assert not (loads_torch and here in TORCH_FREE)
     if here == "modeling":  # knows of tensors in parts, never of sending and receiving

@@ -19,14 +19,15 @@ from terapipe.launch.job import told as told_lines
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import KINDS
 from terapipe.scheduling import proof
-from terapipe.search.choose import PlanResult
 from terapipe.search.evaluator import PlanEvaluator
-from terapipe.search.request import ClusterSource, ProfileSource, Request
+from terapipe.search.request import Request
+from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
+from terapipe.search.source import ClusterSource, ProfileSource
 from terapipe.training.planned import given, ranks_wanted
 from tests.planning.test_fitted import made
 
@@ -89,7 +90,7 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
 
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
     """The formula charged two transfers per slice however few ranks there were, so that search stopped too early."""
-    source = ClusterSource(PRESETS["gpt3-1b"], cluster("p3.16xlarge:2"))  # transfers there hold their sender up
+    source = ClusterSource(PRESETS["gpt3-1b"], Cluster("p3.16xlarge:2"))  # transfers there hold their sender up
     request = Request(batch_size=1, seq_len=2048)
 
     def sent(pipe: int) -> float:
@@ -104,7 +105,7 @@ def test_a_pipeline_of_one_rank_sends_nothing() -> None:
 def test_a_described_cluster_exchanges_a_tied_weight_too() -> None:
     """Measured costs had the exchange of a tied weight's gradient, described ones left it out."""
     tied = PRESETS["gpt3-1b"]
-    host = cluster("dgx-a100:2")
+    host = Cluster("dgx-a100:2")
     layout = Layout(pp=2, tp=8)  # one stage on each host
     costs = [AnalyticCost(config, host, layout) for config in (tied, replace(tied, tied=False))]
     added = costs[0].per_step([StageSpec(12, first=True)]) - costs[1].per_step([StageSpec(12, first=True)])
@@ -238,7 +239,7 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
 
 def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:
     """A runner-up may be a little faster where slicing is not worth it: "-0.4% faster than the next best order"."""
-    source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), cluster("dgx-a100:1"))
+    source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), Cluster("dgx-a100:1"))
     bench = PlanEvaluator(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
     whole = bench.evaluate(bench.plan("gpipe", 1, (64,)))
     sliced = replace(bench.evaluate(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)

@@ -9,7 +9,8 @@ from terapipe.planning.profile import Profile
 from terapipe.runtime.profiler import Profiler
 from terapipe.scheduling.simulator import makespan as simulated
 from terapipe.search.choose import choose
-from terapipe.search.request import ProfileSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ProfileSource
 
 CONFIG = PRESETS["gpt-small"]
 CUTS, CHUNKED = (0, 3, 6), (0, 1, 3, 4, 6)
@@ -24,7 +25,7 @@ def even(tokens: int, batch: int, slices: int, order: str, chunks: int = 1) -> P
 
 def planned(profile: Profile, batch: int, order: str) -> Plan:
     request = Request(batch, profile.seq_len, dp=1, pp=2, tp=1, order=order, chunks=1, recompute=False)
-    return choose(ProfileSource(profile, 2), request).chosen.plan
+    return choose(ProfileSource(profile, 2), request).estimate.plan
 
 
 def plans(profile: Profile, quick: bool) -> dict[str, Plan]:

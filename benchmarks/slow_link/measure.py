@@ -11,7 +11,8 @@ from terapipe.runtime.profiler import Profiler
 from terapipe.runtime.transport import under_torchrun
 from terapipe.scheduling.simulator import makespan as simulated
 from terapipe.search.choose import choose
-from terapipe.search.request import ProfileSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ProfileSource
 from tests.hosts import finish, hosts, torchrun, why_not
 
 TOKENS = 2048
@@ -21,7 +22,7 @@ RATE, DELAY = "100mbit", "5ms"
 
 def planned(profile: Profile) -> Plan:
     request = Request(1, profile.seq_len, dp=1, pp=2, tp=1, recompute=False)
-    return choose(ProfileSource(profile, 2), request).chosen.plan
+    return choose(ProfileSource(profile, 2), request).estimate.plan
 
 
 def plans(profile: Profile) -> dict[str, Plan]:

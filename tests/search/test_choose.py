@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terapipe import PRESETS, GPTConfig, Plan, schedule, validate
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
@@ -13,11 +13,12 @@ from terapipe.search.choose import choose
 from terapipe.search.compare import compare, frontier
 from terapipe.search.cuts import Grid, improve, ramped, uniform
 from terapipe.search.evaluator import PlanEvaluator
-from terapipe.search.request import ClusterSource, Request, layouts
+from terapipe.search.request import Request, layouts
+from terapipe.search.source import ClusterSource
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource
 
 SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_seq_len=4096)
-SOURCE = ClusterSource(SMALL, cluster("p3.16xlarge:1"))
+SOURCE = ClusterSource(SMALL, Cluster("p3.16xlarge:1"))
 ONE = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2)
 
 
@@ -27,7 +28,7 @@ def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
     request = ONE.fixed(
         order=order, batch=batch, microbatch=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
     )
-    chosen = choose(SOURCE, request).chosen
+    chosen = choose(SOURCE, request).estimate
     bench = PlanEvaluator(SOURCE, request, chosen.layout, False)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
         even = bench.evaluate(bench.plan(order, 1, uniform(2048, count, 8), chosen.plan.chunks))
@@ -39,14 +40,14 @@ def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
     assert decision.runners_up
     times = [choice.step_time for choice in decision.runners_up]
     assert times == sorted(times)
-    assert len({choice.plan.order for choice in (decision.chosen, *decision.runners_up)}) == len(times) + 1
-    for choice in (decision.chosen, *decision.runners_up):
+    assert len({choice.plan.order for choice in (decision.estimate, *decision.runners_up)}) == len(times) + 1
+    for choice in (decision.estimate, *decision.runners_up):
         made = schedule(choice.plan)
         validate(made)
         cost = SOURCE.cost(choice.layout, choice.plan.recompute)
         once = choice.step_time - makespan(choice.plan, cost)[0]
         assert simulate(made, cost).makespan + once == pytest.approx(choice.step_time, rel=1e-9)
-        assert decision.chosen.step_time <= choice.step_time
+        assert decision.estimate.step_time <= choice.step_time
 
 
 def test_what_is_fixed_stays_fixed() -> None:
@@ -54,10 +55,10 @@ def test_what_is_fixed_stays_fixed() -> None:
         batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448),
         microbatch_size=2, recompute=True,
     )  # fmt: skip
-    choice = choose(SOURCE, request).chosen
+    choice = choose(SOURCE, request).estimate
     assert choice.layout == Layout(2, 2, 2)
     assert choice.plan == Plan((2, 2), ((1000, 600, 448),) * 2, choice.plan.boundaries, "terapipe-1f1b", 1, True)
-    assert choose(SOURCE, request.fixed(slice_lengths=None, num_slices=5, tile=8)).chosen.plan.lengths[0] == (
+    assert choose(SOURCE, request.fixed(slice_lengths=None, num_slices=5, tile=8)).estimate.plan.lengths[0] == (
         410,
         410,
         410,
@@ -68,22 +69,22 @@ def test_what_is_fixed_stays_fixed() -> None:
 
 def test_a_single_stage_is_not_sliced() -> None:
     decision = choose(SOURCE, Request(batch_size=1, seq_len=2048, dp=1, pp=1, tp=1))
-    assert not decision.chosen.sliced
-    assert decision.unsliced is decision.chosen
+    assert not decision.estimate.sliced
+    assert decision.unsliced is decision.estimate
 
 
 def test_many_sequences_on_few_stages_are_not_sliced() -> None:
-    source = ClusterSource(SMALL, cluster("dgx-a100:1"))
-    assert not choose(source, Request(batch_size=64, seq_len=256, dp=1, pp=2, tp=1)).chosen.sliced
+    source = ClusterSource(SMALL, Cluster("dgx-a100:1"))
+    assert not choose(source, Request(batch_size=64, seq_len=256, dp=1, pp=2, tp=1)).estimate.sliced
 
 
 def test_the_budget_rules() -> None:
     free = choose(SOURCE, ONE.fixed(batch=16, order="terapipe"))
-    tight = choose(SOURCE, ONE.fixed(batch=16, order="terapipe", budget=int(free.chosen.peak_bytes * 0.6)))
-    assert tight.chosen.peak_bytes <= free.chosen.peak_bytes * 0.6
-    assert tight.chosen.plan.recompute
-    assert tight.chosen.step_time > free.chosen.step_time
-    lean = choose(SOURCE, ONE.fixed(batch=16, recompute=False, budget=int(free.chosen.peak_bytes * 0.6))).chosen
+    tight = choose(SOURCE, ONE.fixed(batch=16, order="terapipe", budget=int(free.estimate.peak_bytes * 0.6)))
+    assert tight.estimate.peak_bytes <= free.estimate.peak_bytes * 0.6
+    assert tight.estimate.plan.recompute
+    assert tight.estimate.step_time > free.estimate.step_time
+    lean = choose(SOURCE, ONE.fixed(batch=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))).estimate
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved")
 
 
@@ -94,12 +95,12 @@ def test_a_budget_too_small_for_any_plan_is_refused() -> None:
 
 def test_tiles_and_few_lengths() -> None:
     free = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1))
-    tiled = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, tile=128)).chosen
+    tiled = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, tile=128)).estimate
     assert all(length % 128 == 0 for row in tiled.plan.lengths for length in row)
-    assert tiled.step_time >= free.chosen.step_time
+    assert tiled.step_time >= free.estimate.step_time
     for distinct in (1, 2):
         limited = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=distinct))
-        assert len({length for row in limited.chosen.plan.lengths for length in row}) <= distinct
+        assert len({length for row in limited.estimate.plan.lengths for length in row}) <= distinct
         assert limited.price is not None
         assert limited.price >= 1 - 1e-9
 
@@ -188,12 +189,12 @@ def test_shaped_slices_take_times_in_these_proportions() -> None:
 def test_folded_plans_have_short_slices_at_both_ends() -> None:
     request = Request(1, 2048, dp=1, pp=2, tp=1, chunks=2, recompute=False)
     source = SimpleSource(SimpleCost(fixed=20.0), SimpleMemory(), 8, 2)
-    folded, looped = (choose(source, request.fixed(order=f"terapipe-{kind}")).chosen for kind in ("v", "deferred"))
+    folded, looped = (choose(source, request.fixed(order=f"terapipe-{kind}")).estimate for kind in ("v", "deferred"))
     first, *between, last = folded.plan.lengths[0]
     assert max(first, last) < min(between)
     assert max(first, last) < max(between) / 3
     assert folded.step_time < 0.985 * looped.step_time
-    assert choose(source, request).chosen.plan.order == "terapipe-v"
+    assert choose(source, request).estimate.plan.order == "terapipe-v"
 
 
 def test_equal_time_reaches_the_end_when_slices_cannot_be_equal() -> None:
@@ -218,18 +219,18 @@ def test_improving_never_makes_it_worse() -> None:
 
 
 def test_long_sequences_are_planned_too() -> None:
-    source = ClusterSource(replace(SMALL, max_seq_len=2**18), cluster("dgx-h100:1"))
-    chosen = choose(source, Request(batch_size=1, seq_len=2**18, dp=1, pp=8, tp=1, order="terapipe-1f1b")).chosen
+    source = ClusterSource(replace(SMALL, max_seq_len=2**18), Cluster("dgx-h100:1"))
+    chosen = choose(source, Request(batch_size=1, seq_len=2**18, dp=1, pp=8, tp=1, order="terapipe-1f1b")).estimate
     assert chosen.sliced
     assert chosen.plan.seq_len == 2**18
 
 
 def test_shared_state_lets_replicas_fit() -> None:
     """Weights, gradients and state of a stage take 30 GiB; shared by four replicas 16."""
-    source = ClusterSource(PRESETS["gpt3-13b"], cluster("p4d.24xlarge:4"))
+    source = ClusterSource(PRESETS["gpt3-13b"], Cluster("p4d.24xlarge:4"))
     request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, budget=20 << 30)
     with pytest.raises(ValueError, match="share state between replicas"):
         choose(source, request)
-    shared = choose(source, request.fixed(shard=True)).chosen
+    shared = choose(source, request.fixed(shard=True)).estimate
     assert shared.fits
     assert str(shared.layout) == "data 4 (sharded) x pipe 8 x tensor 1"

@@ -15,7 +15,7 @@ import torch
 from terapipe import GPT
 from terapipe.config import RunConfig, parse
 from terapipe.modeling.stage import IGNORE
-from terapipe.presets import model
+from terapipe.presets import gpt_config
 from terapipe.training.data.batches import Batches
 from terapipe.training.data.token_file import open_data
 from terapipe.training.learning_rate import learning_rate
@@ -104,7 +104,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plainly(told: RunConfig, steps: int) -> list[float]:
     """The losses of a loop as anyone would write it, which knows nothing of pipelines."""
     data = open_data(told.data, Path(told.data.cache))
-    gpt = GPT(replace(model(SHAPE), vocab=data.tokenizer.vocab)).double()
+    gpt = GPT(replace(gpt_config(SHAPE), vocab=data.tokenizer.vocab)).double()
     named = dict(gpt.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": told.optimizer.weight_decay},

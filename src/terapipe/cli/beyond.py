@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from terapipe.cli.show import cut
 from terapipe.paper.published import SETTINGS, Setting
 from terapipe.paper.question import grown, orders
 from terapipe.paper.whatif import CASES, Outcome, outcome
 from terapipe.reporting import svg, units
+from terapipe.reporting.plans import cut
 from terapipe.search.evaluator import PlanEstimate
 
 

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.presets import PRESETS
-from terapipe.search.choose import PlanResult, choose
+from terapipe.search.choose import choose
 from terapipe.search.estimates import Estimate, estimates
 from terapipe.search.evaluator import PlanEstimate
-from terapipe.search.request import ClusterSource, Request
+from terapipe.search.request import Request
+from terapipe.search.result import PlanResult
+from terapipe.search.source import ClusterSource
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Case:
     @property
     def source(self) -> ClusterSource:
         config = PRESETS[self.model]
-        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), cluster(self.where))
+        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), Cluster(self.where))
 
 
 CASES = (
@@ -48,7 +50,7 @@ def outcome(case: Case) -> Outcome:
     request = Request(case.batch_size, case.seq_len, tile=max(8, case.seq_len // 1024))
     decision: PlanResult = choose(case.source, request)
     try:
-        usual = choose(case.source, request.fixed(order="1f1b")).chosen
+        usual = choose(case.source, request.fixed(order="1f1b")).estimate
     except ValueError:
         usual = None
-    return Outcome(case, decision.chosen, usual, estimates(case.source, request))
+    return Outcome(case, decision.estimate, usual, estimates(case.source, request))

@@ -15,7 +15,7 @@ from terapipe.config import DataConfig, ModelConfig
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.stages import balance, split_layers
-from terapipe.presets import GPTConfig, model
+from terapipe.presets import GPTConfig, gpt_config
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
     """With as many tokens and positions as the data have, unless a shape says how many."""
-    shape = model(config.preset)
+    shape = gpt_config(config.preset)
     given = {item.partition("=")[0].strip() for item in config.preset.split(",")}
     if "vocab" not in given:
         shape = replace(shape, vocab=vocab)

@@ -1,25 +1,19 @@
 """The plan of a run: given, chosen by measurements, or equal slices; kept in the run's folder for when it goes on."""
 
 import json
-from dataclasses import asdict, dataclass, replace
-from math import lcm
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from terapipe import files
-from terapipe.config import PlanConfig, RunConfig, nbytes
-from terapipe.planning.fitted import FittedCost
+from terapipe import api, files
+from terapipe.config import PlanConfig, RunConfig
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
-from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.choose import choose
 from terapipe.search.cuts import uniform
-from terapipe.search.request import ProfileSource, Request
+from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
 from terapipe.training.model import Made
 
@@ -156,18 +150,16 @@ def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> 
     if wanted.slice_lengths:
         return wanted.slice_lengths
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
-    tile = _tile(wanted, tokens, shortest)
+    tile = Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=wanted.tp)
     return uniform(tokens, count, tile if tokens >= tile * count else 1)
 
 
-def measure(config: RunConfig, made: Made, ranks: int) -> Profile:
+def measure(config: RunConfig, made: Made) -> Profile:
     """All ranks together; each gets the first one's account."""
-    layers, tokens = max(1, made.model.num_layers // ranks), config.data.seq_len
     sizes = (config.plan.microbatch_size,) if config.plan.microbatch_size else _sizes(config)
-    profiler = Profiler(made.model, layers=layers, seq_len=tokens, sizes=sizes, shape=made.shape)
-    # Of larger microbatches only what holds no more than one whole sequence does: short slices, which gain by merging.
-    profiler.points = [p for p in profiler.points if p.size == sizes[0] or p.size * (p.length + p.context) <= tokens]
-    return profiler.transport.gather(profiler.run(config.plan.seconds))[0]
+    seq_len, seconds = config.data.seq_len, config.plan.seconds
+    # Of larger microbatches only short slices are measured: those gain by merging.
+    return api.profile(made.model, seq_len=seq_len, microbatch_sizes=sizes, seconds=seconds, max_tokens=seq_len)
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
@@ -177,44 +169,32 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
 
 
 def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Planned:
-    """The fastest by simulation that the model can run. Devices that share an operator are planned for as one, which
-    has all of its costs: slices compare alike, steps are predicted too long."""
-    wanted, tensor = config.plan, config.plan.tp
-    if ranks % tensor:
-        raise ValueError(f"plan.tp must divide the number of processes, got {tensor} and {ranks}")
-    recompute = {"auto": None if made.recomputes else False, "full": True}.get(config.model.recompute, False)
-    tile = _tile(wanted, config.data.seq_len, made.shortest)
-    request = Request(
+    """The fastest by simulation that the model can run."""
+    wanted = config.plan
+    if ranks % wanted.tp:
+        raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
+    result = api.plan(
+        made.model,
+        profile,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
         dp=wanted.dp or None,
         pp=wanted.pp or None,
-        tp=1,
+        tp=wanted.tp,
         order=wanted.order or None,
         num_slices=wanted.num_slices or None,
         slice_lengths=wanted.slice_lengths or None,
         microbatch_size=wanted.microbatch_size or None,
         chunks=wanted.chunks or None,
-        recompute=recompute,
+        recompute={"auto": None, "full": True}.get(config.model.recompute, False),
         shard=wanted.shard,
-        tile=tile,
-        budget=nbytes(wanted.memory) if wanted.memory else None,
+        tile=min(wanted.tile, config.data.seq_len),
+        memory=wanted.memory or None,
+        devices=ranks,
     )
-    chosen = choose(ProfileSource(profile, ranks // tensor), request).chosen
-    layout = replace(chosen.layout, tp=tensor)
-    makespan = predicted(profile, layout, chosen.plan).makespan
-    return Planned(layout, chosen.plan, chosen.step_time, max(0.0, chosen.step_time - makespan))
-
-
-def _tile(wanted: PlanConfig, tokens: int, shortest: int) -> int:
-    """What slices are multiples of: of the devices too that share out their tokens, and never shorter than the model
-    takes them, the last one, which has what is left over, included."""
-    unit = lcm(wanted.tile, wanted.tp)
-    for tile in range(unit, tokens, unit):
-        if tile >= shortest and (tokens % tile == 0 or tokens % tile >= shortest):
-            return tile
-    return tokens  # whole sequences
+    once = max(0.0, result.step_time - result.simulate().makespan)
+    return Planned(result.layout, result.plan, result.step_time, once)
 
 
 def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
-    return simulate(schedule(plan), FittedCost(profile, plan.recompute, replace(layout, tp=1)))
+    return api.simulate(plan, profile, layout=layout)

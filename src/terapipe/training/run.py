@@ -174,7 +174,7 @@ class Run:
     def _by_measuring(self, made: Made) -> plans.Planned:
         said = f"measuring the model for about {self._config.plan.seconds:g} s"
         with self._console.status(said) if self._console.is_terminal else nullcontext():
-            profile = plans.measure(self._config, made, self._world.size)
+            profile = plans.measure(self._config, made)
         if self._is_main:
             files.write(self._config.folder / "profile.json", profile.to_json() + "\n")
         return self._by_costs(made, profile)

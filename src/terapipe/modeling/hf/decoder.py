@@ -19,6 +19,7 @@ from terapipe.modeling.hf.tensor_check import prove_tensor_parallel
 from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.modeling.hf.weights import PretrainedWeights, RandomWeights, StageWeights, Weights, meta_model
 from terapipe.modeling.stage import TensorParallel
+from terapipe.presets import ModelSpec
 
 
 class Decoder:
@@ -137,6 +138,11 @@ class Decoder:
         """From a folder that ``save_pretrained`` wrote. As in transformers the model begins in evaluation mode."""
         saved = PretrainedWeights(Path(folder), dtype)
         return cls(meta_model(saved.config(), dtype), backend=backend, weights=saved)
+
+    def planning_spec(self) -> ModelSpec:
+        from terapipe.modeling.hf.shape import shape_of
+
+        return ModelSpec(shape_of(self), self.shortest, self.backend == "attention")
 
     @property
     def num_layers(self) -> int:
