@@ -38,7 +38,7 @@ ALLOWED = {
     "hf": {"planning", "modeling", "runtime"},
     "__main__": {"cli"},
 }  # fmt: skip
-TORCH_FREE = {"api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
+TORCH_FREE = {"files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
 
 
 def room(path: Path) -> str:

@@ -12,7 +12,6 @@ import pytest
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
 from terapipe.cli.profile import _judge
-from terapipe.cli.show import reasons
 from terapipe.config import parse
 from terapipe.launch.job import Launch
 from terapipe.launch.job import told as told_lines
@@ -22,6 +21,7 @@ from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import KINDS
+from terapipe.reporting.plans import reasons
 from terapipe.scheduling import proof
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
@@ -50,7 +50,7 @@ def calls_per_action(plan: Plan) -> float:
 
 def test_validating_takes_as_long_per_action_however_large_the_plan() -> None:
     """Ranks that had stopped were woken many times over: 36, 94, 217 us per action with 8, 16, 32 microbatches."""
-    cut = {"tokens": 64, "slices": 8, "boundaries": range(9), "order": "terapipe-1f1b"}
+    cut = {"seq_len": 64, "num_slices": 8, "boundaries": range(9), "order": "terapipe-1f1b"}
     small, large = (calls_per_action(Plan.uniform(batch_size=batch, **cut)) for batch in (4, 32))
     assert large < 1.2 * small
 
@@ -146,7 +146,7 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
     fixed = ["--order", "terapipe", "--num-slices", "4", "--recompute", "off"]
     planned = told(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
     again = told(capsys, "simulate", "plan.json")
-    for key in ("step_time", "layout", "peak_bytes", "fits", "slices"):
+    for key in ("step_time", "layout", "peak_bytes", "fits", "lengths"):
         assert again[key] == planned[key]
     assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
@@ -184,13 +184,13 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan = Plan.uniform(batch_size=1, seq_len=32, num_slices=2, boundaries=(0, 1, 2))
     file.write_text(SavedPlan(plan, Layout(2, 2, 2)).to_json())
-    text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\ntokens=32\nbatch=2\n[plan]\nfile="{file}"'
+    text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\nseq_len=32\nbatch_size=2\n[plan]\nfile="{file}"'
     config = parse(text)
     assert ranks_wanted(config.plan) == 8
     found = given(config, 8)
     assert found is not None
     assert found.layout == Layout(2, 2, 2)
-    with pytest.raises(ValueError, match=r"is for tensor 2, plan.tp says 4"):
+    with pytest.raises(ValueError, match=r"is for tp 2, plan.tp says 4"):
         ranks_wanted(parse(text, ["plan.tp=4"]).plan)
     with pytest.raises(ValueError, match=r"plan.order would have no effect beside plan.file"):
         ranks_wanted(parse(text, ["plan.order=gpipe"]).plan)
@@ -205,8 +205,8 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
     table.write_text(json.dumps([{"size": 1, "length": n, "context": c, "seconds": s} for n, c, s in rows]))
     common = ["plan", "--cost-table", str(table), "--batch-size", "2", "--seq-len", "4", "--pp", "2"]
     assert told(capsys, *common)["step_time"] > 0
-    assert told(capsys, *common, "--num-slices", "4")["slices"] == [[1, 1, 1, 1]] * 2
-    assert told(capsys, *common, "--slice-lengths", "1,2,1")["slices"] == [[1, 2, 1]] * 2
+    assert told(capsys, *common, "--num-slices", "4")["lengths"] == [[1, 1, 1, 1]] * 2
+    assert told(capsys, *common, "--slice-lengths", "1,2,1")["lengths"] == [[1, 2, 1]] * 2
     for option in ("--chunks=1", "--recompute=on", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
                    "--sensitivity", "--layers-only", "--model=gpt-tiny"):  # fmt: skip
         assert "would have no effect" in refused(capsys, *common, option)
@@ -225,7 +225,7 @@ def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "--slice-lengths" in refused(capsys, *sliced, "--num-slices", "1024,1024")
     assert "would have no effect" in refused(capsys, *sliced, "--num-slices", "2", "--slice-lengths", "1024,1024")
     assert "sum to 2048" not in refused(capsys, *sliced, "--slice-lengths", "2048,1")
-    assert told(capsys, *sliced, "--slice-lengths", "2048")["slices"][0] == [2048]
+    assert told(capsys, *sliced, "--slice-lengths", "2048")["lengths"][0] == [2048]
 
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])
@@ -243,7 +243,7 @@ def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:
     bench = PlanEvaluator(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
     whole = bench.evaluate(bench.plan("gpipe", 1, (64,)))
     sliced = replace(bench.evaluate(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)
-    said = " ".join(reasons(PlanResult(whole, (sliced,))))
+    said = " ".join(reasons(PlanResult(whole, (sliced,), bench.request)))
     assert "terapipe would be 0.4% faster" in said
     assert "-0.4%" not in said
 

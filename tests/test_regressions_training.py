@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from terapipe import Pipeline, Timeline
+from terapipe import Pipeline, Timeline, api
 from terapipe.cli import main
 from terapipe.config import CheckpointConfig, RunConfig, parse
 from terapipe.launch import processes
@@ -176,7 +176,8 @@ def request_of(config: RunConfig, made: Made, monkeypatch: pytest.MonkeyPatch) -
     def choose(source: object, request: Request) -> None:
         raise AskedError(request)
 
-    monkeypatch.setattr(planned, "choose", choose)
+    monkeypatch.setattr(api, "choose", choose)
+    monkeypatch.setattr(api, "source_of", lambda *_: None)
     with pytest.raises(AskedError) as found:
         planned.by_costs(config, made, None, 12)  # type: ignore[arg-type]
     request: Request = found.value.args[0]
@@ -190,18 +191,18 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     able = make_model(config.model, config.data, 257)
     picky = replace(able, shortest=2, recomputes=False)
     assert request_of(config, able, monkeypatch).recompute is None
-    assert request_of(config, able, monkeypatch).tile == 24
+    assert request_of(config, able, monkeypatch).tile_for(tile=8, tp=6) == 24
     one = replace(config, plan=replace(config.plan, tp=1))
-    assert request_of(one, able, monkeypatch).tile == 8
-    assert request_of(one, picky, monkeypatch).tile == 16, "the last slice had one token"
-    assert request_of(one, picky, monkeypatch).recompute is False
+    assert request_of(one, able, monkeypatch).tile_for(tile=8, tp=1) == 8
+    assert request_of(one, picky, monkeypatch).tile_for(tile=8, tp=1) == 16, "the last slice had one token"
+    assert not request_of(one, picky, monkeypatch).can_recompute
     even = replace(one, plan=replace(one.plan, num_slices=255))
     assert min(planned.evenly(even, picky, 2).plan.lengths[0]) >= 2
 
 
 def sizes_measured(config: RunConfig) -> set[int]:
     made = make_model(config.model, config.data, 257)
-    return {sample.size for sample in planned.measure(config, made, 1).samples}
+    return {sample.size for sample in planned.measure(config, made).samples}
 
 
 def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

@@ -236,6 +236,8 @@ def model_spec(model: Any) -> ModelSpec | None:
     """What the planner must know of a model; None where that is unknown, and only a Profile will do."""
     if isinstance(model, str | Path):
         model = _named(str(model))
+    if isinstance(model, ModelSpec):
+        return model
     if isinstance(model, GPTConfig):
         return ModelSpec(model)
     spec: ModelSpec | None = model.planning_spec() if hasattr(model, "planning_spec") else None

@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("quiet_models")
 @pytest.mark.parametrize("name", FAST)
 def test_families_that_take_their_attention_from_the_interface(name: str) -> None:
     verdict = check(name, small_config(name), stages=3)
-    assert (verdict.backend, verdict.exact) == ("fast", True), verdict.reason
+    assert (verdict.backend, verdict.exact) == ("attention", True), verdict.reason
 
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_families_that_are_cut_through_their_cache(name: str) -> None:
     verdict = check(name, small_config(name))
-    assert (verdict.backend, verdict.exact) == ("general", True), verdict.reason
+    assert (verdict.backend, verdict.exact) == ("cache", True), verdict.reason
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv"])
@@ -48,7 +48,7 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = torch.zeros(())
     monkeypatch.setattr(KeyValueStore, "grad", lambda self, start, end: (nothing, nothing))
     verdict = check("llama", small_config("llama"))
-    assert verdict.backend == "general"  # which does not use it
+    assert verdict.backend == "cache"  # which does not use it
 
 
 @pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])
@@ -198,7 +198,7 @@ def test_stages_are_balanced_with_the_head_counted_in() -> None:
 
 def test_slices_too_short_for_a_model_are_refused_before_the_first_step() -> None:
     decoder = Decoder(small_model(small_config("qwen3_next")))
-    assert (decoder.backend, decoder.shortest) == ("general", 2)
+    assert (decoder.backend, decoder.shortest) == ("cache", 2)
     plan = Plan((2,), ((28, 1),), (0, 1, decoder.num_layers), "terapipe", 2)
     with pytest.raises(UnsupportedModelError, match="must have at least 2 tokens, got one of 1"):
         Pipeline(decoder, plan)

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from terapipe import PRESETS, GPTConfig, Plan, schedule, validate
+from terapipe import ORDERS, PRESETS, GPTConfig, Plan, schedule, validate
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
 from terapipe.search.choose import choose
-from terapipe.search.compare import compare, frontier
+from terapipe.search.compare import compare, pareto_front
 from terapipe.search.cuts import Grid, improve, ramped, uniform
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request, layouts
@@ -26,7 +26,7 @@ ONE = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
     request = ONE.fixed(
-        order=order, batch=batch, microbatch=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
+        order=order, batch_size=batch, microbatch_size=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
     )
     chosen = choose(SOURCE, request).estimate
     bench = PlanEvaluator(SOURCE, request, chosen.layout, False)
@@ -107,20 +107,20 @@ def test_tiles_and_few_lengths() -> None:
 
 def test_a_limit_on_lengths_does_not_break_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose_module, "with_few_lengths", lambda bench, choice, distinct: replace(choice, fits=False))
-    with pytest.raises(ValueError, match=r"at most 1 different slice lengths .* raise --distinct or --memory"):
+    with pytest.raises(ValueError, match=r"at most 1 different slice lengths .* raise distinct or the memory budget"):
         choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=1))
 
 
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"data": 3, "batch": 4}, "a batch of 4 is not divisible by data 3; try --dp 2 or --batch-size 6"),
+        ({"dp": 3, "batch_size": 4}, "a batch of 4 is not divisible by dp 3; try dp 2 or batch size 6"),
         ({"order": "zigzag"}, "unknown order 'zigzag'"),
-        ({"slices": (1000, 1000)}, "sum to the 2048 tokens"),
-        ({"slices": 0}, "between 1 and the 2048 tokens"),
-        ({"order": "gpipe", "slices": 4}, "takes whole sequences"),
-        ({"batch": 0}, "batch must be a whole number"),
-        ({"tile": 4096}, "lower --tile"),
+        ({"slice_lengths": (1000, 1000)}, "sum to the 2048 tokens"),
+        ({"num_slices": 0}, "num_slices must be a whole number of at least 1"),
+        ({"order": "gpipe", "num_slices": 4}, "takes whole sequences"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"tile": 4096}, "use a smaller tile"),
     ],
 )
 def test_contradictions_are_refused_at_once(parts: dict[str, object], said: str) -> None:
@@ -131,10 +131,10 @@ def test_contradictions_are_refused_at_once(parts: dict[str, object], said: str)
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"pipe": 8}, "needs 16 devices, p3.16xlarge:1 has 8"),
-        ({"tensor": 3, "pipe": None}, "tensor must be one of"),
-        ({"pipe": 3, "tensor": None, "data": None}, "no layout data x pipe x tensor uses all 8 devices"),
-        ({"microbatch": 4}, "does not fit into a replica's batch of 1"),
+        ({"pp": 8}, "needs 16 devices, p3.16xlarge:1 has 8"),
+        ({"tp": 3, "pp": None}, "tp must be one of"),
+        ({"pp": 3, "tp": None, "dp": None}, "no layout dp x pp x tp uses all 8 devices"),
+        ({"microbatch_size": 4}, "does not fit into a replica's batch of 1"),
         ({"order": "interleaved", "chunks": 3}, "every chunk needs a layer"),
     ],
 )
@@ -153,15 +153,15 @@ def test_layouts_use_every_device() -> None:
 def test_compare_names_every_order_and_keeps_to_one_layout() -> None:
     rows = compare(SOURCE, ONE)
     names = [row.name for row in rows]
-    assert names[:2] == ["GPipe", "1F1B"]
-    assert {"interleaved 1F1B", "TeraPipe, uniform", "TeraPipe, planned", "TeraPipe-1F1B"} <= set(names)
+    assert names[:2] == ["gpipe", "1f1b"]
+    assert set(ORDERS) | {"terapipe, equal slices", "interleaved, whole sequences"} == set(names)
     assert {row.layout for row in rows} == {Layout(1, 4, 2)}
     by_name = {row.name: row for row in rows}
-    assert by_name["TeraPipe, planned"].step_time <= by_name["TeraPipe, uniform"].step_time * (1 + 1e-9)
-    best = frontier(rows)
+    assert by_name["terapipe"].step_time <= by_name["terapipe, equal slices"].step_time * (1 + 1e-9)
+    best = pareto_front(rows)
     assert best[0].step_time == min(row.step_time for row in rows)
     assert min(row.peak_bytes for row in rows) == best[-1].peak_bytes
-    with pytest.raises(ValueError, match="leave out --order"):
+    with pytest.raises(ValueError, match="leave out order"):
         compare(SOURCE, ONE.fixed(order="terapipe"))
 
 
@@ -229,7 +229,7 @@ def test_shared_state_lets_replicas_fit() -> None:
     """Weights, gradients and state of a stage take 30 GiB; shared by four replicas 16."""
     source = ClusterSource(PRESETS["gpt3-13b"], Cluster("p4d.24xlarge:4"))
     request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, budget=20 << 30)
-    with pytest.raises(ValueError, match="share state between replicas"):
+    with pytest.raises(ValueError, match="shard the model state over replicas"):
         choose(source, request)
     shared = choose(source, request.fixed(shard=True)).estimate
     assert shared.fits

@@ -71,7 +71,7 @@ def test_bad_tables_are_refused(rows: str, said: str) -> None:
 
 def test_bad_requests_are_refused() -> None:
     table = CostTable.from_json(text(64, 16))
-    with pytest.raises(ValueError, match="give --pp"):
+    with pytest.raises(ValueError, match="give pp"):
         choose_by_table(table, Request(batch_size=1, seq_len=64))
     with pytest.raises(ValueError, match="multiple of the table's unit of 16 tokens"):
         choose_by_table(table, Request(batch_size=1, seq_len=72, pp=2))

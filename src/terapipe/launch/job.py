@@ -214,7 +214,7 @@ def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]
     if saved and " train " in f" {launch.script} ":
         out.append(f"The run's file has plan.file = {json.dumps(str(saved))}, which brings the layout with it.")
     elif saved:
-        mesh = f"terapipe.device_mesh(Layout(data={layout.dp}, pipe={layout.pp}, tensor={layout.tp}))"
+        mesh = f"terapipe.device_mesh(Layout(dp={layout.dp}, pp={layout.pp}, tp={layout.tp}))"
         shard = " The pipeline is made with shard=True." if layout.shard else ""
         out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.{shard}")
     return out

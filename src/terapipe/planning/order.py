@@ -58,6 +58,7 @@ ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing
 
 
 def register(order: Order) -> Order:
+    """Makes an order known by its name, to ``Plan`` and to the planner."""
     if order.name in ORDERS:
         raise ValueError(f"there is an order {order.name!r} already; choose another name")
     ORDERS[order.name] = order

@@ -94,6 +94,8 @@ def reasons(result: "PlanResult") -> list[str]:
             out.append(f"{other.title} would be {-ahead:.1%} faster, which is not worth cutting sequences for")
     if result.runners_up and estimate.plan.recompute:
         out.append("without recomputation it would not fit, or be slower")
+    if result.source is not None and result.source.tensor_degrees() == [estimate.layout.tp] != [1]:
+        out.append("tensor parallelism was not measured: the step is predicted as long as it would be without")
     if result.price is not None:
         out.append(f"the limit on distinct lengths costs {result.price - 1:.1%}")
     return out

@@ -76,7 +76,7 @@ def _checksum(profile: Profile) -> int:
 def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
     try:
         host = dict(costs["host"])
-        device, intra_node, inter_node = (_numbers(host.pop(name)) for name in ("device", "inside", "outside"))
+        device, intra_node, inter_node = (_numbers(host.pop(name)) for name in ("device", "intra_node", "inter_node"))
         made = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(host))
         config = GPTConfig(**costs["model"])
         return ClusterSource(config, Cluster(costs["cluster"], made, costs["hosts"]), not costs["layers_only"])

@@ -11,6 +11,7 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
+from terapipe.presets import ModelSpec
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.cuts import uniform
 from terapipe.search.request import Request
@@ -53,15 +54,13 @@ def ranks_wanted(config: PlanConfig) -> int:
 
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
-    pipe, fixed = (
-        saved.plan.num_ranks,
-        ("profile", "order", "slices", "slice_lengths", "microbatch", "chunks", "memory"),
-    )
+    pp = saved.plan.num_ranks
+    fixed = ("profile", "order", "num_slices", "slice_lengths", "microbatch_size", "chunks", "memory")
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
-    layout = saved.layout or Layout(config.dp or 1, pipe, config.tp, config.shard)
-    asked = {"data": config.dp or layout.dp, "pipe": config.pp or pipe, "shard": config.shard or layout.shard}
-    asked["tensor"] = config.tp if config.tp > 1 else layout.tp
+    layout = saved.layout or Layout(config.dp or 1, pp, config.tp, config.shard)
+    asked = {"dp": config.dp or layout.dp, "pp": config.pp or pp, "shard": config.shard or layout.shard}
+    asked["tp"] = config.tp if config.tp > 1 else layout.tp
     for name, value in asked.items():
         if value != getattr(layout, name):
             raise ValueError(
@@ -71,19 +70,19 @@ def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     return layout
 
 
-def layout_of(config: PlanConfig, ranks: int, pipe: int) -> Layout:
+def layout_of(config: PlanConfig, ranks: int, pp: int) -> Layout:
     """What is fixed, and the rest so that all ranks have work."""
-    known = (config.dp or 1) * (pipe or 1) * config.tp
+    known = (config.dp or 1) * (pp or 1) * config.tp
     if ranks % known:
         raise ValueError(
-            f"data x pipe x tensor must be the number of processes, got {config.dp or 'any'} x {pipe or 'any'} x "
+            f"dp x pp x tp must be the number of processes, got {config.dp or 'any'} x {pp or 'any'} x "
             f"{config.tp} and {ranks}; change the keys of [plan] or start another number"
         )
     free = ranks // known
-    if free > 1 and pipe and config.dp:
+    if free > 1 and pp and config.dp:
         raise ValueError(f"plan.dp x plan.pp x plan.tp is {known}, but there are {ranks} processes")
-    data, pipe = (config.dp or (free if pipe else 1)), pipe or free
-    return Layout(data, pipe, config.tp, shard=config.shard and data > 1)
+    dp, pp = (config.dp or (free if pp else 1)), pp or free
+    return Layout(dp, pp, config.tp, shard=config.shard and dp > 1)
 
 
 def given(config: RunConfig, ranks: int) -> Planned | None:
@@ -174,7 +173,7 @@ def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Pla
     if ranks % wanted.tp:
         raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
     result = api.plan(
-        made.model,
+        None if made.shape is None else ModelSpec(made.shape, made.shortest, made.recomputes),
         profile,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
