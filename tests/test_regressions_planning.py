@@ -22,7 +22,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import KINDS
 from terapipe.reporting.plans import reasons
-from terapipe.scheduling import proof
+from terapipe.scheduling import validated as proof
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
@@ -66,7 +66,7 @@ def test_plans_that_differ_in_lengths_only_are_proved_once(
     plan = Plan((1, 2), ((4, 3, 2), (5, 4)), tuple(range(2 * chunks + 1)), order, chunks)
     other = replace(plan, sizes=(3, 1), lengths=((1, 17, 2), (1, 19)))
     for each in (plan, other):
-        assert proof.proved(each, 1) == schedule(each).ranks[1]
+        assert proof.validated_actions(each, 1) == schedule(each).ranks[1]
     assert len(validated) == 1
 
 
