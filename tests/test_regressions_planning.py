@@ -150,7 +150,7 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
         assert again[key] == planned[key]
     assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
-    assert "is for tensor 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
+    assert "is for tp 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
     assert not told(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
 
     Path("profile.json").write_text(made().to_json())

@@ -78,7 +78,7 @@ def test_compare_prints_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = printed(capsys, "compare", *SMALL, *FOUR, "--html", str(page), "--svg", str(chart))
     assert [row["name"] for row in rows][:2] == ["gpipe", "1f1b"]
     assert all({"name", "step_time", "idle", "peak_bytes", "fits", "tokens_per_second"} <= set(row) for row in rows)
-    assert "TeraPipe-1F1B" in page.read_text()
+    assert "terapipe-1f1b" in page.read_text()
     assert chart.read_text().startswith("<svg")
     assert main(["compare", *SMALL, *FOUR]) == 0
     assert "TeraPipe, planned" in capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest
         (["plan", "--profile", str(tmp_path / "none.json"), *size], "No such file"),
         (["plan", "--cost-table", nan, "--pp", "2", *size], "finite and at least 0"),
         (["plan", "--cost-table", negative, "--pp", "2", *size], "finite and at least 0"),
-        (["compare", *BIG, "--order", "gpipe"], "leave out --order"),
+        (["compare", *BIG, "--order", "gpipe"], "--order would have no effect with compare"),
         (["simulate", cut, "--cluster", "cpu", "--model", "gpt-tiny"], "not JSON"),
         (["simulate", "--cluster", "cpu", "--model", "gpt-tiny"], "give a saved plan, or --batch-size and --seq-len"),
         (["profile", "--model", "gpt-tiny", "--seq-len", "64", "--ranks", "9"], "every rank measures"),

@@ -79,12 +79,12 @@ def test_many_sequences_on_few_stages_are_not_sliced() -> None:
 
 
 def test_the_budget_rules() -> None:
-    free = choose(SOURCE, ONE.fixed(batch=16, order="terapipe"))
-    tight = choose(SOURCE, ONE.fixed(batch=16, order="terapipe", budget=int(free.estimate.peak_bytes * 0.6)))
+    free = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe"))
+    tight = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe", budget=int(free.estimate.peak_bytes * 0.6)))
     assert tight.estimate.peak_bytes <= free.estimate.peak_bytes * 0.6
     assert tight.estimate.plan.recompute
     assert tight.estimate.step_time > free.estimate.step_time
-    lean = choose(SOURCE, ONE.fixed(batch=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))).estimate
+    lean = choose(SOURCE, ONE.fixed(batch_size=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))).estimate
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved")
 
 
@@ -233,4 +233,4 @@ def test_shared_state_lets_replicas_fit() -> None:
         choose(source, request)
     shared = choose(source, request.fixed(shard=True)).estimate
     assert shared.fits
-    assert str(shared.layout) == "data 4 (sharded) x pipe 8 x tensor 1"
+    assert str(shared.layout) == "dp 4 (sharded) x pp 8 x tp 1"
