@@ -19,8 +19,10 @@ def even(tokens: int, batch: int, slices: int, order: str, chunks: int = 1) -> P
 
 
 def planned(profile: Profile, batch: int, order: str) -> Plan:
-    fixed = {"dp": 1, "pp": 2, "tp": 1, "chunks": 1, "recompute": False}
-    return plan(None, profile, batch_size=batch, seq_len=profile.seq_len, order=order, **fixed).plan
+    seq_len = profile.seq_len
+    return plan(
+        None, profile, batch_size=batch, seq_len=seq_len, dp=1, pp=2, tp=1, order=order, chunks=1, recompute=False
+    ).plan
 
 
 def plans(profile: Profile, quick: bool) -> dict[str, Plan]:
