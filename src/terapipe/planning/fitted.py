@@ -68,8 +68,8 @@ def _features(size: Array, length: Array, context: Array) -> Array:
 def _nonnegative_fit(features: Array, target: Array, scale: Array) -> Array:
     """Nonnegative least squares of the errors relative to ``scale``.
 
-    Tries ordinary least squares on every subset of the features, of which there are seven, and keeps the best one
-    without a negative coefficient.
+    Tries ordinary least squares on every subset of the three features and keeps the best solution without a negative
+    coefficient.
     """
     best, least = np.zeros(features.shape[1]), float(np.sum((target / scale) ** 2))
     rows = features / scale[:, None]

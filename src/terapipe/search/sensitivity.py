@@ -20,7 +20,7 @@ class Mistake(NamedTuple):
     factor: float
     chosen: PlanEstimate  # chosen with the wrong value, evaluated with the true one
     regret: float  # relative increase of the step time over that of the right choice
-    same: bool  # whether layout, order, chunks, recomputation and slicing or not are those of the right choice
+    same: bool  # whether the choice agrees in layout, order, chunks, recomputation and whether it slices
 
 
 def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:

@@ -88,7 +88,7 @@ class CostTable:
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         return LinkBehavior()
 
-    def per_step(self, held: Sequence[StageSpec]) -> float:
+    def per_step(self, stages: Sequence[StageSpec]) -> float:
         return 0.0
 
     def _look_up(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
