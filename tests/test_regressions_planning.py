@@ -11,7 +11,7 @@ import pytest
 
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
-from terapipe.cli.profile import _judge
+from terapipe.cli.profile import _warn_if_unreliable
 from terapipe.config import parse
 from terapipe.launch.job import Launch
 from terapipe.launch.job import told as told_lines
@@ -284,7 +284,7 @@ def test_a_profile_that_is_far_off_is_called_so(capsys: pytest.CaptureFixture[st
     good = made()
     good = replace(good, machine={**good.machine, "points": 1})
     noisy = [s._replace(seconds=tuple(1.4 * t for t in s.seconds)) if s.held_out else s for s in good.samples]
-    _judge(good)
+    _warn_if_unreliable(good)
     assert capsys.readouterr().out == ""
-    _judge(replace(good, samples=tuple(noisy)))
+    _warn_if_unreliable(replace(good, samples=tuple(noisy)))
     assert "Measure again on a quiet machine" in capsys.readouterr().out
