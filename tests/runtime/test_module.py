@@ -238,10 +238,49 @@ def test_modes_reach_every_module_and_devices_stay() -> None:
     }
 
 
+# Hugging Face models
+
+
+def hugging_face(kind: str, order: str, seed: int = 0) -> Pipeline:
+    from terapipe.hf import Decoder
+    from terapipe.modeling.hf.shrink import small_config, small_model
+
+    decoder = Decoder(small_model(small_config(kind), seed=seed), backend="attention")
+    return Pipeline(decoder, plan_for(order, 2), timeout=300.0)
+
+
+def of_a_hugging_face_model(kind: str, order: str, folder: str) -> tuple[set[str], set[str], bool]:
+    """Names of state and buffers, and whether the state goes to another such pipeline."""
+    pipe, other = hugging_face(kind, order), hugging_face(kind, order, seed=5)
+    held = dict(pipe.named_parameters(remove_duplicate=False))
+    assert all(pipe.get_parameter(name) is p for name, p in held.items())
+    before = equal(dict(other.state_dict()), dict(pipe.state_dict()))
+    dcp.save(get_model_state_dict(pipe), checkpoint_id=folder)
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    buffers = {name for name, _ in pipe.named_buffers()}
+    assert not any(module.training for module in pipe.eval().modules())
+    return set(pipe.state_dict()), buffers, not before and equal(dict(other.state_dict()), dict(pipe.state_dict()))
+
+
+@pytest.mark.parametrize(("kind", "order"), [("llama", "terapipe"), ("llama", "terapipe-v"), ("gpt2", "interleaved")])
+def test_hugging_face_models_have_their_own_names(
+    ranks: Callable[[int], Ranks], tmp_path: Path, kind: str, order: str
+) -> None:
+    from terapipe.modeling.hf.shrink import small_config, small_model
+
+    model = small_model(small_config(kind))
+    found = ranks(2)(of_a_hugging_face_model, kind, order, str(tmp_path / "saved"))
+    assert set.union(*(state for state, _, _ in found)) == set(model.state_dict())
+    assert set.union(*(buffers for _, buffers, _ in found)) <= {name for name, _ in model.named_buffers()}
+    assert all(loaded for _, _, loaded in found)
+
+
 # Hooks
 
 
-def hooked(order: str, layout: Layout, shard: bool, recompute: bool) -> dict[str, list[Tensor]]:
+def hooked(order: str, layout: Layout, shard: bool) -> dict[str, list[Tensor]]:
     """What hooks saw, by parameter: gradients in full."""
     pipe = pipeline(order, layout, shard)
     rows = make_batch(TINY, layout.dp, 28, ignored=True)
@@ -289,7 +328,7 @@ def test_hooks_see_each_complete_gradient_once(
     (model.loss(model(ids), labels) / (labels != IGNORE).sum()).backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     wanted["head.weight"] = wanted["embedding.weight"]
-    for part in ranks(2)(hooked, order, layout, shard, False):
+    for part in ranks(2)(hooked, order, layout, shard):
         for name, (gradient,) in part.items():
             torch.testing.assert_close(gradient, wanted[name])
 

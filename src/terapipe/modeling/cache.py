@@ -40,6 +40,9 @@ class KeyValueStore:
 
     def write(self, k: Tensor, v: Tensor, context: int, seq_len: int) -> None:
         for name, x in (("k", k), ("v", v)):
+            if name in self._tensors and self._tensors[name].dtype != x.dtype:  # autocast was switched on or off
+                del self._tensors[name]
+                self._tensors.pop(f"d{name}", None)
             if name not in self._tensors:
                 self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], seq_len, x.shape[3])
             self._tensors[name][:, :, context : context + x.shape[2]] = x

@@ -22,8 +22,8 @@ class Autocast(NamedTuple):
         return cls(device.type, torch.get_autocast_dtype(device.type) if enabled else None)
 
     def on(self) -> AbstractContextManager[object]:
-        """For a forward. Casts of weights are kept by torch only where they carry gradients: a cast that was made
-        without would be taken for one with them, and the weight's gradient be lost."""
+        """For a forward. torch keeps the casts of weights only if gradients are recorded: older versions take a cast
+        that was made without them for one with them, and the weight's gradient is lost."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype, cache_enabled=torch.is_grad_enabled())
