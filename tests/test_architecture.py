@@ -26,7 +26,8 @@ ALLOWED = {
     "doctor": {"launch", "modeling", "reporting", "runtime"},
     "config": {"planning"},
     "training": {
-        "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "launch", "hf",
+        "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "launch",
+        "hf",
     },
     "cli": {
         "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling", "runtime",
@@ -36,6 +37,8 @@ ALLOWED = {
     "hf": {"planning", "modeling", "runtime"},
     "__main__": {"cli"},
 }  # fmt: skip
+# Imported inside functions only. A Timeline has methods that draw it, and what draws imports the Timeline.
+LAZY = {"scheduling/timeline.py": {"reporting", "files"}}
 TORCH_FREE = {"files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
 
 
@@ -43,14 +46,22 @@ def room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> set[str]:
+def imports(path: Path, *, lazy: bool = True) -> set[str]:
+    """What a module imports; without ``lazy``, at its top level only."""
+    tree = ast.parse(path.read_text())
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
     return names
+
+
+def entered(path: Path, *, lazy: bool = True) -> set[str]:
+    """The other rooms that a module imports from."""
+    names = {f"{name}." for name in imports(path, lazy=lazy)}
+    return {name.split(".")[1] for name in names if name.startswith("terapipe.")} - {room(path), ""}
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -59,8 +70,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_respect_the_rooms(path: Path) -> None:
     here = room(path)
-    entered = {name.split(".")[1] for name in imports(path) if name.startswith("terapipe.")} - {here}
-    assert entered <= ALLOWED[here]
+    assert entered(path) <= ALLOWED[here] | LAZY.get(path.relative_to(SOURCE).as_posix(), set())
+    assert entered(path, lazy=False) <= ALLOWED[here]
     loads_torch = any(name.split(".")[0] == "torch" for name in imports(path))
     assert not (loads_torch and here in TORCH_FREE)
     if here == "modeling":  # knows of tensors in parts, never of sending and receiving

@@ -7,7 +7,7 @@ from terapipe.cli.show import cut
 from terapipe.paper.published import SETTINGS, Setting
 from terapipe.paper.question import grown, orders
 from terapipe.paper.whatif import CASES, Outcome, outcome
-from terapipe.reporting import svg, units
+from terapipe.reporting import charts, units
 from terapipe.search.evaluator import PlanEstimate
 
 
@@ -46,7 +46,7 @@ def picture(found: Sequence[Outcome]) -> str:
         usual = each.usual.step_time / planned if each.usual else 0.0
         other = each.others[0].step_time / planned if each.others else 0.0
         ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = (1.0, usual, other)
-    return svg.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
+    return charts.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
 
 
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:

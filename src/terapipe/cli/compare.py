@@ -9,9 +9,8 @@ from terapipe import files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_request, add_source, request_of, source_of
-from terapipe.reporting import html, svg, units
-from terapipe.reporting.png import write_png
-from terapipe.search.compare import compare
+from terapipe.reporting import charts, html, svg, units
+from terapipe.search.compare import compare, frontier
 from terapipe.search.evaluator import PlanEstimate
 
 
@@ -52,11 +51,12 @@ def _write(parsed: argparse.Namespace, rows: list[PlanEstimate], budget: int | N
     if not (parsed.html or parsed.svg or parsed.png):
         return
     points = {c.name: (float(c.peak_bytes), c.step_time) for c in rows}
-    chart = svg.frontier(points, "peak memory per device", "step time", budget)
+    front = {c.name for c in frontier(c for c in rows if c.fits)}
+    chart = charts.frontier(points, front, "peak memory per device", "step time", budget)
     if parsed.svg:
         files.write(parsed.svg, chart)
     if parsed.png:
-        write_png(parsed.png, chart)
+        files.write(parsed.png, svg.to_png(chart))
     if parsed.html:
         fastest = min(rows, key=lambda c: (not c.fits, c.step_time))
         lead = f"{parsed.model or 'The profiled model'} on {where}: {fastest.name} is fastest of what fits."

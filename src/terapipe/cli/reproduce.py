@@ -13,8 +13,7 @@ from terapipe.cli import beyond, show
 from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
 from terapipe.paper.reproduce import Row, mean_error, rows, sweep
-from terapipe.reporting import html, svg, units
-from terapipe.reporting.png import require_png, write_png
+from terapipe.reporting import charts, html, svg, units
 
 HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned microbatch and slices")
 
@@ -64,7 +63,7 @@ def _check_folder(path: Path) -> None:
     above = next(place for place in (path, *path.resolve().parents) if place.exists())
     if not above.is_dir():
         raise ValueError(f"--out names a folder to write into, {above} is a file")
-    require_png()
+    svg.require_png()
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -116,11 +115,11 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
     speedups = {f"({r.setting.number}) {r.setting.model}": (r.setting.speedup, r.speedup) for r in found}
     swept_times = {f"{p['slices']}": (float(str(p["published"])), float(str(p["simulated"]))) for p in swept}
     return {
-        "step-times": svg.groups(times, names, "Step time in the ten settings"),
-        "speed-ups": svg.groups(
+        "step-times": charts.groups(times, names, "Step time in the ten settings"),
+        "speed-ups": charts.groups(
             speedups, ("published", "simulated"), "Speed-up by slicing along tokens", lambda x: f"{x:.2f} x"
         ),
-        "sweep": svg.groups(
+        "sweep": charts.groups(
             swept_times,
             ("published", "simulated"),
             f"Setting {SWEPT}: step time by number of slices",
@@ -134,7 +133,7 @@ def _write(
     drawn = figures(found, swept)
     pictures = list(drawn.items()) + [("beyond", s.picture) for s in more if s.picture]
     for name, picture in pictures:
-        write_png(folder / f"{name}.png", picture)
+        files.write(folder / f"{name}.png", svg.to_png(picture))
     lead = (
         "GPT-3 on clusters of p3.16xlarge, simulated from first principles; "
         f"the step times differ from the published ones by {error:.1%} on average."

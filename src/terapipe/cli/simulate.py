@@ -14,11 +14,10 @@ from terapipe.cli.options import Verbs, add_request, add_source, load, refuse_wi
 from terapipe.config import nbytes
 from terapipe.planning.layout import Layout
 from terapipe.reporting import svg, text, units
-from terapipe.reporting.png import write_png
-from terapipe.reporting.report import Shown, report
+from terapipe.reporting.page import report
 from terapipe.reporting.trace import trace
-from terapipe.scheduling.footprint import curves
-from terapipe.scheduling.idle import Idle, idle_by_cause
+from terapipe.reporting.view import RunView
+from terapipe.scheduling.idle import Idle
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
@@ -56,12 +55,12 @@ def run(parsed: argparse.Namespace) -> int:
     check_outputs(parsed)
     evaluator, choice, saved = _judged(parsed)
     timeline = simulate(schedule(choice.plan), evaluator.cost)
-    shown = [shown_of("predicted", timeline, evaluator)]
+    shown = [RunView.of("predicted", timeline, evaluator.memory)]
     if parsed.measured:
         measured = load(parsed.measured, Timeline.from_json)
         if measured.plan != choice.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
-        shown.append(shown_of("measured", measured, evaluator))
+        shown.append(RunView.of("measured", measured, evaluator.memory))
     _write(parsed, shown, choice, evaluator.budget)
     if parsed.json:
         print(json.dumps(_as_dict(shown, choice, saved)))
@@ -117,12 +116,7 @@ def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     return layout
 
 
-def shown_of(name: str, timeline: Timeline, evaluator: PlanEvaluator) -> Shown:
-    idle = [cause._asdict() for cause in idle_by_cause(timeline)]
-    return Shown(name, timeline, idle, curves(timeline, evaluator.memory))
-
-
-def _as_dict(shown: Sequence[Shown], choice: PlanEstimate, saved: SavedPlan | None) -> dict[str, Any]:
+def _as_dict(shown: Sequence[RunView], choice: PlanEstimate, saved: SavedPlan | None) -> dict[str, Any]:
     predicted, *others = shown
     found = {**choice.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
     for run in others:
@@ -141,7 +135,7 @@ def _print_origin(choice: PlanEstimate, saved: SavedPlan | None) -> None:
     show.console.print(f"  {'step':13s} {units.seconds(choice.step_time)}, {said}", markup=False)
 
 
-def _print(shown: Sequence[Shown], choice: PlanEstimate, width: int) -> None:
+def _print(shown: Sequence[RunView], choice: PlanEstimate, width: int) -> None:
     scale = max(run.timeline.makespan for run in shown)
     for run in shown:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}
@@ -153,12 +147,12 @@ def _print(shown: Sequence[Shown], choice: PlanEstimate, width: int) -> None:
         show.console.print(f"  {name:13s} {value}")
 
 
-def _write(parsed: argparse.Namespace, shown: Sequence[Shown], choice: PlanEstimate, budget: int | None) -> None:
+def _write(parsed: argparse.Namespace, shown: Sequence[RunView], choice: PlanEstimate, budget: int | None) -> None:
     picture = svg.timelines({run.name: run.timeline for run in shown}) if parsed.svg or parsed.png else ""
     if parsed.svg:
         files.write(parsed.svg, picture)
     if parsed.png:
-        write_png(parsed.png, picture)
+        files.write(parsed.png, svg.to_png(picture))
     if parsed.trace:
         files.write(parsed.trace, trace(shown))
     if parsed.html:

@@ -8,8 +8,7 @@ from itertools import zip_longest
 from statistics import median
 
 from terapipe.doctor.examination import Examination, Facts, Link
-from terapipe.reporting.units import digits, memory, seconds
-from terapipe.reporting.words import count
+from terapipe.reporting.units import count, digits, memory, seconds
 
 SLOW = 3.0  # times slower than the other links of its kind
 JITTER = 2e-4  # seconds of latency that say nothing about a link: the cores were busy
