@@ -71,7 +71,7 @@ def test_a_name_is_drawn_once() -> None:
 
 
 def test_a_budget_needs_a_memory_model() -> None:
-    with pytest.raises(ValueError, match="got 7 bytes and no memory model; give both"):
+    with pytest.raises(ValueError, match="got 5 bytes and no memory model; give both"):
         example().to_html(budget=5)
 
 

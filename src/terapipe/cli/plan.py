@@ -13,7 +13,7 @@ from terapipe import files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_launch, add_request, add_source, load, refuse_with, request_of, source_of
-from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, launch_of, told, uneven
+from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
@@ -65,7 +65,10 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(planned, launch, wrong)))
     else:
         show.decision(planned.decision, planned.seconds, parsed.save)
-        _show_launch(parsed, told(launch, layout, parsed.save) if launch else [f"No launch: {uneven(layout, hosts)}."])
+        _show_launch(
+            parsed,
+            instructions(launch, layout, parsed.save) if launch else [f"No launch: {why_uneven(layout, hosts)}."],
+        )
         _show_sensitivity(wrong)
     return 0
 
@@ -103,7 +106,7 @@ def _launch(parsed: argparse.Namespace, layout: Layout, hosts: Hosts) -> Launch 
     given = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
     launch = launch_of(layout, hosts, **{**defaults, **given})
     if launch is None and (parsed.slurm or parsed.kubernetes):
-        raise ValueError(uneven(layout, hosts))
+        raise ValueError(why_uneven(layout, hosts))
     if launch is not None and launch.hosts == 1:
         refuse_with("a plan for one host, whose processes need no meeting place", parsed, "endpoint")
         if not (parsed.slurm or parsed.kubernetes):

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from terapipe import files
-from terapipe.cli import beyond, show
+from terapipe.cli import show, studies
 from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
 from terapipe.paper.reproduce import Row, mean_error, rows, sweep
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     error = mean_error(found)
     if not parsed.json:
         _print(found, swept, error, time.perf_counter() - began)
-    more = list(beyond.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
+    more = list(studies.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
     if parsed.json:
         told = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
         tables = [{"heading": s.heading, "header": s.header, "rows": s.rows} for s in more]
@@ -128,7 +128,7 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
 
 
 def _write(
-    folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[beyond.Section]
+    folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[studies.Section]
 ) -> None:
     drawn = figures(found, swept)
     pictures = list(drawn.items()) + [("beyond", s.picture) for s in more if s.picture]
