@@ -127,7 +127,7 @@ def _transfers(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_follows_the_colour_scheme(browser: Browser, scheme: str) -> None:
+def test_the_page_follows_the_color_scheme(browser: Browser, scheme: str) -> None:
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")

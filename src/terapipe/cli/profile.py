@@ -118,7 +118,7 @@ def _made(config: Any, dtype: str) -> tuple["Splittable", GPTConfig]:
         with torch.device("meta"):
             return GPT(config).to(getattr(torch, dtype)), config
     from terapipe.modeling.hf.decoder import Decoder
-    from terapipe.modeling.hf.shape import shape_of
+    from terapipe.modeling.hf.gpt_shape import shape_of
 
     verify.load()
     decoder = Decoder.from_config(config, dtype=getattr(torch, dtype))
