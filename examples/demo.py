@@ -22,10 +22,9 @@ from terapipe.modeling.stage import IGNORE
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.profile import Profile
-from terapipe.reporting import html, svg, text
-from terapipe.reporting.report import Shown, report
-from terapipe.scheduling.footprint import curves
-from terapipe.scheduling.idle import idle_by_cause
+from terapipe.reporting import charts, html, svg, text
+from terapipe.reporting.page import report
+from terapipe.reporting.view import RunView
 from terapipe.scheduling.simulator import simulate
 from terapipe.training.logging.metrics import read
 
@@ -149,18 +148,14 @@ def write(
     table: tuple[tuple[str, ...], list[tuple[str, ...]]],
 ) -> None:
     memory = ShapeMemory(shape)
-
-    def shown(name: str, timeline: Timeline) -> Shown:
-        causes = [cause._asdict() for cause in idle_by_cause(timeline)]
-        return Shown(name, timeline, causes, curves(timeline, memory))
-
-    runs = [shown("predicted", predicted["TeraPipe"]), shown("measured", measured["TeraPipe"])]
+    timelines = {"predicted": predicted["TeraPipe"], "measured": measured["TeraPipe"]}
+    runs = [RunView.of(name, timeline, memory) for name, timeline in timelines.items()]
     losses = [row["loss"] for row in read(RUN) if "loss" in row]
     proof = f"<p>Largest relative gradient difference from the plain model: <b>{error:.1e}</b> (float64).</p>"
     sections = [
         ("Measured in turns", html.table(*table)),
         ("GPipe and TeraPipe on one scale", svg.timelines(measured)),
-        ("Training loss", svg.lines({"loss": losses}, "loss per step")),
+        ("Training loss", charts.lines({"loss": losses}, "loss per step")),
         ("Exactness", proof),
     ]
     tokens = measured["TeraPipe"].plan.seq_len

@@ -1,1 +1,1 @@
-"""Show it: a Timeline as text, as a picture, as a page. No torch here."""
+"""Drawing: a Timeline as text, SVG, PNG, an interactive HTML page or a Perfetto trace. No torch here."""

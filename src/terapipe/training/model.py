@@ -70,7 +70,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         import transformers
 
         from terapipe import hf
-        from terapipe.modeling.hf.shape import shape_of
+        from terapipe.modeling.hf.gpt_shape import shape_of
         from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None

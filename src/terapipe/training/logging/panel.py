@@ -8,8 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from terapipe.reporting.units import digits, memory, seconds, share
-from terapipe.reporting.words import count
+from terapipe.reporting.units import count, digits, memory, seconds, share
 
 _FEW = 8  # ranks that each have a bar of their own
 _WIDE, _MIDDLE, _NARROW = 116, 84, 50  # columns of a terminal for four, three and two columns of values

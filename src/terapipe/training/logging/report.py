@@ -8,9 +8,9 @@ from statistics import fmean, median
 
 from terapipe import files
 from terapipe.reporting import html
-from terapipe.reporting.report import Shown, report
+from terapipe.reporting.page import report
 from terapipe.reporting.units import digits, memory, seconds, share
-from terapipe.scheduling.idle import idle_by_cause
+from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Timeline
 from terapipe.training.logging.charts import charts
 from terapipe.training.logging.metrics import read
@@ -39,7 +39,7 @@ def write_report(folder: Path) -> Path | None:
     return folder / "report.html"
 
 
-def _timelines(folder: Path) -> tuple[list[Shown], str]:
+def _timelines(folder: Path) -> tuple[list[RunView], str]:
     """What was predicted and what was measured, as far as it is there; and a note on what could not be read."""
     shown, notes = [], ""
     for name, file in (("predicted", "predicted.json"), ("measured", "timeline.json")):
@@ -47,7 +47,7 @@ def _timelines(folder: Path) -> tuple[list[Shown], str]:
         if path.exists():
             try:
                 timeline = Timeline.from_json(path.read_text(encoding="utf-8"))
-                shown.append(Shown(name, timeline, [cause._asdict() for cause in idle_by_cause(timeline)]))
+                shown.append(RunView.of(name, timeline))
             except ValueError as error:
                 notes += f"<p class='note'>{file} is not shown: {escape(str(error))}</p>"
     return shown, notes

@@ -1,12 +1,11 @@
-"""Tables beyond what was published: other orders, larger batches, other models and clusters."""
+"""Tables of the studies beyond the paper: other orders, larger batches, other models and clusters."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from terapipe.paper.published import SETTINGS, Setting
-from terapipe.paper.question import grown, orders
-from terapipe.paper.whatif import CASES, Outcome, outcome
-from terapipe.reporting import svg, units
+from terapipe.paper.studies import CASES, Outcome, largest_throughput, orders, outcome
+from terapipe.reporting import charts, units
 from terapipe.reporting.plans import cut
 from terapipe.search.evaluator import PlanEstimate
 
@@ -38,15 +37,15 @@ def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
 
 
 def picture(found: Sequence[Outcome]) -> str:
-    """Time per step over the planned one's; a way that does not fit has no bar."""
+    """Step times relative to the planned one. What does not fit has no bar."""
     names = ("planned", "best 1F1B", "FSDP, sequences over devices (estimate)")
     ratios = {}
     for each in found:
         case, planned = each.case, each.planned.step_time
-        usual = each.usual.step_time / planned if each.usual else 0.0
+        one_f_one_b = each.best_1f1b.step_time / planned if each.best_1f1b else 0.0
         other = each.others[0].step_time / planned if each.others else 0.0
-        ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = (1.0, usual, other)
-    return svg.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
+        ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = (1.0, one_f_one_b, other)
+    return charts.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
 
 
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
@@ -56,7 +55,7 @@ def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
 
 
 def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
-    for i, c in enumerate(grown(setting).values()):
+    for i, c in enumerate(largest_throughput(setting).values()):
         first = "" if i else f"({setting.number}) {setting.model}"
         batch_size = str(c.plan.batch_size * c.layout.dp)
         yield first, c.name, f"{c.tokens_per_second:,.0f}", batch_size, units.memory(c.peak_bytes), cut(c.plan)
@@ -66,7 +65,11 @@ def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
     case, planned = found.case, found.planned
     first = f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"
     yield (first, *_row("planned", planned, planned))
-    yield ("", *_row("best 1F1B", found.usual, planned)) if found.usual else ("", "best 1F1B", "none fits", "", "", "")
+    yield (
+        ("", *_row("best 1F1B", found.best_1f1b, planned))
+        if found.best_1f1b
+        else ("", "best 1F1B", "none fits", "", "", "")
+    )
     for e in found.others:
         step, peak = units.seconds(e.step_time), units.memory(e.peak_bytes)
         yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note

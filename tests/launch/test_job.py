@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from terapipe.launch.job import Hosts, Launch, hosts_of, launch_of, told, uneven
+from terapipe.launch.job import Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
 from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.layout import Layout
 from tests.planning.test_fitted import made
@@ -48,7 +48,7 @@ def test_torchrun_takes_the_line(launch: Launch) -> None:
         (Layout(2, 1, 8), 2, 8),  # fewer: as many hosts as needed
         (Layout(1, 5, 1), 1, 5),
         (Layout(1, 12, 1), 2, 6),  # 12 do not fill hosts of 8
-        (Layout(1, 3, 4), 3, 4),  # an operator's 4 stay together, so 6 will not do
+        (Layout(1, 3, 4), 3, 4),  # 4 tensor-parallel ranks stay together, so 6 will not do
         (Layout(1, 6, 2), 2, 6),
     ],
 )
@@ -64,7 +64,7 @@ def test_processes_are_spread_evenly(layout: Layout, hosts: int, processes: int)
 def test_what_cannot_be_spread_says_why() -> None:
     layout = Layout(1, 13, 1)
     assert launch_of(layout, EIGHT) is None
-    assert "takes 13 hosts with 1 on each, there are 4 with 8 devices; take more hosts" in uneven(layout, EIGHT)
+    assert "takes 13 hosts with 1 on each, there are 4 with 8 devices; take more hosts" in why_uneven(layout, EIGHT)
 
 
 def test_what_sources_say_of_hosts() -> None:
@@ -89,14 +89,37 @@ def test_a_name_is_a_dns_label(name: str) -> None:
 
 
 def test_people_are_told_where_and_how() -> None:
-    lines = told(MANY, Layout(1, 48, 8), Path("plan.json"))
+    lines = instructions(MANY, Layout(1, 48, 8), Path("plan.json"))
     assert lines[0] == "To start it, on each of the 48 hosts:"
     assert lines[1].startswith("  torchrun --nnodes 48")
-    assert lines[2] == "HOST0 stands for one of the hosts; --endpoint names it."
+    assert lines[2] == "HOST0 is a placeholder for one of the hosts; --endpoint names it."
     assert "train.py loads plan.json with Plan.from_json" in lines[3]
     assert "terapipe.device_mesh(Layout(dp=1, pp=48, tp=8))" in lines[3]
-    assert told(ONE, Layout(1, 4, 1)) == ["To start it:", "  torchrun --standalone --nproc-per-node 4 train.py"]
-    assert "HOST0" not in "".join(told(Launch(2, 8, 64, endpoint="node1:29500"), Layout(1, 16, 1)))
+    assert instructions(ONE, Layout(1, 4, 1)) == ["To start it:", "  torchrun --standalone --nproc-per-node 4 train.py"]
+    assert "HOST0" not in "".join(instructions(Launch(2, 8, 64, endpoint="node1:29500"), Layout(1, 16, 1)))
+
+
+def test_terapipe_train_is_started_as_a_module(tmp_path: Path) -> None:
+    """By torchrun itself, by the batch script and by the pods: the same words."""
+    from torch.distributed.run import parse_args
+
+    script = "-m terapipe train run.toml 'plan.file=my plan.json'"
+    words = ["-m", "terapipe", "train", "run.toml", "plan.file=my plan.json"]
+    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    stand_in(tmp_path, "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
+    stand_in(tmp_path, "scontrol", "echo node7")
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "64"}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "JOB_COMPLETION_INDEX": "0", **slurm}
+    for launch in (replace(ONE, script=script), replace(MANY, script=script)):
+        read = parse_args(shlex.split(launch.torchrun_lines()[0])[1:])
+        assert (read.module, read.training_script, read.training_script_args) == (True, "terapipe", words[2:])
+        commands = [["bash", "-c", launch.slurm_script()], container(parsed(launch)[1])["command"]]
+        for command in commands:
+            ran = subprocess.run(command, env=environment, text=True, capture_output=True)
+            assert ran.stdout.splitlines()[-5:] == words, ran.stderr
+    assert instructions(launch, Layout(1, 48, 8), Path("plan.json"))[-1] == (
+        'The run\'s file sets plan.file = "plan.json", which also sets the layout.'
+    )
 
 
 # Slurm

@@ -1,7 +1,7 @@
-"""Rough estimates of what others would do with the same devices: sharded replicas, and sequences over devices.
+"""Rough estimates of alternatives on the same devices: FSDP, and FSDP with context parallel (ring attention).
 
-No simulation, and nothing of ours runs this way: arithmetic and traffic are counted, and whatever can overlap is taken
-to overlap perfectly. So they flatter the alternatives.
+They are counted, not simulated: compute and traffic are assumed to overlap perfectly wherever they can. So they favor
+the alternatives.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Estimate:
 
 
 def estimates(source: ClusterSource, request: Request) -> list[Estimate]:
-    """FSDP where there is a sequence for every device, else FSDP with each sequence over several (ring attention)."""
+    """FSDP if there is a sequence for every device, else FSDP with each sequence over a ring of devices."""
     devices, batch_size = source.devices, request.batch_size
     if batch_size % devices == 0:
         return [_sharded(source, request, batch_size // devices, 1)]
@@ -32,18 +32,20 @@ def estimates(source: ClusterSource, request: Request) -> list[Estimate]:
 
 
 def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int) -> Estimate:
-    """``sequences`` for each device, or each sequence over a ring of so many devices."""
+    """``sequences`` per device, or each sequence over ``ring`` devices."""
     config, host = source.config, source.cluster.host
     length = request.seq_len // ring
     cost = source.cost(Layout(), recompute=True)
     whole = StageSpec(config.layers, True, True)
-    # Devices of a ring share the work of early and late tokens evenly, so each has the mean context.
+    # Devices of a ring share early and late tokens evenly, so each has the mean context.
     context = (request.seq_len - length) / 2
     compute = float(cost.forward(whole, sequences, length, context) + cost.backward(whole, sequences, length, context))
     link = host.intra_node if ring <= host.devices else host.inter_node
     block = sequences * length * 2 * config.num_kv_heads * config.head_size * host.device.element
-    passed = 3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0  # there, and back with gradients
-    # Weights gathered for forward and backward, gradients scattered: each crosses every host's card once.
+    passed = (
+        3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0
+    )  # forward, and backward with gradients
+    # Weights are gathered for forward and backward, gradients scattered: each crosses every host's card once.
     weights = config.parameters * (2 * host.device.element + 4)
     gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)
     per_step = cost.per_step([whole]) / source.devices

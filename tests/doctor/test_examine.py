@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from terapipe.doctor import environment, examine, links
-from terapipe.doctor.examination import Examination, Facts
+from terapipe.doctor.facts import Examination, Facts
 from terapipe.modeling import kernels
 from terapipe.modeling.kernels import CpuFlashKernel
 
@@ -116,4 +116,4 @@ def test_a_rank_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_errors_are_put_plainly(said: str, plain: str) -> None:
-    assert links.plainly(RuntimeError(said)) == plain
+    assert links.first_line(RuntimeError(said)) == plain

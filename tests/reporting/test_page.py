@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from terapipe import Plan, Timeline
-from terapipe.reporting.memory import thinned
-from terapipe.reporting.report import Shown, report
-from tests.reporting.runs import shown, stages, stepped
+from terapipe.reporting.page import report
+from terapipe.reporting.panels import peaks_by_column
+from terapipe.reporting.view import RunView
+from tests.reporting.runs import stages, stepped, view
 
 PLAN = Plan((1, 1), ((4, 2), (4, 2)), stages(2))
-PREDICTED, MEASURED = shown("predicted", stepped(PLAN)), shown("measured", stepped(PLAN, 1.25))
+PREDICTED, MEASURED = view("predicted", stepped(PLAN)), view("measured", stepped(PLAN, 1.25))
 
 
 def data(page: str) -> Any:
@@ -45,7 +46,7 @@ def test_a_page_has_every_part() -> None:
 
 
 def test_parts_of_which_nothing_is_known_are_left_out() -> None:
-    page = report("Step", "", [Shown("measured", PREDICTED.timeline)])
+    page = report("Step", "", [RunView("measured", PREDICTED.timeline)])
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["Timeline", "The step", "Slices"]
     assert "peak" not in text(page)
 
@@ -76,7 +77,7 @@ def test_a_transfer_with_one_recorded_end_is_shown_too() -> None:
     timeline = stepped(PLAN)
     for kept in ("SEND", "RECV"):
         events = tuple(e for e in timeline.events if not e.action.op.startswith("RECV" if kept == "SEND" else "SEND"))
-        run = data(report("Step", "", [Shown("measured", Timeline(PLAN, events))]))["runs"][0]
+        run = data(report("Step", "", [RunView("measured", Timeline(PLAN, events))]))["runs"][0]
         assert [len(unpacked(row)) for row in run["transfers"]] == [4, 4]
 
 
@@ -86,7 +87,7 @@ def test_predicted_and_measured_are_divided() -> None:
 
 
 def test_other_runs_are_compared_with_the_fastest() -> None:
-    words = text(report("Orders", "", [shown("a", PREDICTED.timeline), shown("b", MEASURED.timeline)]))
+    words = text(report("Orders", "", [view("a", PREDICTED.timeline), view("b", MEASURED.timeline)]))
     assert "The runs" in words
     assert re.search(r"a [\d.]+ s 1\.00 x", words)
     assert re.search(r"b [\d.]+ s 1\.25 x", words)
@@ -94,7 +95,7 @@ def test_other_runs_are_compared_with_the_fastest() -> None:
 
 def test_nothing_breaks_out_of_its_place() -> None:
     evil = "</script><script>alert(1)</script><!--' onload='x"
-    run = Shown(evil, PREDICTED.timeline, [{evil: 1.0}] * 2, PREDICTED.memory)
+    run = RunView(evil, PREDICTED.timeline, [{evil: 1.0}] * 2, PREDICTED.memory)
     page = report(evil, evil, [run, MEASURED], facts={evil: evil})
     assert page.count("<script>") == 1
     assert page.count("</script>") == 2
@@ -111,8 +112,8 @@ def test_idle_time_by_cause() -> None:
     ]
 
 
-def test_idle_time_of_many_ranks_is_labelled_here_and_there() -> None:
-    page = report("Step", "", [shown("x", stepped(Plan((1,), ((1,),), stages(96))))])
+def test_idle_time_of_many_ranks_is_labeled_here_and_there() -> None:
+    page = report("Step", "", [view("x", stepped(Plan((1,), ((1,),), stages(96))))])
     assert "class='ranks many'" in page
     rows = re.findall(r"<div title='rank (\d+) idle: [^']+'><span>(.*?)</span>", page)
     assert len(rows) == 96
@@ -125,7 +126,7 @@ def test_memory_names_peaks_budget_and_the_ranks_it_shows() -> None:
     assert words.count("12 B") >= 2
     far = text(report("Step", "", [PREDICTED], budget=2**30))
     assert "The budget of 1 GiB lies far above this scale." in far
-    many = report("Step", "", [shown("x", stepped(Plan((1,) * 9, ((1,),) * 9, stages(9), "1f1b")))])
+    many = report("Step", "", [view("x", stepped(Plan((1,) * 9, ((1,),) * 9, stages(9), "1f1b")))])
     assert re.findall(r"aria-label='memory of (.*?)'", many) == [
         "rank 0, first and highest peak",
         "rank 4, middle",
@@ -135,7 +136,7 @@ def test_memory_names_peaks_budget_and_the_ranks_it_shows() -> None:
 
 def test_a_thinned_curve_keeps_its_peak_and_its_end() -> None:
     steps = [(i / 1000, 7.0 if i == 501 else i % 3) for i in range(1001)]
-    kept = thinned(steps, 1.0, 50)
+    kept = peaks_by_column(steps, 1.0, 50)
     assert len(kept) <= 2 * 51
     assert max(kept, key=lambda step: step[1]) == (0.501, 7.0)
     assert kept[-1] == steps[-1]
@@ -144,7 +145,7 @@ def test_a_thinned_curve_keeps_its_peak_and_its_end() -> None:
 
 def test_microbatches_cut_alike_are_drawn_once() -> None:
     plan = Plan((1,) * 4, ((3, 1), (3, 1), (2, 2), (3, 1)), stages(2))
-    page = report("Step", "", [shown("x", stepped(plan))])
+    page = report("Step", "", [view("x", stepped(plan))])
     words = text(page)
     assert "microbatches 0, 1, 3 &times; 3 1 sequence of 4 tokens, 2 slices of 1 to 3" in words
     assert "microbatch 2 1 sequence of 4 tokens, 2 slices of 2" in words
@@ -155,6 +156,6 @@ def test_what_cannot_be_shown_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one run"):
         report("Step", "", [])
     with pytest.raises(ValueError, match="at least one computation, 'x' has none"):
-        Shown("x", Timeline(PLAN, ()))
+        RunView("x", Timeline(PLAN, ()))
     with pytest.raises(ValueError, match="idle times are given for every rank or for none, got 1 for 2 ranks"):
-        Shown("x", PREDICTED.timeline, [{}])
+        RunView("x", PREDICTED.timeline, [{}])
