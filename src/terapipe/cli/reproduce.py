@@ -45,9 +45,9 @@ def run(parsed: argparse.Namespace) -> int:
         _print(found, swept, error, time.perf_counter() - began)
     more = list(studies.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
     if parsed.json:
-        told = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
+        result = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
         tables = [{"heading": s.heading, "header": s.header, "rows": s.rows} for s in more]
-        print(json.dumps({**told, **({"beyond": tables} if more else {})}))
+        print(json.dumps({**result, **({"beyond": tables} if more else {})}))
     else:
         for section in more:
             show.console.print(f"\n{section.heading}:")

@@ -10,7 +10,7 @@ from statistics import median
 from terapipe.doctor.facts import Examination, Facts, Link
 from terapipe.reporting.units import count, digits, memory, seconds
 
-SLOW = 3.0  # a link is slow if it is so many times slower than the others of its kind
+SLOW = 3.0  # factor by which a slow link is slower than the others of its kind
 JITTER = 2e-4  # seconds of latency that busy cores alone may add
 SHARED_MEMORY, FREE_MEMORY = 64 * 2**20, 2**30  # least bytes: per host, per rank
 FILES = 1024  # least limit on open files

@@ -11,7 +11,7 @@ from terapipe.reporting.svg import box, document, dot, line, path, staircase, te
 from terapipe.reporting.units import digits, memory, memory_unit, seconds
 
 _LEFT = 74
-_DOTTED = 40  # a curve of at most so many points shows a dot for each
+_DOTTED = 40  # most points of a curve of which each is a dot
 # The chart of time against memory.
 _WIDTH, _HEIGHT, _X0, _X1, _TOP, _BOTTOM = 960, 420, 84, 930, 34, 366
 _GOOD, _FITS = hsl(212, 0.66, 0.46), hsl(212, 0.6, 0.74)

@@ -16,7 +16,7 @@ from terapipe.scheduling.timeline import Timeline
 PAIR = ("predicted", "measured")
 _MANY = 16  # with more ranks, bars of idle time are thin and only some are labeled
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 400, 196, 58, 392, 34, 168  # of a memory chart
-_FEW = 4  # with at most so many ranks, each gets a memory chart
+_FEW = 4  # most ranks of which each gets a memory chart
 _MOST_CUTS = 8  # different ways to slice a microbatch that are drawn
 
 

@@ -28,8 +28,8 @@ from terapipe.modeling.hf.structure import ModelStructure, find_structure
 from terapipe.modeling.stage import TensorParallel
 
 BOUND = 1e-4  # relative error; parts of many models compute in float32, whatever their dtype
-# For RoPE that depends on the length: it changes beyond so many tokens, further lengths on both sides of that, and
-# documents that are all shorter.
+# For RoPE that depends on the length: the original length, beyond which it changes; further lengths on both sides of
+# it; and documents that are all shorter.
 ORIGINAL = 16
 OTHER_TOKENS = (23, 11)
 SHORT: Starts = ((0, 12, 20), (0, 7, 14, 21))
