@@ -118,8 +118,8 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
         )
     if config.recompute == "selective":
         raise ValueError(
-            "model.recompute = 'selective' is for presets and Hugging Face models, with model.factory it must be 'auto', "
-            "'off' or 'full'"
+            "model.recompute = 'selective' is for presets and Hugging Face models; with model.factory, set it to "
+            "'auto', 'off' or 'full'"
         )
     return Made(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
 

@@ -230,6 +230,7 @@ READERS: dict[str, Reader] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".txt.gz": _read_text,
+    ".md.gz": _read_text,
     ".jsonl": _read_json_lines,
     ".jsonl.gz": _read_json_lines,
     ".parquet": _read_parquet,
