@@ -21,7 +21,7 @@ from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Origin, TokenFile, open_data
 from terapipe.training.data.token_writer import TokenWriter
 from terapipe.training.data.tokenizer import ByteTokenizer
-from terapipe.training.evaluator import Evaluator
+from terapipe.training.evaluation import Evaluator
 from terapipe.training.logging.metrics import read
 from tests.ranks import Ranks
 from tests.runtime.test_checkpoint import adam, pipeline, same, snapshot

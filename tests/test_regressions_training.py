@@ -32,8 +32,8 @@ from terapipe.search.request import Request
 from terapipe.training import planned
 from terapipe.training.checkpoint_folder import CheckpointFolder
 from terapipe.training.data.batches import Batches
-from terapipe.training.data.documents import read_documents
 from terapipe.training.data.prepare import prepare
+from terapipe.training.data.text_reader import read_documents
 from terapipe.training.data.token_file import TokenFile, open_data
 from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.lock import FILE, Holder, Lock

@@ -21,7 +21,7 @@ from terapipe.runtime.transport import ALL
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
-from terapipe.training.evaluator import Evaluator
+from terapipe.training.evaluation import Evaluator
 from terapipe.training.identity import NOTE, Identity, same_evaluation
 from terapipe.training.logging.run_log import RunLog
 from terapipe.training.optimizer import learning_rate, set_lr

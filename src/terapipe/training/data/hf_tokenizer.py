@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from terapipe.training.data.documents import import_extra
+from terapipe.training.data.text_reader import import_extra
 
 END = "<|endoftext|>"
 

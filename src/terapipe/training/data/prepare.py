@@ -10,8 +10,8 @@ from typing import Any
 from terapipe.config import DataConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
-from terapipe.training.data.documents import find_files, read_documents
 from terapipe.training.data.hf_tokenizer import TOKENIZER_FILES
+from terapipe.training.data.text_reader import find_files, read_documents
 from terapipe.training.data.token_file import FORMAT, META, STARTS, TOKENS, Origin, TokenFile, open_data, split_names
 from terapipe.training.data.token_writer import Progress, TokenWriter
 from terapipe.training.data.tokenizer import make_tokenizer

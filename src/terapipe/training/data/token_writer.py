@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from terapipe.files import beside, flush_files, naming, put_in_place
 from terapipe.runtime.checkpoint.manifest import Sum, write_manifest
-from terapipe.training.data.documents import DocumentPart, read_documents
+from terapipe.training.data.text_reader import DocumentPart, read_documents
 from terapipe.training.data.token_file import FORMAT, META, STARTS, TOKENS, Origin, TokenFile
 from terapipe.training.data.tokenizer import Tokenizer
 

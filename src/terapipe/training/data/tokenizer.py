@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from terapipe.files import beside, put_in_place, recover
-from terapipe.training.data.documents import import_extra, split_text
 from terapipe.training.data.hf_tokenizer import END, FastTokenizer, SlowTokenizer, read_json, write_config, write_json
+from terapipe.training.data.text_reader import import_extra, split_text
 
 MARK = "made.json"  # in a folder that ``make_tokenizer`` wrote: the keys it was made from
 SAMPLE = 50_000_000  # characters to train a tokenizer on

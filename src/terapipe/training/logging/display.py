@@ -147,9 +147,11 @@ class Display:
 
     def _printable(self, text: str) -> str:
         """Generated text can contain anything: replace control characters and what the output cannot encode."""
-        shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+        printable = "".join(
+            c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4)
+        )
         encoding = self._console.encoding
-        return shown.encode(encoding, "replace").decode(encoding)
+        return printable.encode(encoding, "replace").decode(encoding)
 
 
 def _is_known(value: Any) -> bool:

@@ -14,7 +14,7 @@ import json
 import os.path
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,7 +226,7 @@ def _check_column(names: Sequence[str], field: str, path: Path) -> None:
         raise ValueError(f"{path} has no column {field!r}, it has {', '.join(map(repr, names))}; set data.field")
 
 
-READERS: dict[str, Reader] = {
+READERS: Mapping[str, Reader] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".txt.gz": _read_text,

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terapipe.training.data.documents import PART, find_files, read_documents, split_text
+from terapipe.training.data.text_reader import PART, find_files, read_documents, split_text
 
 TEXTS = ["first\r\nline", None, "zweites Stück", "", "第三", "long " * PART]
 
