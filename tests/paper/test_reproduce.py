@@ -7,12 +7,11 @@ import pytest
 
 from terapipe.cli import main
 from terapipe.paper.published import ONE_LAYER, SETTINGS, SWEEP
-from terapipe.paper.question import orders
 from terapipe.paper.reproduce import Row, mean_error, row, sweep
-from terapipe.paper.whatif import CASES, outcome
+from terapipe.paper.studies import CASES, orders, outcome
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.presets import PRESETS
 
@@ -48,7 +47,7 @@ def test_the_sweep_has_the_published_order_and_best(rows: list[Row]) -> None:
 
 
 def test_single_layers_are_near_the_published() -> None:
-    cost = AnalyticCost(PRESETS["gpt3-1b"], cluster("p3.16xlarge:24"), Layout(8, 24, 1))
+    cost = AnalyticCost(PRESETS["gpt3-1b"], Cluster("p3.16xlarge:24"), Layout(8, 24, 1))
     for tokens, milliseconds in ONE_LAYER.items():
         assert float(cost.forward(StageSpec(1), 1, tokens, 0)) == pytest.approx(milliseconds * 1e-3, rel=0.17)
 
@@ -77,7 +76,7 @@ def test_the_open_question_in_one_setting() -> None:
 
 def test_what_if_cases_have_an_outcome() -> None:
     found = outcome(CASES[0])
-    assert found.usual is not None
-    assert found.planned.step_time <= found.usual.step_time * 1.006  # but for preferring whole sequences
+    assert found.best_1f1b is not None
+    assert found.planned.step_time <= found.best_1f1b.step_time * 1.006  # but for preferring whole sequences
     assert found.planned.fits
     assert found.others

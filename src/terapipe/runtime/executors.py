@@ -10,7 +10,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.proof import proved
+from terapipe.scheduling.validated import validated_actions
 
 SHAPES = 8  # of batches, for which buffers are kept
 
@@ -33,7 +33,7 @@ class Executors:
 
     def make(self, plan: Plan) -> Executor:
         self._check(plan)
-        actions = proved(plan, self._transport.rank)
+        actions = validated_actions(plan, self._transport.rank)
         return Executor(self._stages, plan, actions, self._transport, self._wire, self._stage_done)
 
     def get(self, plan: Plan) -> Executor:
