@@ -25,7 +25,7 @@ def test_on_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "on each of the 2 hosts:\n  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in shown
     assert "HOST0 is a placeholder for one of the hosts" in shown
     assert f"train.py loads {saved} with Plan.from_json" in shown
-    assert "device_mesh(Layout(data=1, pipe=8, tensor=2))" in shown
+    assert "device_mesh(Layout(dp=1, pp=8, tp=2))" in shown
     assert main(["plan", *TWO_HOSTS, *SIXTEEN, "--endpoint", "node1:1234", "--name", "big"]) == 0
     shown = capsys.readouterr().out
     assert "--rdzv-endpoint node1:1234 --rdzv-id big train.py" in shown
