@@ -79,6 +79,8 @@ class SimpleSource:
     devices: int
     name: str = "a simple machine"
     budget: int | None = None
+    tile: int = 8
+    dtype: str = "float32"
 
     def cost(self, layout: Layout, recompute: bool) -> Cost:
         return self.costs

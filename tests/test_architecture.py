@@ -15,30 +15,31 @@ SOURCE = Path(terapipe.__file__).parent
 ALLOWED = {
     "files": set(),
     "presets": set(),
-    "planning": {"presets"},
+    "planning": {"files", "presets"},
     "scheduling": {"planning"},
-    "search": {"presets", "planning", "scheduling"},
+    "search": {"files", "presets", "planning", "scheduling"},
     "paper": {"presets", "planning", "search"},
-    "reporting": {"planning", "scheduling"},
+    "reporting": {"files", "planning", "scheduling", "search"},
     "modeling": {"presets"},
     "runtime": {"files", "presets", "planning", "scheduling", "modeling"},
     "launch": {"planning", "runtime"},
     "doctor": {"launch", "modeling", "reporting", "runtime"},
     "config": {"planning"},
     "training": {
-        "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime", "launch",
-        "hf",
+        "api", "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime",
+        "launch", "hf",
     },
     "cli": {
-        "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling", "runtime",
-        "launch", "doctor", "training",
+        "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",
+        "runtime", "launch", "doctor", "training",
     },
-    "__init__": {"presets", "planning", "scheduling", "modeling", "runtime", "reporting"},
+    "api": {"presets", "planning", "scheduling", "search", "modeling", "runtime"},
+    "__init__": {"api", "presets", "planning", "scheduling", "search", "modeling", "runtime"},
     "hf": {"planning", "modeling", "runtime"},
     "__main__": {"cli"},
 }  # fmt: skip
-# Imported inside functions only. A Timeline has methods that draw it, and what draws imports the Timeline.
-LAZY = {"scheduling/timeline.py": {"reporting", "files"}}
+# Imported inside functions only. Timelines and results have methods that draw them, and what draws imports them.
+LAZY = {"scheduling/timeline.py": {"reporting", "files"}, "search/result.py": {"reporting"}}
 TORCH_FREE = {"files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
 
 
@@ -55,6 +56,8 @@ def imports(path: Path, *, lazy: bool = True) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
+            if node.module == "terapipe":
+                names |= {f"terapipe.{alias.name}" for alias in node.names}
     return names
 
 

@@ -12,21 +12,22 @@ import pytest
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
 from terapipe.cli.profile import _judge
-from terapipe.cli.show import reasons
 from terapipe.config import parse
 from terapipe.launch.job import Launch
-from terapipe.launch.job import told as told_lines
+from terapipe.launch.job import instructions as told_lines
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import KINDS
-from terapipe.scheduling import proof
-from terapipe.search.choose import PlanResult
+from terapipe.reporting.plans import reasons
+from terapipe.scheduling import validated as proof
 from terapipe.search.evaluator import PlanEvaluator
-from terapipe.search.request import ClusterSource, ProfileSource, Request
+from terapipe.search.request import Request
+from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
+from terapipe.search.source import ClusterSource, ProfileSource
 from terapipe.training.planned import given, ranks_wanted
 from tests.planning.test_fitted import made
 
@@ -49,7 +50,7 @@ def calls_per_action(plan: Plan) -> float:
 
 def test_validating_takes_as_long_per_action_however_large_the_plan() -> None:
     """Ranks that had stopped were woken many times over: 36, 94, 217 us per action with 8, 16, 32 microbatches."""
-    cut = {"tokens": 64, "slices": 8, "boundaries": range(9), "order": "terapipe-1f1b"}
+    cut = {"seq_len": 64, "num_slices": 8, "boundaries": range(9), "order": "terapipe-1f1b"}
     small, large = (calls_per_action(Plan.uniform(batch_size=batch, **cut)) for batch in (4, 32))
     assert large < 1.2 * small
 
@@ -65,7 +66,7 @@ def test_plans_that_differ_in_lengths_only_are_proved_once(
     plan = Plan((1, 2), ((4, 3, 2), (5, 4)), tuple(range(2 * chunks + 1)), order, chunks)
     other = replace(plan, sizes=(3, 1), lengths=((1, 17, 2), (1, 19)))
     for each in (plan, other):
-        assert proof.proved(each, 1) == schedule(each).ranks[1]
+        assert proof.validated_actions(each, 1) == schedule(each).ranks[1]
     assert len(validated) == 1
 
 
@@ -89,7 +90,7 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
 
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
     """The formula charged two transfers per slice however few ranks there were, so that search stopped too early."""
-    source = ClusterSource(PRESETS["gpt3-1b"], cluster("p3.16xlarge:2"))  # transfers there hold their sender up
+    source = ClusterSource(PRESETS["gpt3-1b"], Cluster("p3.16xlarge:2"))  # transfers there hold their sender up
     request = Request(batch_size=1, seq_len=2048)
 
     def sent(pipe: int) -> float:
@@ -104,7 +105,7 @@ def test_a_pipeline_of_one_rank_sends_nothing() -> None:
 def test_a_described_cluster_exchanges_a_tied_weight_too() -> None:
     """Measured costs had the exchange of a tied weight's gradient, described ones left it out."""
     tied = PRESETS["gpt3-1b"]
-    host = cluster("dgx-a100:2")
+    host = Cluster("dgx-a100:2")
     layout = Layout(pp=2, tp=8)  # one stage on each host
     costs = [AnalyticCost(config, host, layout) for config in (tied, replace(tied, tied=False))]
     added = costs[0].per_step([StageSpec(12, first=True)]) - costs[1].per_step([StageSpec(12, first=True)])
@@ -125,7 +126,7 @@ SHAPE = [
 EIGHT = ["--dp", "2", "--pp", "2", "--tp", "2"]
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -143,23 +144,23 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
     """A saved plan forgot its layout, so 906 ms became 3.3 s."""
     monkeypatch.chdir(tmp_path)
     fixed = ["--order", "terapipe", "--num-slices", "4", "--recompute", "off"]
-    planned = told(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
-    again = told(capsys, "simulate", "plan.json")
-    for key in ("step_time", "layout", "peak_bytes", "fits", "slices"):
+    planned = answer(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
+    again = answer(capsys, "simulate", "plan.json")
+    for key in ("step_time", "layout", "peak_bytes", "fits", "lengths"):
         assert again[key] == planned[key]
     assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
-    assert "is for tensor 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
-    assert not told(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
+    assert "is for tp 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
+    assert not answer(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
 
     Path("profile.json").write_text(made().to_json())
     by_profile = ["--profile", "profile.json", "--batch-size", "1", "--seq-len", "2048"]
-    planned = told(capsys, "plan", *by_profile, *fixed, "--save", "other.json")
-    assert told(capsys, "simulate", "other.json")["step_time"] == planned["step_time"]
+    planned = answer(capsys, "plan", *by_profile, *fixed, "--save", "other.json")
+    assert answer(capsys, "simulate", "other.json")["step_time"] == planned["step_time"]
     Path("profile.json").write_text(replace(made(), optimizer=(1.0,)).to_json())
     assert "has changed since" in refused(capsys, "simulate", "other.json")
     Path("profile.json").unlink()
-    assert "give --profile" in refused(capsys, "simulate", "other.json")
+    assert "give the profile" in refused(capsys, "simulate", "other.json")
 
 
 def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,8 +170,8 @@ def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert "without its layout; give --dp and --tp" in refused(capsys, "simulate", str(bare), *SHAPE[:4])
     layout = ["--dp", "2", "--tp", "2"]
     assert "the costs of this plan are not in the file" in refused(capsys, "simulate", str(bare), *layout)
-    whole = told(capsys, "simulate", str(bare), *SHAPE[:4], *layout)
-    shared = told(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--shard", "--memory", "1MiB")
+    whole = answer(capsys, "simulate", str(bare), *SHAPE[:4], *layout)
+    shared = answer(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--shard", "--memory", "1MiB")
     assert whole["fits"]
     assert not shared["fits"]
     assert shared["peak_bytes"] != whole["peak_bytes"]
@@ -183,13 +184,13 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan = Plan.uniform(batch_size=1, seq_len=32, num_slices=2, boundaries=(0, 1, 2))
     file.write_text(SavedPlan(plan, Layout(2, 2, 2)).to_json())
-    text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\ntokens=32\nbatch=2\n[plan]\nfile="{file}"'
+    text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\nseq_len=32\nbatch_size=2\n[plan]\nfile="{file}"'
     config = parse(text)
     assert ranks_wanted(config.plan) == 8
     found = given(config, 8)
     assert found is not None
     assert found.layout == Layout(2, 2, 2)
-    with pytest.raises(ValueError, match=r"is for tensor 2, plan.tp says 4"):
+    with pytest.raises(ValueError, match=r"is for tp 2, plan.tp says 4"):
         ranks_wanted(parse(text, ["plan.tp=4"]).plan)
     with pytest.raises(ValueError, match=r"plan.order would have no effect beside plan.file"):
         ranks_wanted(parse(text, ["plan.order=gpipe"]).plan)
@@ -203,9 +204,9 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
     rows = [(n, c, 1.0 + 0.1 * n * n + 0.2 * c) for c in range(4) for n in range(1, 5 - c)]
     table.write_text(json.dumps([{"size": 1, "length": n, "context": c, "seconds": s} for n, c, s in rows]))
     common = ["plan", "--cost-table", str(table), "--batch-size", "2", "--seq-len", "4", "--pp", "2"]
-    assert told(capsys, *common)["step_time"] > 0
-    assert told(capsys, *common, "--num-slices", "4")["slices"] == [[1, 1, 1, 1]] * 2
-    assert told(capsys, *common, "--slice-lengths", "1,2,1")["slices"] == [[1, 2, 1]] * 2
+    assert answer(capsys, *common)["step_time"] > 0
+    assert answer(capsys, *common, "--num-slices", "4")["lengths"] == [[1, 1, 1, 1]] * 2
+    assert answer(capsys, *common, "--slice-lengths", "1,2,1")["lengths"] == [[1, 2, 1]] * 2
     for option in ("--chunks=1", "--recompute=on", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
                    "--sensitivity", "--layers-only", "--model=gpt-tiny"):  # fmt: skip
         assert "would have no effect" in refused(capsys, *common, option)
@@ -214,7 +215,7 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
 def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--json left --sensitivity out; --num-slices 2048 was 2,048 slices, --num-slices 1024,1024 two lengths."""
     plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch-size", "1", "--recompute", "off"]
-    assert len(told(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
+    assert len(answer(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
     profile = tmp_path / "profile.json"
     profile.write_text(made().to_json())
     measured = ["plan", "--profile", str(profile), "--batch-size", "1", "--seq-len", "2048"]
@@ -224,7 +225,7 @@ def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "--slice-lengths" in refused(capsys, *sliced, "--num-slices", "1024,1024")
     assert "would have no effect" in refused(capsys, *sliced, "--num-slices", "2", "--slice-lengths", "1024,1024")
     assert "sum to 2048" not in refused(capsys, *sliced, "--slice-lengths", "2048,1")
-    assert told(capsys, *sliced, "--slice-lengths", "2048")["slices"][0] == [2048]
+    assert answer(capsys, *sliced, "--slice-lengths", "2048")["lengths"][0] == [2048]
 
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])
@@ -238,11 +239,11 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
 
 def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:
     """A runner-up may be a little faster where slicing is not worth it: "-0.4% faster than the next best order"."""
-    source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), cluster("dgx-a100:1"))
+    source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), Cluster("dgx-a100:1"))
     bench = PlanEvaluator(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
     whole = bench.evaluate(bench.plan("gpipe", 1, (64,)))
     sliced = replace(bench.evaluate(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)
-    said = " ".join(reasons(PlanResult(whole, (sliced,))))
+    said = " ".join(reasons(PlanResult(whole, (sliced,), bench.request)))
     assert "terapipe would be 0.4% faster" in said
     assert "-0.4%" not in said
 

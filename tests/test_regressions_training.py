@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from terapipe import Pipeline, Timeline
+from terapipe import Pipeline, Timeline, api
 from terapipe.cli import main
 from terapipe.config import CheckpointConfig, RunConfig, parse
 from terapipe.launch import processes
@@ -30,10 +30,10 @@ from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.transport import Transport
 from terapipe.search.request import Request
 from terapipe.training import planned
-from terapipe.training.checkpoints import Checkpoints
+from terapipe.training.checkpoint_folder import CheckpointFolder
 from terapipe.training.data.batches import Batches
 from terapipe.training.data.prepare import prepare
-from terapipe.training.data.readers import pieces
+from terapipe.training.data.text_reader import read_documents
 from terapipe.training.data.token_file import TokenFile, open_data
 from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.lock import FILE, Holder, Lock
@@ -122,15 +122,15 @@ def test_going_on_compares_what_must_not_change(ranks: Callable[[int], Ranks], t
         ValueError, match=r"step-00000003 has others: model.heads: 4 -> 2; model.kv_heads: 4 -> 2; set what"
     ):
         ranks(1)(train, told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", more))
-    with pytest.raises(ValueError, match=r"others: data.packing: joined -> alone"):
+    with pytest.raises(ValueError, match=r"others: data.packing: concat -> padded"):
         ranks(1)(train, told(tmp_path, GPT, more, "data.packing=padded"))
     with pytest.raises(ValueError, match=r"tokenizer.end: 256 -> 0; the tokenizer's files are others; set"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=257", more, "data.tokenizer=train", "data.vocab=257"))
     (tmp_path / "text.txt").write_text(TEXT.read_text()[:4000])
-    ranks(1)(train, told(tmp_path, GPT, more, "optimizer.lr=1e-5", "data.seed=5"))
+    ranks(1)(train, told(tmp_path, GPT, more, "optimizer.lr=1e-5", "data.seed=5", "lr.warmup=1"))
     said = next(row["message"] for row in read(tmp_path / "run") if row.get("event") == "changed")
     assert said == (
-        "data.train: 3001 tokens in 1 documents -> 4001 tokens in 1 documents; data.seed: 0 -> 5; "
+        "data.train: 3001 tokens in 1 documents -> 4001 tokens in 1 documents; data.seed: 0 -> 5; lr.warmup: 0 -> 1; "
         "optimizer.lr: 0.0003 -> 1e-05; optimizer.steps: 3 -> 4"
     )
 
@@ -139,8 +139,8 @@ def test_a_vocabulary_is_refused_not_replaced(ranks: Callable[[int], Ranks], tmp
     """A shape's vocabulary and positions were those of the data, whatever the shape said."""
     with pytest.raises(ValueError, match=r"a model of 100 and a tokenizer of 257; .* vocab=257 in model.preset"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=100"))
-    with pytest.raises(ValueError, match=r"max_tokens=8 in model.preset and data.seq_len 16"):
-        ranks(1)(train, told(tmp_path, f"{GPT},max_tokens=8"))
+    with pytest.raises(ValueError, match=r"max_seq_len=8 in model.preset and data.seq_len 16"):
+        ranks(1)(train, told(tmp_path, f"{GPT},max_seq_len=8"))
 
 
 # Tokenizers
@@ -176,7 +176,8 @@ def request_of(config: RunConfig, made: Made, monkeypatch: pytest.MonkeyPatch) -
     def choose(source: object, request: Request) -> None:
         raise AskedError(request)
 
-    monkeypatch.setattr(planned, "choose", choose)
+    monkeypatch.setattr(api, "choose", choose)
+    monkeypatch.setattr(api, "source_of", lambda *_: None)
     with pytest.raises(AskedError) as found:
         planned.by_costs(config, made, None, 12)  # type: ignore[arg-type]
     request: Request = found.value.args[0]
@@ -190,18 +191,18 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     able = make_model(config.model, config.data, 257)
     picky = replace(able, shortest=2, recomputes=False)
     assert request_of(config, able, monkeypatch).recompute is None
-    assert request_of(config, able, monkeypatch).tile == 24
+    assert request_of(config, able, monkeypatch).tile_for(tile=8, tp=6) == 24
     one = replace(config, plan=replace(config.plan, tp=1))
-    assert request_of(one, able, monkeypatch).tile == 8
-    assert request_of(one, picky, monkeypatch).tile == 16, "the last slice had one token"
-    assert request_of(one, picky, monkeypatch).recompute is False
+    assert request_of(one, able, monkeypatch).tile_for(tile=8, tp=1) == 8
+    assert request_of(one, picky, monkeypatch).tile_for(tile=8, tp=1) == 16, "the last slice had one token"
+    assert not request_of(one, picky, monkeypatch).can_recompute
     even = replace(one, plan=replace(one.plan, num_slices=255))
     assert min(planned.evenly(even, picky, 2).plan.lengths[0]) >= 2
 
 
 def sizes_measured(config: RunConfig) -> set[int]:
     made = make_model(config.model, config.data, 257)
-    return {sample.size for sample in planned.measure(config, made, 1).samples}
+    return {sample.size for sample in planned.measure(config, made).samples}
 
 
 def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -213,12 +214,12 @@ def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: 
 def test_a_number_of_slices_and_their_lengths_are_two_keys(tmp_path: Path) -> None:
     """``slices = [2048]`` was 2,048 slices, ``slices = [1024, 1024]`` two, and ``slices = 0`` a division by zero."""
     made = make_model(told(tmp_path, GPT).model, told(tmp_path, GPT).data, 257)
-    for change, lengths in (("slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
+    for change, lengths in (("num_slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
         assert planned.evenly(told(tmp_path, GPT, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
     planned.evenly(told(tmp_path, GPT, "plan.num_slices=0"), made, 1)  # as many as seem right
     with pytest.raises(ValueError, match=r"plan\.slice_lengths must be positive, got 0"):
         told(tmp_path, GPT, "plan.slice_lengths=0")
-    with pytest.raises(ValueError, match=r"plan\.slices is a number .* give one"):
+    with pytest.raises(ValueError, match=r"plan\.num_slices is a number .* give one"):
         told(tmp_path, GPT, "plan.num_slices=2", "plan.slice_lengths=[8,8]")
 
 
@@ -324,7 +325,7 @@ def test_a_failure_is_told_on_stderr(
 def test_what_is_set_is_not_advised(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """A run that left out steps already was told to leave them out."""
     config = told(tmp_path, GPT, "optimizer.lr=1e300", "failures.on_nan=skip", "failures.max_skipped=1")
-    with pytest.raises(ArithmeticError, match=r"smaller optimizer\.lr, or raise failures\.skips from 1\b"):
+    with pytest.raises(ArithmeticError, match=r"smaller optimizer\.lr, or raise failures\.max_skipped from 1\b"):
         ranks(1)(train, config)
 
 
@@ -333,10 +334,10 @@ def test_the_place_of_a_bad_byte_is_that_in_the_file(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_bytes("é".encode() * 200_001 + b"\xff" + b"a" * 9)
     with pytest.raises(ValueError, match=r"a\.txt is not: byte 0xff at place 400002 \(invalid start byte\)"):
-        list(pieces([text], "text"))
+        list(read_documents([text], "text"))
     lines.write_bytes(b'{"text": "a"}\n' * 3 + b'{"text": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl is not: byte 0xe9 at place 55 "):
-        list(pieces([lines], "text"))
+        list(read_documents([lines], "text"))
 
 
 def test_a_token_out_of_range_is_named(tmp_path: Path) -> None:
@@ -348,10 +349,10 @@ def test_a_token_out_of_range_is_named(tmp_path: Path) -> None:
     damaged[20] = 9999
     damaged.flush()
     batches = Batches(TokenFile.open(file.folder), 16, "concat", False, 0)
-    assert batches.rows(0, 1).ids.max() < 257
+    assert batches.read(0, 1).ids.max() < 257
     said = r"tokens\.bin must be below the vocabulary of 257, the one at place 20 is 9999; the file is damaged"
     with pytest.raises(ValueError, match=said):
-        batches.rows(1, 1)
+        batches.read(1, 1)
 
 
 def test_the_panel_is_right(tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_the_panel_is_right(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
     display = Display(console, 100, 0, 10, "a run")
     said = []
-    saves = Checkpoints(tmp_path, CheckpointConfig(), False, lambda *row: said.append(row))
+    saves = CheckpointFolder(tmp_path, CheckpointConfig(), False, lambda *row: said.append(row))
     saves._saved({"step": 7, "best": None})
     display.row({"step": said[0][2], "event": "checkpoint", "message": ""})
     for step, seconds in enumerate((1.0, 1.0, 4.0), 8):
@@ -380,11 +381,11 @@ def test_the_export_is_announced(ranks: Callable[[int], Ranks], tmp_path: Path) 
 
 WATCHED = """
 import os, signal, sys, termios
-from terapipe.training.stopping import Stop
+from terapipe.training.signals import StopSignal
 from terapipe.training.logging.terminal import Terminal
 
 with Terminal() as terminal:
-    stop = Stop(terminal.restore)
+    stop = StopSignal(terminal.restore)
     print("^C is printed:", bool(termios.tcgetattr(0)[3] & termios.ECHOCTL), flush=True)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)

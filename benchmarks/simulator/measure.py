@@ -3,11 +3,9 @@
 from functools import partial
 
 from benchmarks.harness import arguments, best, race, report
-from terapipe import PRESETS, Plan, schedule
-from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.hardware import cluster
-from terapipe.planning.layout import Layout
-from terapipe.scheduling.simulator import makespan, simulate
+from terapipe import PRESETS, Cluster, Layout, Plan, schedule
+from terapipe.planning import AnalyticCost
+from terapipe.scheduling import makespan, simulate
 
 
 def main() -> None:
@@ -18,7 +16,7 @@ def main() -> None:
     for order, ranks, batch, slices in (("terapipe", 96, 2, 20), ("terapipe-1f1b", 48, 8, 16), ("1f1b", 8, 512, 1)):
         cuts = [config.layers * k // ranks for k in range(ranks + 1)]
         plan = Plan.uniform(batch_size=batch, seq_len=2048, num_slices=slices, boundaries=cuts, order=order)
-        cost = AnalyticCost(config, cluster("p3.16xlarge:48"), Layout(1, ranks, 4))
+        cost = AnalyticCost(config, Cluster("p3.16xlarge:48"), Layout(1, ranks, 4))
         made = schedule(plan)
         count = sum(map(len, made.ranks))
         contenders = {"timeline": partial(simulate, made, cost), "makespan": partial(makespan, plan, cost)}

@@ -6,15 +6,21 @@ Importing this module never loads torch; the names that need it are loaded when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from terapipe.api import compare, estimate, plan, profile, simulate
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import ORDERS, Order, register
+from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan, Slice
 from terapipe.planning.stages import balance, split_layers
-from terapipe.presets import PRESETS, GPTConfig
+from terapipe.presets import PRESETS, GPTConfig, ModelSpec
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import validate
+from terapipe.search.evaluator import PlanEstimate
+from terapipe.search.result import Comparison, PlanResult
+from terapipe.search.table import CostTable
 
 if TYPE_CHECKING:
     from terapipe.modeling.attention import attend
@@ -44,14 +50,21 @@ __all__ = [
     "ORDERS",
     "PRESETS",
     "Action",
+    "Cluster",
+    "Comparison",
+    "CostTable",
     "Event",
     "GPTConfig",
     "Layout",
+    "ModelSpec",
     "Op",
     "Order",
     "Pipeline",
     "PipelineError",
     "Plan",
+    "PlanEstimate",
+    "PlanResult",
+    "Profile",
     "Schedule",
     "Slice",
     "SliceCache",
@@ -59,22 +72,29 @@ __all__ = [
     "Timeline",
     "attend",
     "balance",
+    "compare",
     "dependencies",
     "device_mesh",
+    "estimate",
     "fill_batch",
     "next_token_labels",
+    "plan",
+    "profile",
     "register",
     "schedule",
+    "simulate",
     "split_layers",
     "validate",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return import_module("terapipe.hf")
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'terapipe' has no attribute {name!r}")
     return getattr(import_module(_NEEDS_TORCH[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__", "hf"])

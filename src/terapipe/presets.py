@@ -1,4 +1,4 @@
-"""Shapes of models: what the planner needs to know of a GPT, and what builds one. No torch here."""
+"""Shapes of models: what the planner must know, and what builds a GPT. No torch here."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -75,7 +75,16 @@ PRESETS: dict[str, GPTConfig] = {
 }
 
 
-def model(text: str) -> GPTConfig:
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the planner must know of a model. A model of your own may offer it as ``planning_spec()``."""
+
+    config: GPTConfig  # a GPT of about the same size
+    min_slice: int = 1  # tokens: shorter slices are not exact
+    can_recompute: bool = True
+
+
+def gpt_config(text: str) -> GPTConfig:
     """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``."""
     if "=" not in text:
         if text not in PRESETS:

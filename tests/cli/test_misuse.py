@@ -50,7 +50,7 @@ class Files:
             "sizes": self._changed(plan.to_json(), sizes=["x"]), "order": self._changed(plan.to_json(), order="none"),
             "rank": self._changed(Path(self.timeline).read_text(), events=[[99, "F 0 0.0", 0.0, 1.0]]),
             "time": self._changed(Path(self.timeline).read_text(), events=[[0, "F 0 0.0", 0.0, "x"]]),
-            "beside": self._changed(Path(self.plan).read_text(), planned={"layout": {"data": 0}}),
+            "beside": self._changed(Path(self.plan).read_text(), planned={"layout": {"dp": 0}}),
         }  # fmt: skip
         self.wrong = [self._write(f"{name}.wrong", text) for name, text in wrong.items()]
         (folder / "binary.wrong").write_bytes(bytes(range(256)))
@@ -84,7 +84,7 @@ class Files:
 
 def wrong_values(files: Files) -> Iterator[tuple[str, list[str]]]:
     """Options, and values of which none is right."""
-    counts = ("batch", "seq", "data", "pipe", "tensor", "microbatch", "chunks", "tile", "distinct", "slices")
+    counts = ("batch-size", "seq-len", "dp", "pp", "tp", "microbatch-size", "chunks", "tile", "distinct", "num-slices")
     for verb in ("plan", "plan by profile", "compare", "simulate"):
         yield from ((verb, [f"--{name}={value}"]) for name in counts for value in NOT_COUNTS)
         yield from ((verb, [f"--memory={value}"]) for value in NOT_BYTES)
@@ -105,14 +105,14 @@ def wrong_values(files: Files) -> Iterator[tuple[str, list[str]]]:
     yield from (("plan", ["--endpoint", value]) for value in ("", "here", "h:0", "h:99999", ":80", "h:x"))
     yield from (("plan", [f"--script={value}"]) for value in ("", "'open", '"'))
     yield from (("simulate", [f"--width={value}"]) for value in NOT_COUNTS)
-    for name in ("ranks", "seq", "sizes"):
+    for name in ("ranks", "seq-len", "sizes"):
         wrong = [v for v in NOT_COUNTS if (name, v) != ("sizes", "4,4")]
         yield from (("profile", [f"--{name}={value}"]) for value in wrong)
     yield from (("profile", [f"--seconds={value}"]) for value in NOT_SECONDS)
     yield from (("profile", ["--dtype", value]) for value in ("", "float8", "half"))
     yield from (("doctor", [f"--{name}={v}"]) for name in ("ranks", "port") for v in NOT_COUNTS)
     yield from (("doctor", [f"--timeout={value}"]) for value in NOT_SECONDS)
-    yield from (("verify", [f"--{name}={v}"]) for name in ("stages", "slices") for v in NOT_COUNTS)
+    yield from (("verify", [f"--{name}={v}"]) for name in ("stages", "num-slices") for v in NOT_COUNTS)
     keys = (
         "x",
         "=",
@@ -194,7 +194,7 @@ def conflicts(files: Files) -> Iterator[tuple[str, list[str]]]:
     ]
     pairs += [f"--cost-table={files.table}", "--num-slices=65", "--memory=1KiB", "--order=terapipe-v --chunks=3"]
     yield from (("plan", pair.split()) for pair in pairs)
-    pairs = ["--sensitivity", "--layers-only", *MODEL, "--tp=2", "--cluster=dgx-a100:1"]
+    pairs = ["--sensitivity", "--layers-only", *MODEL, "--cluster=dgx-a100:1"]
     yield from (("plan by profile", [pair] if pair.startswith("--") else MODEL) for pair in pairs)
     pairs = ["--sensitivity", "--layers-only", "--tile=8", "--chunks=1", "--recompute=on", "--distinct=1", "--shard"]
     pairs += [

@@ -24,9 +24,14 @@ def test_on_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "on each of the 2 hosts:\n  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in shown
     assert "HOST0 is a placeholder for one of the hosts" in shown
+    assert f"-m terapipe train run.toml plan.file={saved} data.batch_size=" in shown
+    assert main(["plan", *TWO_HOSTS, *SIXTEEN, "--save", str(saved), "--script", "train.py"]) == 0
+    shown = capsys.readouterr().out
     assert f"train.py loads {saved} with Plan.from_json" in shown
     assert "device_mesh(Layout(dp=1, pp=8, tp=2))" in shown
-    assert main(["plan", *TWO_HOSTS, *SIXTEEN, "--endpoint", "node1:1234", "--name", "big"]) == 0
+    assert (
+        main(["plan", *TWO_HOSTS, *SIXTEEN, "--endpoint", "node1:1234", "--name", "big", "--script", "train.py"]) == 0
+    )
     shown = capsys.readouterr().out
     assert "--rdzv-endpoint node1:1234 --rdzv-id big train.py" in shown
     assert "HOST0" not in shown
@@ -37,12 +42,15 @@ def test_json_has_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (found["hosts"], found["processes_per_host"]) == (2, 6)
     assert found["torchrun"] == [
         "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 "
-        "--rdzv-id terapipe train.py"
+        "--rdzv-id terapipe -m terapipe train run.toml plan.file=plan.json data.batch_size=1 data.seq_len=2048"
     ]
     profile = tmp_path / "profile.json"
     profile.write_text(made().to_json())
     found = printed(capsys, "plan", "--profile", str(profile), "--batch-size", "1", "--seq-len", "2048")["launch"]
-    assert found["torchrun"] == ["torchrun --standalone --nproc-per-node 2 train.py"]
+    assert found["torchrun"] == [
+        "torchrun --standalone --nproc-per-node 2 -m terapipe train run.toml plan.file=plan.json "
+        "data.batch_size=1 data.seq_len=2048"
+    ]
 
 
 def test_a_cost_table_is_taken_to_be_of_one_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

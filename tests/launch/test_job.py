@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from terapipe.launch.job import Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
-from terapipe.planning.hardware import HOSTS, Cluster, cluster
+from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.layout import Layout
 from tests.planning.test_fitted import made
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_spread_says_why() -> None:
 
 
 def test_what_sources_say_of_hosts() -> None:
-    assert hosts_of(cluster("dgx-a100:3"), 24) == Hosts(3, 8, 64, gpus=True)
+    assert hosts_of(Cluster("dgx-a100:3"), 24) == Hosts(3, 8, 64, gpus=True)
     assert hosts_of(Cluster("cpu:2", HOSTS["dgx-a100"], 2), 16) == Hosts(2, 8, 8, gpus=False)
     assert hosts_of(made(), 5) == Hosts(1, 5, 5, gpus=False)
     assert hosts_of(None, 3) == Hosts(1, 3, 3, gpus=False)

@@ -147,7 +147,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...],
 
 
 def test_a_slice_outside_its_cache_is_refused() -> None:
-    with pytest.raises(ValueError, match="cache of 8 tokens, got tokens 6 to 10"):
+    with pytest.raises(ValueError, match="cache of 8 tokens, got 6 to 10"):
         SliceCache(8).begin(6, 4)
 
 

@@ -11,7 +11,7 @@ from terapipe.paper.reproduce import Row, mean_error, row, sweep
 from terapipe.paper.studies import CASES, orders, outcome
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.presets import PRESETS
 
@@ -47,7 +47,7 @@ def test_the_sweep_has_the_published_order_and_best(rows: list[Row]) -> None:
 
 
 def test_single_layers_are_near_the_published() -> None:
-    cost = AnalyticCost(PRESETS["gpt3-1b"], cluster("p3.16xlarge:24"), Layout(8, 24, 1))
+    cost = AnalyticCost(PRESETS["gpt3-1b"], Cluster("p3.16xlarge:24"), Layout(8, 24, 1))
     for tokens, milliseconds in ONE_LAYER.items():
         assert float(cost.forward(StageSpec(1), 1, tokens, 0)) == pytest.approx(milliseconds * 1e-3, rel=0.17)
 

@@ -5,15 +5,15 @@ import pytest
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import HOSTS, cluster
+from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.layout import Layout
-from terapipe.presets import PRESETS, model
+from terapipe.presets import PRESETS, gpt_config
 
 LAYER = StageSpec(1)
 
 
 def cost(name: str = "gpt3-1b", layout: Layout = Layout(), where: str = "p3.16xlarge:48", **more: bool) -> AnalyticCost:  # noqa: B008
-    return AnalyticCost(PRESETS[name], cluster(where), layout, **more)
+    return AnalyticCost(PRESETS[name], Cluster(where), layout, **more)
 
 
 def test_one_layer_on_a_v100_as_published() -> None:
@@ -76,23 +76,23 @@ def test_ends_can_be_left_out() -> None:
 
 
 def test_clusters_by_name() -> None:
-    assert cluster("p3.16xlarge:48").devices == 384
-    assert cluster("dgx-h100").hosts == 1
+    assert Cluster("p3.16xlarge:48").devices == 384
+    assert Cluster("dgx-h100").hosts == 1
     for text, said in (("p9:4", "unknown host 'p9'"), ("dgx-a100:0", "HOST:COUNT"), ("dgx-a100:x", "HOST:COUNT")):
         with pytest.raises(ValueError, match=said):
-            cluster(text)
+            Cluster(text)
 
 
 def test_this_cpu_is_calibrated() -> None:
-    here = cluster("cpu").host
+    here = Cluster("cpu").host
     assert 1e8 < here.device.rate(1024) < 1e13
     assert 1e8 < here.device.bandwidth < 1e13
     assert here.devices >= 1
 
 
 def test_models_by_name_or_shape() -> None:
-    assert model("gpt3-175b") is PRESETS["gpt3-175b"]
-    shape = model("layers=96, hidden=12288,heads=96,kv_heads=8,vocab=1000")
+    assert gpt_config("gpt3-175b") is PRESETS["gpt3-175b"]
+    shape = gpt_config("layers=96, hidden=12288,heads=96,kv_heads=8,vocab=1000")
     assert (shape.layers, shape.num_kv_heads, shape.vocab) == (96, 8, 1000)
     for text, said in (
         ("gpt3-175", "did you mean 'gpt3-175b'"),
@@ -103,4 +103,4 @@ def test_models_by_name_or_shape() -> None:
         ("layers=96,hidden=100,heads=96", "multiple of heads"),
     ):
         with pytest.raises(ValueError, match=said):
-            model(text)
+            gpt_config(text)

@@ -13,7 +13,8 @@ from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import PRESETS
 from terapipe.scheduling.simulator import makespan
 from terapipe.search.choose import choose
-from terapipe.search.request import ProfileSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ProfileSource
 
 
 def truth(size: int, length: int, context: int, scale: float = 1.0) -> float:
@@ -204,7 +205,7 @@ def test_the_plan_heeds_a_slow_link() -> None:
     slow = replace(profile, transfers=tuple(Transfer(n, (5e-3 + 8 * n / 1e8,), True) for n in (1 << 12, 1 << 20)))
     request = Request(1, 2048, dp=1, pp=2, tp=1, recompute=False)
     with_link, as_if_free = (
-        choose(ProfileSource(found, 2), request).chosen.plan for found in (slow, replace(profile, transfers=()))
+        choose(ProfileSource(found, 2), request).estimate.plan for found in (slow, replace(profile, transfers=()))
     )
     assert with_link != as_if_free
     cost = FittedCost(slow)

@@ -72,7 +72,7 @@ def test_a_plan_of_another_format_is_refused() -> None:
         Plan.from_json(json.dumps({**data, "format": 2}))
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"tokens": 0}, {"slices": 9}, {"microbatch": -1}])
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"seq_len": 0}, {"num_slices": 9}, {"microbatch_size": -1}])
 def test_uniform_refuses_what_cannot_be_cut(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
-        Plan.uniform(**{"batch": 1, "tokens": 8, "boundaries": (0, 1), **wrong})  # type: ignore[arg-type]
+        Plan.uniform(**{"batch_size": 1, "seq_len": 8, "boundaries": (0, 1), **wrong})  # type: ignore[arg-type]

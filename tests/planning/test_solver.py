@@ -252,13 +252,13 @@ def test_only_the_lengths_and_sizes_that_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": 0}, "tokens must be a whole number of at least 1, got 0"),
+        ({"seq_len": 0}, "seq_len must be a whole number of at least 1, got 0"),
         ({"stages": 1.5}, r"stages must be a whole number of at least 1, got 1\.5"),
         ({"step": -8}, "step must be"),
-        ({"batch": True}, "batch must be"),
+        ({"batch_size": True}, "batch_size must be"),
         ({"sizes": [0]}, r"sizes\[0\] must be a whole number of at least 1"),
         (
-            {"batch": 3, "sizes": [2, 4]},
+            {"batch_size": 3, "sizes": [2, 4]},
             r"sizes must add up to the batch, got sizes \[2, 4\] for a batch of 3; allow 1",
         ),
         ({"sizes": []}, "sizes must add up to the batch"),
@@ -266,13 +266,13 @@ def test_only_the_lengths_and_sizes_that_are_allowed() -> None:
         ({"lengths": [24, 40]}, r"no slices of \[24, 40\] tokens add up to 100; allow 100 too"),
         ({"lengths": [200]}, "allow 100 too"),
         ({"lengths": []}, "allow 100 too"),
-        ({"lengths": [6, 10], "tokens": 14}, "no allowed slices add up to 14 tokens and a batch of 1, with 2 lengths"),
-        ({"tokens": 10**6}, "no more than 4096 steps, got 1000000 tokens in steps of 8; try step=248"),
+        ({"lengths": [6, 10], "seq_len": 14}, "no allowed slices add up to 14 tokens and a batch of 1, with 2 lengths"),
+        ({"seq_len": 10**6}, "no more than 4096 steps, got 1000000 tokens in steps of 8; try step=248"),
     ],
 )
 def test_a_bad_question_says_what_is_wrong(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        solve(gpt, **{"tokens": 100, "stages": 2, **change})
+        solve(gpt, **{"seq_len": 100, "stages": 2, **change})
 
 
 @pytest.mark.parametrize("wrong", [np.nan, -1.0])

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -99,6 +100,11 @@ class Browser:
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """A page draws itself anew some frames after it changed its size, on a busy machine many."""
+        while not condition():
+            assert time.monotonic() < self._deadline, "the page never came to look as it should"
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)

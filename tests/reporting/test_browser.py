@@ -131,13 +131,13 @@ def test_the_page_follows_the_color_scheme(browser: Browser, scheme: str) -> Non
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
-    assert len(forwards(browser)) == 4
+    browser.until(lambda: len(forwards(browser)) == 4)
 
 
 def test_it_fits_a_phone(browser: Browser) -> None:
     browser.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
-    assert browser.run("document.documentElement.scrollWidth") <= 360
-    assert len(forwards(browser)) == 4
+    browser.until(lambda: browser.run("document.documentElement.scrollWidth") <= 360)
+    browser.until(lambda: len(forwards(browser)) == 4)
 
 
 def test_a_large_run_is_drawn_and_answers(tmp_path: Path) -> None:

@@ -138,7 +138,6 @@ def test_a_described_model_is_made_real_stage_by_stage(ranks: Callable[[int], Ra
     [
         (Plan((1,), ((8,),), (0, 3)), "splits 3 layers, the model has 4"),
         (Plan((1,), ((8,),), (0, 1, 4)), r"for 2 ranks \(2 stages, 1 per rank\), got 1 processes; start 2"),
-        (Plan((1,), ((8,),), (0, 4), "gpip"), "unknown order"),
         (Plan((1,), ((65,),), (0, 4)), "positions for 64 tokens"),
     ],
 )

@@ -4,20 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from terapipe import PRESETS, GPTConfig, Plan, schedule, validate
-from terapipe.planning.hardware import cluster
+from terapipe import ORDERS, PRESETS, GPTConfig, Plan, schedule, validate
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
 from terapipe.search.choose import choose
-from terapipe.search.compare import compare, frontier
+from terapipe.search.compare import compare
 from terapipe.search.cuts import Grid, improve, ramped, uniform
-from terapipe.search.evaluator import PlanEvaluator
-from terapipe.search.request import ClusterSource, Request, layouts
+from terapipe.search.evaluator import PlanEvaluator, pareto_front
+from terapipe.search.request import Request, layouts
+from terapipe.search.source import ClusterSource
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource
 
 SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_seq_len=4096)
-SOURCE = ClusterSource(SMALL, cluster("p3.16xlarge:1"))
+SOURCE = ClusterSource(SMALL, Cluster("p3.16xlarge:1"))
 ONE = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2)
 
 
@@ -25,9 +26,9 @@ ONE = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
     request = ONE.fixed(
-        order=order, batch=batch, microbatch=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
+        order=order, batch_size=batch, microbatch_size=1, chunks=2 if order in ("interleaved", "terapipe-v") else 1
     )
-    chosen = choose(SOURCE, request).chosen
+    chosen = choose(SOURCE, request).estimate
     bench = PlanEvaluator(SOURCE, request, chosen.layout, False)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
         even = bench.evaluate(bench.plan(order, 1, uniform(2048, count, 8), chosen.plan.chunks))
@@ -39,14 +40,14 @@ def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
     assert decision.runners_up
     times = [choice.step_time for choice in decision.runners_up]
     assert times == sorted(times)
-    assert len({choice.plan.order for choice in (decision.chosen, *decision.runners_up)}) == len(times) + 1
-    for choice in (decision.chosen, *decision.runners_up):
+    assert len({choice.plan.order for choice in (decision.estimate, *decision.runners_up)}) == len(times) + 1
+    for choice in (decision.estimate, *decision.runners_up):
         made = schedule(choice.plan)
         validate(made)
         cost = SOURCE.cost(choice.layout, choice.plan.recompute)
         once = choice.step_time - makespan(choice.plan, cost)[0]
         assert simulate(made, cost).makespan + once == pytest.approx(choice.step_time, rel=1e-9)
-        assert decision.chosen.step_time <= choice.step_time
+        assert decision.estimate.step_time <= choice.step_time
 
 
 def test_what_is_fixed_stays_fixed() -> None:
@@ -54,10 +55,10 @@ def test_what_is_fixed_stays_fixed() -> None:
         batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448),
         microbatch_size=2, recompute=True,
     )  # fmt: skip
-    choice = choose(SOURCE, request).chosen
+    choice = choose(SOURCE, request).estimate
     assert choice.layout == Layout(2, 2, 2)
     assert choice.plan == Plan((2, 2), ((1000, 600, 448),) * 2, choice.plan.boundaries, "terapipe-1f1b", 1, True)
-    assert choose(SOURCE, request.fixed(slice_lengths=None, num_slices=5, tile=8)).chosen.plan.lengths[0] == (
+    assert choose(SOURCE, request.fixed(slice_lengths=None, num_slices=5, tile=8)).estimate.plan.lengths[0] == (
         410,
         410,
         410,
@@ -68,22 +69,24 @@ def test_what_is_fixed_stays_fixed() -> None:
 
 def test_a_single_stage_is_not_sliced() -> None:
     decision = choose(SOURCE, Request(batch_size=1, seq_len=2048, dp=1, pp=1, tp=1))
-    assert not decision.chosen.sliced
-    assert decision.unsliced is decision.chosen
+    assert not decision.estimate.sliced
+    assert decision.unsliced is decision.estimate
 
 
 def test_many_sequences_on_few_stages_are_not_sliced() -> None:
-    source = ClusterSource(SMALL, cluster("dgx-a100:1"))
-    assert not choose(source, Request(batch_size=64, seq_len=256, dp=1, pp=2, tp=1)).chosen.sliced
+    source = ClusterSource(SMALL, Cluster("dgx-a100:1"))
+    assert not choose(source, Request(batch_size=64, seq_len=256, dp=1, pp=2, tp=1)).estimate.sliced
 
 
 def test_the_budget_rules() -> None:
-    free = choose(SOURCE, ONE.fixed(batch=16, order="terapipe"))
-    tight = choose(SOURCE, ONE.fixed(batch=16, order="terapipe", budget=int(free.chosen.peak_bytes * 0.6)))
-    assert tight.chosen.peak_bytes <= free.chosen.peak_bytes * 0.6
-    assert tight.chosen.plan.recompute
-    assert tight.chosen.step_time > free.chosen.step_time
-    lean = choose(SOURCE, ONE.fixed(batch=16, recompute=False, budget=int(free.chosen.peak_bytes * 0.6))).chosen
+    free = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe"))
+    tight = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe", budget=int(free.estimate.peak_bytes * 0.6)))
+    assert tight.estimate.peak_bytes <= free.estimate.peak_bytes * 0.6
+    assert tight.estimate.plan.recompute
+    assert tight.estimate.step_time > free.estimate.step_time
+    lean = choose(
+        SOURCE, ONE.fixed(batch_size=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))
+    ).estimate
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved")
 
 
@@ -94,32 +97,32 @@ def test_a_budget_too_small_for_any_plan_is_refused() -> None:
 
 def test_tiles_and_few_lengths() -> None:
     free = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1))
-    tiled = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, tile=128)).chosen
+    tiled = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, tile=128)).estimate
     assert all(length % 128 == 0 for row in tiled.plan.lengths for length in row)
-    assert tiled.step_time >= free.chosen.step_time
+    assert tiled.step_time >= free.estimate.step_time
     for distinct in (1, 2):
         limited = choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=distinct))
-        assert len({length for row in limited.chosen.plan.lengths for length in row}) <= distinct
+        assert len({length for row in limited.estimate.plan.lengths for length in row}) <= distinct
         assert limited.price is not None
         assert limited.price >= 1 - 1e-9
 
 
 def test_a_limit_on_lengths_does_not_break_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose_module, "with_few_lengths", lambda bench, choice, distinct: replace(choice, fits=False))
-    with pytest.raises(ValueError, match=r"at most 1 different slice lengths .* raise --distinct or --memory"):
+    with pytest.raises(ValueError, match=r"at most 1 different slice lengths .* raise distinct or the memory budget"):
         choose(SOURCE, ONE.fixed(order="terapipe", chunks=1, distinct=1))
 
 
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"data": 3, "batch": 4}, "a batch of 4 is not divisible by data 3; try --dp 2 or --batch-size 6"),
+        ({"dp": 3, "batch_size": 4}, "a batch of 4 is not divisible by dp 3; try dp 2 or batch size 6"),
         ({"order": "zigzag"}, "unknown order 'zigzag'"),
-        ({"slices": (1000, 1000)}, "sum to the 2048 tokens"),
-        ({"slices": 0}, "between 1 and the 2048 tokens"),
-        ({"order": "gpipe", "slices": 4}, "takes whole sequences"),
-        ({"batch": 0}, "batch must be a whole number"),
-        ({"tile": 4096}, "lower --tile"),
+        ({"slice_lengths": (1000, 1000)}, "sum to the 2048 tokens"),
+        ({"num_slices": 0}, "num_slices must be a whole number of at least 1"),
+        ({"order": "gpipe", "num_slices": 4}, "takes whole sequences"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"tile": 4096}, "use a smaller tile"),
     ],
 )
 def test_contradictions_are_refused_at_once(parts: dict[str, object], said: str) -> None:
@@ -130,10 +133,10 @@ def test_contradictions_are_refused_at_once(parts: dict[str, object], said: str)
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"pipe": 8}, "needs 16 devices, p3.16xlarge:1 has 8"),
-        ({"tensor": 3, "pipe": None}, "tensor must be one of"),
-        ({"pipe": 3, "tensor": None, "data": None}, "no layout data x pipe x tensor uses all 8 devices"),
-        ({"microbatch": 4}, "does not fit into a replica's batch of 1"),
+        ({"pp": 8}, "needs 16 devices, p3.16xlarge:1 has 8"),
+        ({"tp": 3, "pp": None}, "tp must be one of"),
+        ({"pp": 3, "tp": None, "dp": None}, "no layout dp x pp x tp uses all 8 devices"),
+        ({"microbatch_size": 4}, "does not fit into a replica's batch of 1"),
         ({"order": "interleaved", "chunks": 3}, "every chunk needs a layer"),
     ],
 )
@@ -152,15 +155,15 @@ def test_layouts_use_every_device() -> None:
 def test_compare_names_every_order_and_keeps_to_one_layout() -> None:
     rows = compare(SOURCE, ONE)
     names = [row.name for row in rows]
-    assert names[:2] == ["GPipe", "1F1B"]
-    assert {"interleaved 1F1B", "TeraPipe, uniform", "TeraPipe, planned", "TeraPipe-1F1B"} <= set(names)
+    assert names[:2] == ["gpipe", "1f1b"]
+    assert set(ORDERS) | {"terapipe, equal slices", "interleaved, whole sequences"} == set(names)
     assert {row.layout for row in rows} == {Layout(1, 4, 2)}
     by_name = {row.name: row for row in rows}
-    assert by_name["TeraPipe, planned"].step_time <= by_name["TeraPipe, uniform"].step_time * (1 + 1e-9)
-    best = frontier(rows)
+    assert by_name["terapipe"].step_time <= by_name["terapipe, equal slices"].step_time * (1 + 1e-9)
+    best = pareto_front(rows)
     assert best[0].step_time == min(row.step_time for row in rows)
     assert min(row.peak_bytes for row in rows) == best[-1].peak_bytes
-    with pytest.raises(ValueError, match="leave out --order"):
+    with pytest.raises(ValueError, match="leave out order"):
         compare(SOURCE, ONE.fixed(order="terapipe"))
 
 
@@ -188,12 +191,12 @@ def test_shaped_slices_take_times_in_these_proportions() -> None:
 def test_folded_plans_have_short_slices_at_both_ends() -> None:
     request = Request(1, 2048, dp=1, pp=2, tp=1, chunks=2, recompute=False)
     source = SimpleSource(SimpleCost(fixed=20.0), SimpleMemory(), 8, 2)
-    folded, looped = (choose(source, request.fixed(order=f"terapipe-{kind}")).chosen for kind in ("v", "deferred"))
+    folded, looped = (choose(source, request.fixed(order=f"terapipe-{kind}")).estimate for kind in ("v", "deferred"))
     first, *between, last = folded.plan.lengths[0]
     assert max(first, last) < min(between)
     assert max(first, last) < max(between) / 3
     assert folded.step_time < 0.985 * looped.step_time
-    assert choose(source, request).chosen.plan.order == "terapipe-v"
+    assert choose(source, request).estimate.plan.order == "terapipe-v"
 
 
 def test_equal_time_reaches_the_end_when_slices_cannot_be_equal() -> None:
@@ -218,18 +221,18 @@ def test_improving_never_makes_it_worse() -> None:
 
 
 def test_long_sequences_are_planned_too() -> None:
-    source = ClusterSource(replace(SMALL, max_seq_len=2**18), cluster("dgx-h100:1"))
-    chosen = choose(source, Request(batch_size=1, seq_len=2**18, dp=1, pp=8, tp=1, order="terapipe-1f1b")).chosen
+    source = ClusterSource(replace(SMALL, max_seq_len=2**18), Cluster("dgx-h100:1"))
+    chosen = choose(source, Request(batch_size=1, seq_len=2**18, dp=1, pp=8, tp=1, order="terapipe-1f1b")).estimate
     assert chosen.sliced
     assert chosen.plan.seq_len == 2**18
 
 
 def test_shared_state_lets_replicas_fit() -> None:
     """Weights, gradients and state of a stage take 30 GiB; shared by four replicas 16."""
-    source = ClusterSource(PRESETS["gpt3-13b"], cluster("p4d.24xlarge:4"))
+    source = ClusterSource(PRESETS["gpt3-13b"], Cluster("p4d.24xlarge:4"))
     request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, budget=20 << 30)
-    with pytest.raises(ValueError, match="share state between replicas"):
+    with pytest.raises(ValueError, match="shard the model state over replicas"):
         choose(source, request)
-    shared = choose(source, request.fixed(shard=True)).chosen
+    shared = choose(source, request.fixed(shard=True)).estimate
     assert shared.fits
-    assert str(shared.layout) == "data 4 (sharded) x pipe 8 x tensor 1"
+    assert str(shared.layout) == "dp 4 (sharded) x pp 8 x tp 1"

@@ -3,11 +3,12 @@
 import pytest
 
 from terapipe import GPTConfig
-from terapipe.planning.hardware import cluster
-from terapipe.search.request import ClusterSource, Request
+from terapipe.planning.hardware import Cluster
+from terapipe.search.request import Request
 from terapipe.search.sensitivity import CONSTANTS, FACTORS, mistakes, wrong_host
+from terapipe.search.source import ClusterSource
 
-SOURCE = ClusterSource(GPTConfig(layers=8, hidden=2048, heads=16, max_seq_len=65536), cluster("dgx-a100:1"))
+SOURCE = ClusterSource(GPTConfig(layers=8, hidden=2048, heads=16, max_seq_len=65536), Cluster("dgx-a100:1"))
 
 
 def test_a_wrong_constant_never_beats_the_right_one_by_much() -> None:

@@ -34,7 +34,7 @@ def brute_force(table: CostTable, tokens: int, unit: int, stages: int) -> float:
 @pytest.mark.parametrize("stages", [1, 3, 12])
 def test_the_step_time_is_the_formulas_best(seed: int, stages: int) -> None:
     table = CostTable.from_json(text(128, 16, seed=seed))
-    found = choose_by_table(table, Request(batch_size=1, seq_len=128, pp=stages, order="terapipe")).chosen
+    found = choose_by_table(table, Request(batch_size=1, seq_len=128, pp=stages, order="terapipe")).estimate
     assert found.step_time == pytest.approx(brute_force(table, 128, 16, stages), rel=1e-12)
     t = [table.seconds[s.size, s.length, s.context] for s in found.plan.slices]
     assert found.step_time == pytest.approx(sum(t) + (stages - 1) * max(t), rel=1e-12)
@@ -43,12 +43,12 @@ def test_the_step_time_is_the_formulas_best(seed: int, stages: int) -> None:
 
 def test_the_batch_is_cut_too() -> None:
     table = CostTable.from_json(text(64, 16, sizes=(1, 2, 4)))
-    found = choose_by_table(table, Request(batch_size=5, seq_len=64, pp=4)).chosen
+    found = choose_by_table(table, Request(batch_size=5, seq_len=64, pp=4)).estimate
     assert sum(found.plan.sizes) == 5
     assert set(found.plan.sizes) <= {1, 2, 4}
     fixed = choose_by_table(
         table, Request(batch_size=4, seq_len=64, pp=4, microbatch_size=2, slice_lengths=(32, 32))
-    ).chosen
+    ).estimate
     assert fixed.plan.sizes == (2, 2)
     assert fixed.plan.lengths == ((32, 32), (32, 32))
 
@@ -71,7 +71,7 @@ def test_bad_tables_are_refused(rows: str, said: str) -> None:
 
 def test_bad_requests_are_refused() -> None:
     table = CostTable.from_json(text(64, 16))
-    with pytest.raises(ValueError, match="give --pp"):
+    with pytest.raises(ValueError, match="give pp"):
         choose_by_table(table, Request(batch_size=1, seq_len=64))
     with pytest.raises(ValueError, match="multiple of the table's unit of 16 tokens"):
         choose_by_table(table, Request(batch_size=1, seq_len=72, pp=2))

@@ -15,11 +15,11 @@ import torch
 from terapipe import GPT
 from terapipe.config import RunConfig, parse
 from terapipe.modeling.stage import IGNORE
-from terapipe.presets import model
+from terapipe.presets import gpt_config
 from terapipe.training.data.batches import Batches
 from terapipe.training.data.token_file import open_data
-from terapipe.training.learning_rate import learning_rate
 from terapipe.training.logging.metrics import read
+from terapipe.training.optimizer import learning_rate
 from tests.commands import Command, started
 from tests.ranks import Ranks
 
@@ -65,13 +65,13 @@ timeout = 300
 
 
 class After:
-    """The wish to stop after so many steps."""
+    """A stop request after this number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
 
     @property
-    def asked(self) -> str:
+    def received(self) -> str:
         self.left -= 1
         return "" if self.left else "a test"
 
@@ -104,7 +104,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plainly(told: RunConfig, steps: int) -> list[float]:
     """The losses of a loop as anyone would write it, which knows nothing of pipelines."""
     data = open_data(told.data, Path(told.data.cache))
-    gpt = GPT(replace(model(SHAPE), vocab=data.tokenizer.vocab)).double()
+    gpt = GPT(replace(gpt_config(SHAPE), vocab=data.tokenizer.vocab)).double()
     named = dict(gpt.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": told.optimizer.weight_decay},
@@ -114,7 +114,7 @@ def plainly(told: RunConfig, steps: int) -> list[float]:
     batches = Batches(data.train, told.data.seq_len, told.data.packing, True, 0)
     found = []
     for step in range(steps):
-        rows = batches.rows(4 * step, 4)  # two batches of two
+        rows = batches.read(4 * step, 4)  # two batches of two
         loss = gpt.loss(gpt(rows.ids), rows.labels) / (rows.labels != IGNORE).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.5)

@@ -21,17 +21,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """What ``terapipe`` runs. Bad input is one message and exit code 2."""
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
         prog="terapipe", description="Token-level pipeline parallelism: measure, plan, train, compare, simulate."
     )
-    parser.add_argument("--version", action="version", version=f"terapipe {terapipe.__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    made.add_argument("--version", action="version", version=f"terapipe {terapipe.__version__}")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:
         verb.add(verbs)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """What ``terapipe`` runs. Bad input is one message and exit code 2."""
     try:
-        parsed = parser.parse_args(arguments)
+        parsed = parser().parse_args(arguments)
     except SystemExit as end:  # of argparse: 0 after --help, 2 after its message
         return int(end.code or 0)
     try:

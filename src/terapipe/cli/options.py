@@ -2,27 +2,27 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from terapipe.config import nbytes
-from terapipe.planning.hardware import HOSTS, cluster
+from terapipe.api import Costs
+from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.profile import Profile
-from terapipe.presets import PRESETS, GPTConfig, model
-from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
+from terapipe.presets import PRESETS
+from terapipe.search.table import CostTable
 
 T = TypeVar("T")
-
-TILE = 8  # tokens that slice lengths are multiples of, unless --tile says otherwise or sequences are shorter
 
 Verbs = Any  # argparse does not name the type of its subparsers
 
 
 def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required: bool = True) -> None:
     shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
-    parser.add_argument("--model", help=f"a preset ({', '.join(PRESETS)}) or a shape: {shape}")
+    parser.add_argument(
+        "--model",
+        help=f"a preset ({', '.join(PRESETS)}), a shape ({shape}), or a Hugging Face model: its config.json or folder",
+    )
     costs = parser.add_mutually_exclusive_group(required=required)
     costs.add_argument("--cluster", metavar="HOST:COUNT", help=f"hosts: {', '.join([*HOSTS, 'cpu'])} (cpu: this one)")
     costs.add_argument("--profile", metavar="FILE", type=Path, help="what `terapipe profile` measured")
@@ -54,14 +54,16 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     fixed.add_argument("--recompute", choices=("on", "off"), help="keep only a slice's input for its backward")
     fixed.add_argument("--shard", action="store_true", help="shard model state over replicas (FSDP2)")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--tile", type=int, help="slice lengths are multiples of it (default 8)")
+    limits.add_argument(
+        "--tile", type=int, help="slice lengths are multiples of it (default: 8; 128 on A100 and later)"
+    )
     limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
     launch = parser.add_argument_group("how to start it")
     launch.add_argument(
-        "--script", default="train.py", help="what torchrun starts, in a shell's words (default train.py)"
+        "--script", help="what torchrun starts, such as train.py (default: -m terapipe train run.toml with this plan)"
     )
     launch.add_argument("--endpoint", metavar="HOST:PORT", help="where several hosts meet: one of them")
     launch.add_argument("--name", help="of the job (default terapipe)")
@@ -70,48 +72,33 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     launch.add_argument("--image", help="what the Kubernetes job's containers are made of")
 
 
-def source_of(parsed: argparse.Namespace) -> Source:
-    """The source of costs that was asked for."""
+def costs_of(parsed: argparse.Namespace) -> Costs:
+    """What was measured, or the cluster that was named."""
     if parsed.profile is not None:
         refuse_with("--profile", parsed, "layers_only")
-        profile = load(parsed.profile, Profile.from_json)
-        if parsed.model is not None:
-            profile.check_model(model(parsed.model))
-        ranks = (getattr(parsed, "dp", None) or 1) * (getattr(parsed, "pp", None) or 0) or profile.ranks
-        return ProfileSource(profile, ranks)
+        return load(parsed.profile, Profile.from_json)
+    if getattr(parsed, "cost_table", None) is not None:
+        return load(parsed.cost_table, CostTable.from_json)
     if parsed.cluster is None:
         raise ValueError("costs come from --cluster and --model, or from --profile; give one of them")
     if parsed.model is None:
-        raise ValueError("--cluster needs --model: a preset, or a shape such as layers=96,hidden=12288,heads=96")
-    return ClusterSource(_long_enough(model(parsed.model), parsed), cluster(parsed.cluster), not parsed.layers_only)
+        raise ValueError(
+            "--cluster needs --model: a preset, a shape such as layers=96,hidden=12288,heads=96, or a folder"
+        )
+    return Cluster(parsed.cluster)
 
 
-def _long_enough(config: GPTConfig, parsed: argparse.Namespace) -> GPTConfig:
-    """A preset with positions for sequences of the asked length: a plan for longer ones is a plan for such a model."""
-    return replace(config, max_seq_len=max(config.max_seq_len, getattr(parsed, "seq_len", None) or 1))
+COMMON = ("batch_size", "seq_len", "memory", "dp", "pp", "tp", "shard", "microbatch_size", "tile", "layers_only")
+CUTS = ("order", "num_slices", "slice_lengths", "chunks", "distinct")
 
 
-def request_of(parsed: argparse.Namespace) -> Request:
+def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The options that ``terapipe.plan`` takes, by its argument names."""
     if parsed.batch_size is None or parsed.seq_len is None:
         raise ValueError("give --batch-size and --seq-len")
     _refuse_conflicts(parsed)
-    return Request(
-        batch_size=parsed.batch_size,
-        seq_len=parsed.seq_len,
-        dp=parsed.dp,
-        pp=parsed.pp,
-        tp=parsed.tp,
-        order=parsed.order,
-        num_slices=parsed.num_slices,
-        slice_lengths=parsed.slice_lengths,
-        microbatch_size=parsed.microbatch_size,
-        chunks=parsed.chunks,
-        recompute={"on": True, "off": False, None: None}[parsed.recompute],
-        tile=max(1, min(TILE, parsed.seq_len)) if parsed.tile is None else parsed.tile,
-        distinct=parsed.distinct,
-        shard=parsed.shard,
-        budget=None if parsed.memory is None else nbytes(parsed.memory),
-    )
+    given = {name: getattr(parsed, name) for name in (*COMMON, *CUTS)}
+    return {**given, "recompute": {"on": True, "off": False, None: None}[parsed.recompute]}
 
 
 def _refuse_conflicts(parsed: argparse.Namespace) -> None:

@@ -2,26 +2,25 @@
 
 import argparse
 import json
-import time
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from terapipe import files
+from terapipe import api, files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs, add_launch, add_request, add_source, load, refuse_with, request_of, source_of
+from terapipe.cli.options import Verbs, add_launch, add_request, add_source, costs_of, refuse_with, request_of
 from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
 from terapipe.planning.hardware import Cluster
-from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
-from terapipe.search.choose import PlanResult, choose
-from terapipe.search.request import ClusterSource, ProfileSource, Request, Source
-from terapipe.search.saved import SavedPlan, dtype_of, origin
-from terapipe.search.sensitivity import Mistake, mistakes
-from terapipe.search.table import CostTable, choose_by_table
+from terapipe.reporting.plans import explanation
+from terapipe.search.result import PlanResult
+from terapipe.search.sensitivity import Mistake
+from terapipe.search.source import ClusterSource, ProfileSource, Source
+
+PLAN = "plan.json"  # where a plan that was not saved would be
 
 
 def add(verbs: Verbs) -> None:
@@ -43,45 +42,23 @@ def add(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class Planned:
-    decision: PlanResult
-    request: Request
-    source: Source | None  # None: a cost table
-    seconds: float  # that it took
-
-
 def run(parsed: argparse.Namespace) -> int:
     _refuse_ignored(parsed)
     check_outputs(parsed)
-    planned = decide(parsed)
-    layout = planned.decision.chosen.layout
-    hosts = hosts_of(_machine(planned.source), layout.devices)
-    launch = _launch(parsed, layout, hosts)
-    source = planned.source if parsed.sensitivity else None
-    wrong = list(mistakes(source, planned.request)) if isinstance(source, ClusterSource) else []
-    _write(parsed, planned, launch)
+    result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed))
+    hosts = hosts_of(_machine(result.source), result.layout.devices)
+    launch = _launch(parsed, result, hosts)
+    wrong = result.sensitivity() if parsed.sensitivity else []
+    _write(parsed, result, launch)
     if parsed.json:
-        print(json.dumps(_as_dict(planned, launch, wrong)))
-    else:
-        show.decision(planned.decision, planned.seconds, parsed.save)
-        _show_launch(
-            parsed,
-            instructions(launch, layout, parsed.save) if launch else [f"No launch: {why_uneven(layout, hosts)}."],
-        )
-        _show_sensitivity(wrong)
+        print(json.dumps(_as_dict(result, launch, wrong)))
+        return 0
+    for part in explanation(result):
+        show.console.print(part)
+    show.console.print(f"\n[dim]planned in {result.seconds:.1f} s[/]")
+    _show_launch(parsed, result, launch, hosts)
+    _show_sensitivity(wrong)
     return 0
-
-
-def decide(parsed: argparse.Namespace) -> Planned:
-    began = time.perf_counter()
-    request = request_of(parsed)
-    if parsed.cost_table is not None:
-        source, decision = None, choose_by_table(load(parsed.cost_table, CostTable.from_json), request)
-    else:
-        source = source_of(parsed)
-        decision = choose(source, request)
-    return Planned(decision, request, source, time.perf_counter() - began)
 
 
 def _refuse_ignored(parsed: argparse.Namespace) -> None:
@@ -100,13 +77,21 @@ def _machine(source: Source | None) -> Cluster | Profile | None:
     return source.profile if isinstance(source, ProfileSource) else None
 
 
-def _launch(parsed: argparse.Namespace, layout: Layout, hosts: Hosts) -> Launch | None:
+def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
+    """The trainer with this plan. The batch is part of the plan, so it is given, too."""
+    plan = result.plan
+    file = shlex.quote(str(parsed.save or PLAN))
+    batch = f"data.batch_size={plan.batch_size * result.layout.dp} data.seq_len={plan.seq_len}"
+    return f"terapipe train run.toml plan.file={file} {batch}"
+
+
+def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Launch | None:
     """A plan that cannot be spread over the hosts is still a plan; only a job for it is refused."""
-    defaults = {"script": "train.py", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
+    defaults = {"script": f"-m {_train(parsed, result)}", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
     given = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
-    launch = launch_of(layout, hosts, **{**defaults, **given})
+    launch = launch_of(result.layout, hosts, **{**defaults, **given})
     if launch is None and (parsed.slurm or parsed.kubernetes):
-        raise ValueError(why_uneven(layout, hosts))
+        raise ValueError(why_uneven(result.layout, hosts))
     if launch is not None and launch.hosts == 1:
         refuse_with("a plan for one host, whose processes need no meeting place", parsed, "endpoint")
         if not (parsed.slurm or parsed.kubernetes):
@@ -114,37 +99,33 @@ def _launch(parsed: argparse.Namespace, layout: Layout, hosts: Hosts) -> Launch 
     return launch
 
 
-def _write(parsed: argparse.Namespace, planned: Planned, launch: Launch | None) -> None:
+def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None) -> None:
     if parsed.save:
-        files.write(parsed.save, _saved(parsed, planned).to_json() + "\n")
+        result.save(parsed.save, profile=parsed.profile)
     if launch and parsed.slurm:
         files.write(parsed.slurm, launch.slurm_script())
     if launch and parsed.kubernetes:
         files.write(parsed.kubernetes, launch.kubernetes_job())
 
 
-def _saved(parsed: argparse.Namespace, planned: Planned) -> SavedPlan:
-    choice, source = planned.decision.chosen, planned.source
-    if source is None:
-        costs: dict[str, Any] = {"cost_table": str(parsed.cost_table)}
-        return SavedPlan(choice.plan, choice.layout, None, costs, None, choice.step_time)
-    costs, budget = origin(source, parsed.profile), planned.request.budget or source.budget
-    return SavedPlan(choice.plan, choice.layout, dtype_of(source), costs, budget, choice.step_time)
-
-
-def _as_dict(planned: Planned, launch: Launch | None, wrong: Sequence[Mistake]) -> dict[str, Any]:
-    decision = planned.decision
-    found = {**decision.chosen.to_dict(), "launch": launch.to_dict() if launch else None}
-    if decision.price is not None:
-        found["price_of_distinct"] = decision.price
+def _as_dict(result: PlanResult, launch: Launch | None, wrong: Sequence[Mistake]) -> dict[str, Any]:
+    found = {**result.to_dict(), "launch": launch.to_dict() if launch else None}
     if wrong:
         found["sensitivity"] = [
             {"constant": m.constant, "factor": m.factor, "regret": m.regret, "same": m.same} for m in wrong
         ]
-    return {**found, "seconds_to_plan": planned.seconds}
+    return found
 
 
-def _show_launch(parsed: argparse.Namespace, lines: list[str]) -> None:
+def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None, hosts: Hosts) -> None:
+    if launch is None:
+        show.console.print(f"\nNo launch: {why_uneven(result.layout, hosts)}.", markup=False)
+        return
+    if not parsed.save and parsed.script is None:
+        show.console.print(f"\nThe commands below read {PLAN}: write it with --save {PLAN}.", markup=False)
+    alone = parsed.script is None and launch.hosts == 1
+    lines = ["To start it, with your model and data in run.toml:", f"  {_train(parsed, result)}"] if alone else []
+    lines = lines or instructions(launch, result.layout, parsed.save)
     show.console.print("\n" + "\n".join(lines), markup=False)
     for path, command in ((parsed.slurm, "sbatch"), (parsed.kubernetes, "kubectl apply -f")):
         if path:

@@ -1,23 +1,17 @@
 """``terapipe profile``: measure a model on this machine."""
 
 import argparse
-from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from terapipe import files
-from terapipe.cli import show, verify
+from terapipe import api
+from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
-from terapipe.presets import PRESETS, GPTConfig, model
+from terapipe.presets import PRESETS
 from terapipe.reporting import units
-
-if TYPE_CHECKING:
-    from terapipe.modeling.stage import Splittable
-
 
 TRUSTED = 0.15  # error on held-out points up to which a profile is worth planning with
 
@@ -47,37 +41,36 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.seq_len < 1 or not 0 < parsed.seconds < inf:
         raise ValueError(f"--seq-len and --seconds must be positive, got {parsed.seq_len} and {parsed.seconds}")
     check_outputs(parsed)
-    config = _found(parsed.model, parsed.seq_len)
     sizes = _sizes(parsed.sizes)
-    # A model that cannot be cut is refused here, in one message, before any rank is started.
-    layers = (config if isinstance(config, GPTConfig) else _made(config, parsed.dtype)[1]).layers
+    # A model that cannot be sliced is refused here, in one message, before any rank is started.
+    layers = _layers(parsed.model)
     if not 1 <= parsed.ranks <= layers:
         raise ValueError(f"every rank measures at least one of the {layers} layers, got --ranks {parsed.ranks}")
     from terapipe.launch.processes import launch
     from terapipe.runtime.transport import under_torchrun
 
-    asked = (config, parsed.dtype, parsed.seq_len, sizes, parsed.seconds, parsed.ranks)
+    asked = (parsed.model, parsed.dtype, parsed.seq_len, sizes, parsed.seconds)
     measured = measure(*asked) if under_torchrun() else launch(measure, parsed.ranks, *asked)
     if measured is not None:
+        measured.save(parsed.out)
         _show(measured, parsed.out)
         _judge(measured)
     return 0
 
 
-def _found(text: str, seq_len: int) -> Any:
-    """The shape of a GPT, or the configuration of a Hugging Face model."""
-    if text not in PRESETS and Path(text).exists():
-        verify.load()
-        return verify.config_of(text)
+def _layers(text: str) -> int:
     try:
-        config = model(text)
+        spec = api.model_spec(text)
     except ValueError:
-        if "=" not in text and text in _types():
+        if "=" not in text and not Path(text).exists() and text in _types():
             raise ValueError(
                 f"{text} is a type of models, not one: give the config.json, or the folder, of the model to measure"
             ) from None
         raise
-    return replace(config, max_seq_len=max(seq_len, config.max_seq_len))
+    except ImportError:
+        raise ValueError("Hugging Face models need transformers: pip install 'terapipe[hf]'") from None
+    assert spec is not None
+    return spec.config.layers
 
 
 def _types() -> list[str]:
@@ -88,46 +81,30 @@ def _types() -> list[str]:
     return causal_lm_types()
 
 
-def measure(
-    config: Any, dtype: str, seq_len: int, sizes: tuple[int, ...], seconds: float, ranks: int
-) -> Profile | None:
-    """What every rank runs; only the first returns the profile, and shows how far it is."""
+def measure(model: str, dtype: str, seq_len: int, sizes: tuple[int, ...], seconds: float) -> Profile | None:
+    """What every rank runs; only the first returns the profile, and shows the progress."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from terapipe.launch.processes import take_cores
-    from terapipe.runtime.profiler import Profiler
+    from terapipe.runtime.transport import rank_and_size
 
     take_cores()
-    made, shape = _made(config, dtype)
-    profiler = Profiler(made, layers=max(1, shape.layers // ranks), seq_len=seq_len, sizes=sizes, shape=shape)
-    first = profiler.transport.rank == 0
+    first = rank_and_size()[0] == 0
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
     with Progress(*columns, disable=not first, transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        measured = profiler.run(seconds, lambda share: bar.update(task, completed=share))
+        measured = api.profile(
+            model,
+            seq_len=seq_len,
+            microbatch_sizes=sizes,
+            seconds=seconds,
+            dtype=dtype,
+            progress=lambda share: bar.update(task, completed=share),
+        )
     return measured if first else None
 
 
-def _made(config: Any, dtype: str) -> tuple["Splittable", GPTConfig]:
-    """A model that is not yet real, and its shape."""
-    import torch
-
-    if isinstance(config, GPTConfig):
-        from terapipe.modeling.gpt import GPT
-
-        with torch.device("meta"):
-            return GPT(config).to(getattr(torch, dtype)), config
-    from terapipe.modeling.hf.decoder import Decoder
-    from terapipe.modeling.hf.gpt_shape import shape_of
-
-    verify.load()
-    decoder = Decoder.from_config(config, dtype=getattr(torch, dtype))
-    decoder.model.train(False)  # dropout in attention, which is refused, would only add noise
-    return decoder, shape_of(decoder)
-
-
 def _show(measured: Profile, out: Path) -> None:
-    files.write(out, measured.to_json() + "\n")
     errors = [abs(e) for e in FittedCost(measured).errors()]
     held_out = f"{max(errors):.1%} at most, {sum(errors) / len(errors):.1%} on average" if errors else "none held out"
     counts = [len(sample.seconds) for sample in measured.samples]

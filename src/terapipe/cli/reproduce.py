@@ -14,6 +14,7 @@ from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
 from terapipe.paper.reproduce import Row, mean_error, rows, sweep
 from terapipe.reporting import charts, html, svg, units
+from terapipe.reporting.plans import runs
 
 HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned microbatch and slices")
 
@@ -141,9 +142,9 @@ def _write(
     schemes = [
         (
             f"({r.setting.number})",
-            show.runs(r.setting.scheme or ()),
+            runs(r.setting.scheme or ()),
             units.seconds(r.scheme.step_time),
-            show.runs(r.sliced.plan.lengths[0]),
+            runs(r.sliced.plan.lengths[0]),
             units.seconds(r.sliced.step_time),
         )
         for r in found

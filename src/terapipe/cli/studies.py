@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from terapipe.cli.show import cut
 from terapipe.paper.published import SETTINGS, Setting
 from terapipe.paper.studies import CASES, Outcome, largest_throughput, orders, outcome
 from terapipe.reporting import charts, units
+from terapipe.reporting.plans import cut
 from terapipe.search.evaluator import PlanEstimate
 
 

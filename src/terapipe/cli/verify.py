@@ -68,17 +68,12 @@ def load() -> None:
 
 def config_of(model: str) -> Any:
     """That of a small copy: from a folder, a file, or a type's defaults."""
-    from transformers import AutoConfig
-
+    from terapipe.modeling.hf.load import read_config
     from terapipe.modeling.hf.shrink import causal_lm_types, default_config, shrunken
 
     path = Path(model)
     if path.exists():
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but of another kind
-            raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
-        return shrunken(config)
+        return shrunken(read_config(path))
     if model not in causal_lm_types():
         raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
     return shrunken(default_config(model))

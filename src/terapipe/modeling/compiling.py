@@ -73,7 +73,7 @@ def _keep_outside() -> None:
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, KINDS)
     skip(attention.attend)  # models know it by this name; what it calls, only attention.py knows
     attention._attend = _disable(attention._attend)
-    for name in ("recall", "carry"):
+    for name in ("get_state", "set_state"):
         setattr(SliceCache, name, _disable(getattr(SliceCache, name)))
 
 

@@ -24,7 +24,7 @@ from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import Replicated, fill, to_local
 from terapipe.modeling.linear import Linear
 from terapipe.modeling.stage import IGNORE, TensorParallel
-from terapipe.presets import PRESETS, GPTConfig
+from terapipe.presets import PRESETS, GPTConfig, ModelSpec
 
 Recompute = Literal["off", "selective"]
 
@@ -116,6 +116,9 @@ class GPT(nn.Module):
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
         return cls(PRESETS[name], seed=seed)
+
+    def planning_spec(self) -> ModelSpec:
+        return ModelSpec(self.config)
 
     @torch.no_grad()
     def init_weights(self) -> None:

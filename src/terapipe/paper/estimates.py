@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
-from terapipe.search.request import ClusterSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ClusterSource
 
 
 @dataclass(frozen=True)

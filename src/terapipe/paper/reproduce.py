@@ -5,12 +5,13 @@ from statistics import fmean
 from typing import Any
 
 from terapipe.paper.published import SETTINGS, SWEEP, SWEPT, TOKENS, Setting
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.presets import PRESETS
 from terapipe.search.choose import choose
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
-from terapipe.search.request import ClusterSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ClusterSource
 
 UNLIMITED = 1 << 62  # the paper has no memory limit
 
@@ -51,8 +52,8 @@ class Row:
 
 
 def source_of(setting: Setting) -> ClusterSource:
-    """Without embedding and head, as in the paper's timings."""
-    return ClusterSource(PRESETS[setting.model], cluster(f"p3.16xlarge:{setting.hosts}"), ends=False)
+    """Without embedding and head, as the paper's timings are."""
+    return ClusterSource(PRESETS[setting.model], Cluster(f"p3.16xlarge:{setting.hosts}"), ends=False)
 
 
 def request_of(setting: Setting) -> Request:
@@ -76,7 +77,7 @@ def row(setting: Setting) -> Row:
     """GPipe with microbatches of one sequence, and the planner's slices in the paper's order, one chunk per rank."""
     evaluator = evaluator_of(setting)
     whole = evaluator.evaluate(evaluator.plan("gpipe", 1, (TOKENS,)))
-    sliced = choose(evaluator.source, request_of(setting).fixed(order="terapipe", chunks=1)).chosen
+    sliced = choose(evaluator.source, request_of(setting).fixed(order="terapipe", chunks=1)).estimate
     scheme = evaluator.evaluate(evaluator.plan("terapipe", 1, setting.scheme)) if setting.scheme else None
     return Row(setting, whole, sliced, scheme)
 

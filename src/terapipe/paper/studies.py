@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from terapipe.paper.estimates import Estimate, estimates
 from terapipe.paper.published import Setting
 from terapipe.paper.reproduce import request_of, source_of
-from terapipe.planning.hardware import cluster
+from terapipe.planning.hardware import Cluster
 from terapipe.presets import PRESETS
 from terapipe.search.choose import choose
 from terapipe.search.compare import compare
 from terapipe.search.evaluator import PlanEstimate
-from terapipe.search.request import ClusterSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ClusterSource
 
 GROWTH = (1, 2, 4, 8, 16)
 
@@ -47,7 +48,7 @@ class Case:
     @property
     def source(self) -> ClusterSource:
         config = PRESETS[self.model]
-        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), cluster(self.where))
+        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), Cluster(self.where))
 
 
 CASES = (
@@ -73,9 +74,9 @@ class Outcome:
 
 def outcome(case: Case) -> Outcome:
     request = Request(case.batch_size, case.seq_len, tile=max(8, case.seq_len // 1024))
-    planned = choose(case.source, request).chosen
+    planned = choose(case.source, request).estimate
     try:
-        best_1f1b = choose(case.source, request.fixed(order="1f1b")).chosen
+        best_1f1b = choose(case.source, request.fixed(order="1f1b")).estimate
     except ValueError:
         best_1f1b = None
     return Outcome(case, planned, best_1f1b, estimates(case.source, request))

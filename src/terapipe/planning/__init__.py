@@ -1,1 +1,49 @@
-"""What to cut: slices, plans and the split of layers over stages. No torch here."""
+"""What to cut: plans, layouts, orders by name, costs, memory and the exact solver. No torch here."""
+
+from terapipe.planning.analytic import AnalyticCost
+from terapipe.planning.cost import Cost, LinkBehavior, Memory, StageSpec, stage_specs
+from terapipe.planning.documents import document_lengths
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.hardware import HOSTS, Cluster, Device, Host, Link
+from terapipe.planning.layout import Layout
+from terapipe.planning.memory import ShapeMemory, parse_bytes
+from terapipe.planning.order import ORDERS, InFlight, Order, register
+from terapipe.planning.profile import Profile, Sample, Transfer
+from terapipe.planning.slices import Plan, Slice
+from terapipe.planning.solver import Array, Cuts, SliceCost, solve, solve_table
+from terapipe.planning.stages import balance, split_layers
+
+__all__ = [
+    "HOSTS",
+    "ORDERS",
+    "AnalyticCost",
+    "Array",
+    "Cluster",
+    "Cost",
+    "Cuts",
+    "Device",
+    "FittedCost",
+    "Host",
+    "InFlight",
+    "Layout",
+    "Link",
+    "LinkBehavior",
+    "Memory",
+    "Order",
+    "Plan",
+    "Profile",
+    "Sample",
+    "ShapeMemory",
+    "Slice",
+    "SliceCost",
+    "StageSpec",
+    "Transfer",
+    "balance",
+    "document_lengths",
+    "parse_bytes",
+    "register",
+    "solve",
+    "solve_table",
+    "split_layers",
+    "stage_specs",
+]

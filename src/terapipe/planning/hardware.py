@@ -36,6 +36,7 @@ class Device:
     summed: int = 2  # bytes of a gradient in sums over replicas: the runtime sums in the parameters' dtype
     state: int = 12  # bytes of optimizer state for each parameter: float32 copy and Adam's two moments
     causal: bool = True  # whether attention skips the future; otherwise it computes whole rectangles
+    tile: int = 8  # tokens: slice lengths that are multiples of it use the device well
 
     def rate(self, width: float) -> float:
         """Operations per second in products of matrices about so wide: narrow ones do not fill the device."""
@@ -51,11 +52,24 @@ class Host:
     overlapped: bool = True  # whether devices compute while they send
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Cluster:
+    """``Cluster("dgx-h100:8")``: known hosts and how many of them, or ``cpu``, this machine, calibrated on the spot.
+
+    For hosts of your own: ``Cluster("mine", Host(...), hosts=4)``.
+    """
+
     name: str
     host: Host
     hosts: int
+
+    def __init__(self, name: str, host: Host | None = None, hosts: int = 1) -> None:
+        if host is None:
+            name, host, hosts = _known(name)
+        if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+            raise ValueError(f"a cluster has at least one host, got {hosts!r}")
+        for field, value in (("name", name), ("host", host), ("hosts", hosts)):
+            object.__setattr__(self, field, value)
 
     @property
     def devices(self) -> int:
@@ -70,10 +84,11 @@ class Cluster:
 _V100 = Device(
     125e12, 0.944, 900 * GB, 16 * GIB, 0.45e-3, 1.46e-3, half_width=2330.0, accumulated=4.0, summed=4, causal=False
 )  # fmt: skip
-# For the others, published peaks, and shares and overheads that well-tuned training reaches; not measured by us.
-_A100 = Device(312e12, 0.75, 2.0e12, 80 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0)
-_A100_40 = Device(312e12, 0.75, 1.55e12, 40 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0)
-_H100 = Device(989e12, 0.70, 3.35e12, 80 * GIB, 0.08e-3, 0.15e-3, half_width=2000.0)
+# For the others, published peaks, and shares and overheads that well-tuned training reaches; not measured by us. Their
+# matrix and attention kernels work on tiles of 128 rows.
+_A100 = Device(312e12, 0.75, 2.0e12, 80 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0, tile=128)
+_A100_40 = Device(312e12, 0.75, 1.55e12, 40 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0, tile=128)
+_H100 = Device(989e12, 0.70, 3.35e12, 80 * GIB, 0.08e-3, 0.15e-3, half_width=2000.0, tile=128)
 
 HOSTS: dict[str, Host] = {
     "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False),
@@ -84,8 +99,8 @@ HOSTS: dict[str, Host] = {
 }
 
 
-def cluster(text: str) -> Cluster:
-    """From ``HOST:COUNT``, such as ``p3.16xlarge:48``; ``cpu`` is this machine, calibrated on the spot."""
+def _known(text: str) -> tuple[str, Host, int]:
+    """From ``HOST:COUNT``, such as ``p3.16xlarge:48``."""
     name, _, count = text.partition(":")
     if name != "cpu" and name not in HOSTS:
         raise ValueError(f"unknown host {name!r} in cluster {text!r}; the hosts are {', '.join([*HOSTS, 'cpu'])}")
@@ -95,7 +110,7 @@ def cluster(text: str) -> Cluster:
         hosts = 0
     if hosts < 1:
         raise ValueError(f"a cluster is HOST:COUNT with a count of at least 1, got {text!r}; try {name}:1")
-    return Cluster(f"{name}:{hosts}", this_cpu() if name == "cpu" else HOSTS[name], hosts)
+    return f"{name}:{hosts}", this_cpu() if name == "cpu" else HOSTS[name], hosts
 
 
 @cache

@@ -1,5 +1,6 @@
 """Bytes from the shape of a model."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,3 +72,13 @@ class ShapeMemory:
         split = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention's result twice, both sides of the activation
         per_token = (whole + split / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])

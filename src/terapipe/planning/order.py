@@ -26,7 +26,7 @@ def all_microbatches(work: InFlight) -> float:
 class Order:
     """One entry of ``ORDERS``. Adding an order takes a ``build`` function and a call of ``register``.
 
-    The last four fields only guide the search; a wrong estimate costs planning time or a good plan, never exactness.
+    The last five fields only guide the search; a wrong estimate costs planning time or a good plan, never exactness.
     """
 
     name: str  # as in Plan.order and on the command line
@@ -36,6 +36,7 @@ class Order:
     placement: Literal["loop", "v"] = "loop"  # v: every second chunk of stages goes through the ranks backwards
     chunks: int | None = None  # stages per rank, where the order takes only that number
     unsliced_twin: str | None = None  # the order that does the same with whole sequences
+    one_rank: bool = False  # whether to take it on one rank, where all orders take the same time
     tried_chunks: tuple[int, ...] = (1,)  # stages per rank that the search tries
     bubble: float = 1.0  # idle time relative to a flush: (ranks - 1) slices divided by the chunks
     in_flight: Callable[[InFlight], float] = all_microbatches  # microbatches whose activations are held at the peak
@@ -57,6 +58,7 @@ ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing
 
 
 def register(order: Order) -> Order:
+    """Makes an order known by its name, to ``Plan`` and to the planner."""
     if order.name in ORDERS:
         raise ValueError(f"there is an order {order.name!r} already; choose another name")
     ORDERS[order.name] = order

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
+from terapipe import files
 from terapipe.presets import GPTConfig
 
 FORMAT = 1
@@ -85,6 +87,13 @@ class Profile:
         """On the host that has most of them."""
         return max(Counter(self.hosts).values())
 
+    def save(self, path: str | Path) -> None:
+        files.write(Path(path), self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
     def to_json(self) -> str:
         samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
         transfers = [dict(transfer._asdict(), seconds=list(transfer.seconds)) for transfer in self.transfers]
@@ -130,8 +139,8 @@ class Profile:
         differ = [f"{k} {mine[k]} and {other[k]}" for k in mine if k != "max_seq_len" and mine[k] != other[k]]
         if differ:
             raise ValueError(
-                f"the profile is of another model: {', '.join(differ)} (profile and --model); "
-                "profile this model, or leave --model out"
+                f"the profile is of another model: {', '.join(differ)} (profile and model); "
+                "profile this model, or leave the model out"
             )
 
 

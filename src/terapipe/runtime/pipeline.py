@@ -26,8 +26,8 @@ from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.transport import ALL, DP, TP, Transport, local_device
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.proof import proved
 from terapipe.scheduling.timeline import Event, Timeline
+from terapipe.scheduling.validated import validated_actions
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Pipeline:
     def _make_executor(self, plan: Plan) -> Executor:
         self._check_slices(min(map(min, plan.lengths)), plan.recompute)
         stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
-        return Executor(stages, plan, proved(plan, self.rank), self._transport, self._dtype, self._finished)
+        return Executor(stages, plan, validated_actions(plan, self.rank), self._transport, self._dtype, self._finished)
 
     @property
     def schedule(self) -> Schedule:

@@ -9,6 +9,8 @@ from terapipe.planning.slices import Plan, Slice
 
 
 class Op(StrEnum):
+    """What an action does."""
+
     __hash__ = str.__hash__  # Enum's own is slow, and actions are keys in every hot loop
 
     F = "F"  # forward

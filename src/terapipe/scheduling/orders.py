@@ -89,7 +89,7 @@ def _interleaved_in_flight(work: InFlight) -> float:
 
 
 register(Order("gpipe", "GPipe", flush, sliced=False))
-register(Order("1f1b", "1F1B", one_f_one_b, sliced=False, chunks=1, in_flight=_one_f_one_b_in_flight))
+register(Order("1f1b", "1F1B", one_f_one_b, sliced=False, chunks=1, one_rank=True, in_flight=_one_f_one_b_in_flight))
 register(Order("terapipe", "TeraPipe", flush, unsliced_twin="gpipe", tried_chunks=(1, 2)))
 register(
     Order(
@@ -117,6 +117,7 @@ register(
         one_f_one_b,
         chunks=1,
         unsliced_twin="1f1b",
+        one_rank=True,
         in_flight=_one_f_one_b_in_flight,
     )
 )

@@ -12,8 +12,8 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, Action, Schedule
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.program import ENDS, Program, Times, compiled, run
-from terapipe.scheduling.shape import Shape
 from terapipe.scheduling.timeline import Event, Timeline
+from terapipe.scheduling.validated import Shape
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:

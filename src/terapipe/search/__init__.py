@@ -1,1 +1,26 @@
-"""Choose: layout, order, cuts and recomputation for a model on a cluster, under a byte budget. No torch here."""
+"""Choose: layout, order, slices and recomputation for a model, under a byte budget. No torch here."""
+
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
+from terapipe.search.request import Request
+from terapipe.search.result import Comparison, PlanResult
+from terapipe.search.saved import SavedPlan
+from terapipe.search.sensitivity import Mistake, mistakes
+from terapipe.search.source import ClusterSource, ProfileSource, Source
+from terapipe.search.table import CostTable, choose_by_table
+
+__all__ = [
+    "ClusterSource",
+    "Comparison",
+    "CostTable",
+    "Mistake",
+    "PlanEstimate",
+    "PlanEvaluator",
+    "PlanResult",
+    "ProfileSource",
+    "Request",
+    "SavedPlan",
+    "Source",
+    "choose_by_table",
+    "mistakes",
+    "pareto_front",
+]

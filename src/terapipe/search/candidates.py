@@ -8,7 +8,8 @@ import numpy as np
 from terapipe.planning.cost import StageSpec, stage_specs
 from terapipe.planning.order import ORDERS, InFlight, Order, order_named
 from terapipe.search.evaluator import PlanEvaluator
-from terapipe.search.request import Request, Source, layouts
+from terapipe.search.request import Request, layouts
+from terapipe.search.source import Source
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -42,9 +43,15 @@ def candidates(source: Source, request: Request) -> list[Candidate]:
     """All of them, the most promising first."""
     found: list[Candidate] = []
     for layout in layouts(source, request):
-        for recompute in (False, True) if request.recompute is None else (request.recompute,):
+        for recompute in _recompute(request):
             found += _of_evaluator(PlanEvaluator(source, request, layout, recompute))
     return sorted(found, key=lambda candidate: (candidate.estimate, candidate.count, candidate.chunks))
+
+
+def _recompute(request: Request) -> tuple[bool, ...]:
+    if request.recompute is not None:
+        return (request.recompute,)
+    return (False, True) if request.can_recompute else (False,)
 
 
 def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
@@ -54,7 +61,7 @@ def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
     for size in _sizes(evaluator):
         microbatches = -(-evaluator.batch_size // size)
         whole = _held(evaluator, size)
-        for count in _counts(request):
+        for count in _counts(evaluator):
             lengths = _even(request, count)
             t = evaluator.seconds(size, lengths, np.cumsum(lengths) - lengths)
             work = float(t.sum()) * microbatches
@@ -82,12 +89,13 @@ def _sizes(evaluator: PlanEvaluator) -> list[int]:
     return [size for size in (2**i for i in range(20)) if size <= evaluator.batch_size]
 
 
-def _counts(request: Request) -> list[int]:
+def _counts(evaluator: PlanEvaluator) -> list[int]:
+    request, tile = evaluator.request, evaluator.tile
     if request.slice_lengths is not None:
         return [len(request.slice_lengths)]
     if request.num_slices is not None:
         return [request.num_slices]
-    return [n for n in COUNTS if n * request.tile <= max(request.seq_len, request.tile)]
+    return [n for n in COUNTS if n * tile <= max(request.seq_len, tile)]
 
 
 def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]:
@@ -95,7 +103,7 @@ def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]
     for order in [order_named(request.order)] if request.order else ORDERS.values():
         if not order.sliced and count > 1:
             continue
-        if request.order is None and order.unsliced_twin and count == 1:
+        if request.order is None and ((order.unsliced_twin and count == 1) or (pp == 1 and not order.one_rank)):
             continue
         for chunks in _chunks(order, request):
             if pp * chunks <= evaluator.source.layers and (chunks == 1 or pp > 1):

@@ -1,7 +1,6 @@
 """The search: promising seeds are simulated, the best of them refined, and the fastest that fits is chosen."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from terapipe.planning.order import ORDERS, order_named
@@ -10,23 +9,13 @@ from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.refine import preference, refine, with_few_lengths
-from terapipe.search.request import Request, Source
+from terapipe.search.request import Request
+from terapipe.search.result import PlanResult
+from terapipe.search.source import Source
 
 WORK = 250_000  # computations to simulate for each order
 FINALISTS = 4  # refining costs time, so only the best few are refined
 WORTH = 1.005
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    chosen: PlanEstimate
-    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, fastest first
-    price: float | None = None  # of a limit on distinct lengths: step time over that without the limit
-
-    @property
-    def unsliced(self) -> PlanEstimate | None:
-        """The best that leaves sequences whole."""
-        return next((c for c in (self.chosen, *self.runners_up) if not c.sliced), None)
 
 
 def choose(source: Source, request: Request) -> PlanResult:
@@ -41,14 +30,14 @@ def choose(source: Source, request: Request) -> PlanResult:
         if choice.plan.order != chosen.plan.order:
             rest.setdefault(choice.plan.order, choice)
     if request.distinct is None or request.fixed_slices:
-        return PlanResult(chosen, tuple(rest.values()))
+        return PlanResult(chosen, tuple(rest.values()), request, source)
     limited = with_few_lengths(evaluator_of(found, chosen), chosen, request.distinct)
     if not limited.fits:
         raise ValueError(
             f"with at most {request.distinct} different slice lengths the smallest plan found needs "
             f"{limited.peak_bytes / 2**30:.2f} GiB per device, more than there is; raise distinct or the memory budget"
         )
-    return PlanResult(limited, tuple(rest.values()), limited.step_time / chosen.step_time)
+    return PlanResult(limited, tuple(rest.values()), request, source, limited.step_time / chosen.step_time)
 
 
 def best_by_order(found: list[Candidate], source: Source, request: Request) -> list[PlanEstimate]:
@@ -103,7 +92,7 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
     elif request.num_slices is not None:
         lengths = uniform(request.seq_len, candidate.count, 1)
     elif even or candidate.count == 1:
-        lengths = uniform(request.seq_len, candidate.count, request.tile)
+        lengths = uniform(request.seq_len, candidate.count, evaluator.tile)
     else:
         lengths = evaluator.grid(candidate.size).equal_time(candidate.count)
     return evaluator.plan(candidate.order, candidate.size, lengths, candidate.chunks)

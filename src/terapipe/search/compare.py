@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from terapipe.planning.order import ORDERS, Order
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.choose import best_by_order, best_of, finish
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate
 from terapipe.search.refine import hill_climb
-from terapipe.search.request import Request, Source
+from terapipe.search.request import Request
+from terapipe.search.source import Source
 
 
 def compare(source: Source, request: Request) -> list[PlanEstimate]:
@@ -23,21 +25,24 @@ def compare(source: Source, request: Request) -> list[PlanEstimate]:
         )
     layout = best_by_order(candidates(source, request), source, request)[0].layout
     found = candidates(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
-    return [replace(choice, name=name) for name, choice in _rows(found) if choice]
+    rows = [(name, estimate) for order in ORDERS.values() for name, estimate in _rows(found, order) if estimate]
+    if layout.pp == 1:  # orders are alike then, and refining may have ended with whole sequences
+        return list({estimate.title: estimate for _, estimate in reversed(rows)}.values())[::-1]
+    return [replace(estimate, name=name) for name, estimate in rows]
 
 
-def _rows(found: list[Candidate]) -> Iterator[tuple[str, PlanEstimate | None]]:
-    plain = [candidate for candidate in found if candidate.chunks == 1]
-    yield "GPipe", best_of(found, "gpipe")
-    yield "1F1B", best_of(found, "1f1b")
-    yield "interleaved 1F1B", best_of([s for s in found if s.count == 1], "interleaved")
-    even = best_of(plain, "terapipe", even=True)
-    yield "TeraPipe, uniform", even and _evenly(plain, even)
-    yield "TeraPipe, planned", _finished(plain, best_of(plain, "terapipe"))
-    yield "TeraPipe, deferred", _finished(plain, best_of(plain, "terapipe-deferred"))
-    yield "TeraPipe, folded", _finished(found, best_of(found, "terapipe-v"))
-    yield "TeraPipe-1F1B", _finished(plain, best_of(plain, "terapipe-1f1b"))
-    yield "TeraPipe, interleaved", _finished(found, best_of([s for s in found if s.count > 1], "interleaved"))
+def _rows(found: list[Candidate], order: Order) -> Iterator[tuple[str, PlanEstimate | None]]:
+    """Each order by its own name; with as few stages per rank as it takes."""
+    mine = [c for c in found if c.order == order.name]
+    plain = [c for c in mine if c.chunks == 1] or mine
+    if order.name == "terapipe":
+        even = best_of(plain, order.name, even=True)
+        yield "terapipe, equal slices", even and _evenly(plain, even)
+    whole = [c for c in mine if c.count == 1]
+    if order.sliced and order.chunks is None and 1 not in order.tried_chunks:
+        yield f"{order.name}, whole sequences", best_of(whole, order.name)
+        plain = [c for c in mine if c.count > 1]
+    yield order.name, _finished(plain, best_of(plain, order.name))
 
 
 def _finished(found: Iterable[Candidate], choice: PlanEstimate | None) -> PlanEstimate | None:
@@ -50,16 +55,7 @@ def _evenly(found: Iterable[Candidate], choice: PlanEstimate) -> PlanEstimate:
     request, plan = evaluator.request, choice.plan
 
     def evaluated(count: int) -> PlanEstimate:
-        lengths = uniform(request.seq_len, count, request.tile)
+        lengths = uniform(request.seq_len, count, evaluator.tile)
         return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths))
 
-    return hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // request.tile)
-
-
-def frontier(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
-    """Those that no other beats in both time and memory, fastest first."""
-    kept: list[PlanEstimate] = []
-    for choice in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
-        if not kept or choice.peak_bytes < kept[-1].peak_bytes:
-            kept.append(choice)
-    return kept
+    return hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // evaluator.tile)

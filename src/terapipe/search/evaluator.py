@@ -1,5 +1,6 @@
 """One way to run a step, judged: its time by simulation, its memory by count."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,7 +14,8 @@ from terapipe.planning.stages import balance
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.simulator import makespan, program
 from terapipe.search.cuts import Grid, Lengths
-from terapipe.search.request import Request, Source
+from terapipe.search.request import Request
+from terapipe.search.source import Source
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,14 @@ class PlanEstimate:
     peak_bytes: int
     fits: bool
     name: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name in a comparison, or its order; with one pipeline rank what it amounts to, since orders are alike."""
+        if self.name or self.layout.pp > 1:
+            return self.name or self.plan.order
+        kind = "data parallel" if self.layout.dp > 1 else "tensor parallel" if self.layout.tp > 1 else "one device"
+        return kind + (", sliced" if self.sliced else "")
 
     @property
     def sliced(self) -> bool:
@@ -47,12 +57,21 @@ class PlanEstimate:
             "chunks": plan.chunks,
             "recompute": plan.recompute,
             "boundaries": list(plan.boundaries),
-            "microbatches": list(plan.sizes),
-            "slices": [list(row) for row in plan.lengths],
+            "sizes": list(plan.sizes),
+            "lengths": [list(row) for row in plan.lengths],
             "idle": self.idle,
             "peak_bytes": self.peak_bytes,
             "fits": self.fits,
         }
+
+
+def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
+    """Those that no other beats in both time and memory, fastest first."""
+    kept: list[PlanEstimate] = []
+    for choice in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
+        if not kept or choice.peak_bytes < kept[-1].peak_bytes:
+            kept.append(choice)
+    return kept
 
 
 class PlanEvaluator:
@@ -64,6 +83,10 @@ class PlanEvaluator:
         self.memory: Memory = source.memory(layout, recompute)
         self.batch_size = request.batch_size // layout.dp
         self._grids: dict[int, Grid] = {}
+
+    @cached_property
+    def tile(self) -> int:
+        return self.request.tile_for(tile=self.source.tile, tp=self.layout.tp)
 
     @cached_property
     def budget(self) -> int | None:
@@ -105,7 +128,7 @@ class PlanEvaluator:
     def grid(self, size: int) -> Grid:
         if size not in self._grids:
             request = self.request
-            self._grids[size] = Grid.of(lambda l, c: self.seconds(size, l, c), request.seq_len, request.tile)
+            self._grids[size] = Grid.of(lambda l, c: self.seconds(size, l, c), request.seq_len, self.tile)
         return self._grids[size]
 
     def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:

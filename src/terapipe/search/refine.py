@@ -12,7 +12,6 @@ from terapipe.planning.slices import Plan
 from terapipe.planning.solver import Cuts, solve
 from terapipe.search.cuts import Lengths, improve, ramped, uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
-from terapipe.search.request import Request
 
 WORK = 250_000  # computations to simulate while cuts are moved
 SOLVED = 512  # places at which the solver may cut; for longer sequences its step is a multiple of the tile
@@ -33,9 +32,9 @@ def refine(evaluator: PlanEvaluator, choice: PlanEstimate) -> PlanEstimate:
     def evaluated(lengths: Lengths) -> PlanEstimate:
         return evaluator.evaluate(evaluator.plan(plan.order, size, lengths, plan.chunks))
 
-    most = request.seq_len // request.tile
+    most = request.seq_len // evaluator.tile
     found = [choice, hill_climb(lambda n: evaluated(grid.equal_time(n)), count, most)]
-    found.append(hill_climb(lambda n: evaluated(uniform(request.seq_len, n, request.tile)), count, most))
+    found.append(hill_climb(lambda n: evaluated(uniform(request.seq_len, n, evaluator.tile)), count, most))
     if order_named(plan.order).placement == "v":
         found += [hill_climb(partial(_ramped, evaluator, choice, widest), count, most) for widest in (2, 4, 8)]
     for cuts in _solutions(evaluator, size):
@@ -99,15 +98,15 @@ def solved(evaluator: PlanEvaluator, sizes: list[int], lengths: Lengths | None =
         evaluator.seconds,
         seq_len=evaluator.request.seq_len,
         stages=evaluator.layout.pp,
-        step=_step(evaluator.request),
+        step=_step(evaluator),
         batch_size=evaluator.batch_size,
         sizes=sorted(set(sizes)),
         lengths=lengths,
     )
 
 
-def _step(request: Request) -> int:
-    return request.tile * -(-request.seq_len // (request.tile * SOLVED))
+def _step(evaluator: PlanEvaluator) -> int:
+    return evaluator.tile * -(-evaluator.request.seq_len // (evaluator.tile * SOLVED))
 
 
 def shift_cuts(evaluator: PlanEvaluator, choice: PlanEstimate) -> PlanEstimate:
@@ -124,7 +123,7 @@ def shift_cuts(evaluator: PlanEvaluator, choice: PlanEstimate) -> PlanEstimate:
         return found.step_time if found.fits or not choice.fits else inf
 
     tries = WORK // (2 * len(plan.slices) * plan.num_stages)
-    return min(choice, evaluated(improve(plan.lengths[0], seconds, evaluator.request.tile, tries)), key=preference)
+    return min(choice, evaluated(improve(plan.lengths[0], seconds, evaluator.tile, tries)), key=preference)
 
 
 def with_few_lengths(evaluator: PlanEvaluator, choice: PlanEstimate, distinct: int) -> PlanEstimate:
@@ -134,8 +133,8 @@ def with_few_lengths(evaluator: PlanEvaluator, choice: PlanEstimate, distinct: i
     if len(set(free)) <= distinct:
         return choice
     size = max(plan.sizes)
-    equal = [n for n in range(1, request.seq_len // request.tile + 1) if request.seq_len % n == 0]
-    equal = [n for n in equal if (request.seq_len // n) % request.tile == 0 or n == 1]
+    equal = [n for n in range(1, request.seq_len // evaluator.tile + 1) if request.seq_len % n == 0]
+    equal = [n for n in equal if (request.seq_len // n) % evaluator.tile == 0 or n == 1]
     plans = [evaluator.plan(plan.order, size, uniform(request.seq_len, n, 1), plan.chunks) for n in equal]
     if distinct > 1 and (cuts := _few(evaluator, size, free, distinct)):
         plans.append(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths))
@@ -145,7 +144,7 @@ def with_few_lengths(evaluator: PlanEvaluator, choice: PlanEstimate, distinct: i
 
 def _few(evaluator: PlanEvaluator, size: int, free: list[int], distinct: int) -> Cuts | None:
     """Sets of allowed lengths, changed one by one as long as the solver finds better cuts with them."""
-    step = _step(evaluator.request)
+    step = _step(evaluator)
     groups = np.array_split(np.sort(free), distinct)
     start = tuple(max(step, round(float(group.mean()) / step) * step) for group in groups if len(group))
     sizes = [size, evaluator.batch_size % size or size]

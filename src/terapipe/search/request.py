@@ -2,115 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from math import lcm
 
-from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.cost import Cost, Memory
-from terapipe.planning.fitted import FittedCost
-from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.order import order_named
-from terapipe.planning.profile import STATE, Profile
-from terapipe.presets import GPTConfig
-
-
-class Source(Protocol):
-    """Where costs come from: a described cluster, or measurements."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def layers(self) -> int: ...
-
-    @property
-    def devices(self) -> int: ...
-
-    @property
-    def budget(self) -> int | None:
-        """Bytes of each device, if known."""
-
-    def cost(self, layout: Layout, recompute: bool) -> Cost: ...
-
-    def memory(self, layout: Layout, recompute: bool) -> Memory: ...
-
-    def tensor_degrees(self) -> list[int]:
-        """How many devices may share an operator."""
-
-
-@dataclass(frozen=True)
-class ClusterSource:
-    """A cluster that may not exist yet: costs from first principles."""
-
-    config: GPTConfig
-    cluster: Cluster
-    ends: bool = True  # whether embedding, head and loss count
-
-    @property
-    def name(self) -> str:
-        return self.cluster.name
-
-    @property
-    def layers(self) -> int:
-        return self.config.layers
-
-    @property
-    def devices(self) -> int:
-        return self.cluster.devices
-
-    @property
-    def budget(self) -> int:
-        return self.cluster.host.device.memory
-
-    def cost(self, layout: Layout, recompute: bool) -> Cost:
-        return AnalyticCost(self.config, self.cluster, layout, recompute, self.ends)
-
-    def memory(self, layout: Layout, recompute: bool) -> Memory:
-        device = self.cluster.host.device
-        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards)
-
-    def tensor_degrees(self) -> list[int]:
-        heads = self.config.num_kv_heads
-        return [t for t in range(1, self.cluster.host.devices + 1) if self.cluster.host.devices % t == heads % t == 0]
-
-
-@dataclass(frozen=True)
-class ProfileSource:
-    """A machine that was measured. ``ranks`` may be more than measured; they are taken to be as fast."""
-
-    profile: Profile
-    ranks: int
-
-    @property
-    def name(self) -> str:
-        return f"the profiled machine ({self.ranks} ranks)"
-
-    @property
-    def layers(self) -> int:
-        return self.profile.config.layers
-
-    @property
-    def devices(self) -> int:
-        return self.ranks
-
-    @property
-    def budget(self) -> int | None:
-        """Ranks of one host share its memory."""
-        memory = self.profile.machine.get("memory")
-        return int(memory) // self.profile.ranks_per_host if memory else None
-
-    def cost(self, layout: Layout, recompute: bool) -> Cost:
-        return FittedCost(self.profile, recompute, layout)
-
-    def memory(self, layout: Layout, recompute: bool) -> Memory:
-        profile = self.profile
-        return ShapeMemory(
-            profile.config, profile.element, STATE[profile.dtype], recompute=recompute, shards=layout.shards
-        )
-
-    def tensor_degrees(self) -> list[int]:
-        return [1]
+from terapipe.search.source import Source
 
 
 @dataclass(frozen=True)
@@ -129,7 +25,9 @@ class Request:
     chunks: int | None = None
     recompute: bool | None = None
     shard: bool = False  # whether replicas share out their state
-    tile: int = 8  # slices are multiples of it
+    tile: int | None = None  # slice lengths are multiples of it; the source's own where not given
+    min_slice: int = 1  # tokens: the model is not exact with shorter slices
+    can_recompute: bool = True  # whether the model can compute a slice again
     distinct: int | None = None  # at most so many different lengths
     budget: int | None = None  # bytes; the source's own where not given
 
@@ -146,10 +44,12 @@ class Request:
                 f"dp {self.dp}; try dp {_nearest_divisor(self.batch_size, self.dp)} or batch size "
                 f"{-(-self.batch_size // self.dp) * self.dp}"
             )
-        if self.tile > self.seq_len:
+        if self.tile is not None and self.tile > self.seq_len:
             raise ValueError(
                 f"a slice of {self.tile} tokens does not fit into sequences of {self.seq_len}; use a smaller tile"
             )
+        if self.recompute and not self.can_recompute:
+            raise ValueError("the model cannot compute slices again; leave recompute out, or set it to False")
         self._check_slices()
 
     def _check_slices(self) -> None:
@@ -161,6 +61,8 @@ class Request:
                 f"slice lengths must be positive and sum to the {self.seq_len} tokens of a sequence, got "
                 f"{list(lengths)}, which sum to {sum(lengths)}"
             )
+        if lengths is not None and len(lengths) > 1 and min(lengths) < self.min_slice:
+            raise ValueError(f"the model takes slices of at least {self.min_slice} tokens, got {list(lengths)}")
         if count is not None and count > self.seq_len:
             raise ValueError(f"the number of slices must be between 1 and the {self.seq_len} tokens, got {count}")
         whole = self.order is not None and not order_named(self.order).sliced
@@ -169,6 +71,15 @@ class Request:
                 f"order {self.order!r} takes whole sequences, got {count or len(lengths or ())} slices; "
                 "use terapipe or terapipe-1f1b, or leave slices out"
             )
+
+    def tile_for(self, *, tile: int, tp: int) -> int:
+        """What slice lengths are multiples of: ``tile`` where the request has none; and ``tp``, for sequence parallel.
+        No slice is shorter than ``min_slice``, the last one, which takes the rest, included."""
+        unit = lcm(min(tile, self.seq_len) if self.tile is None else self.tile, tp)
+        for tile in range(unit, self.seq_len, unit):
+            if tile >= self.min_slice and (self.seq_len % tile == 0 or self.seq_len % tile >= self.min_slice):
+                return tile
+        return self.seq_len  # whole sequences
 
     @property
     def fixed_slices(self) -> bool:
@@ -180,6 +91,7 @@ class Request:
 
 _POSITIVE = (
     "batch_size", "seq_len", "dp", "pp", "tp", "num_slices", "microbatch_size", "chunks", "tile", "distinct", "budget",
+    "min_slice",
 )  # fmt: skip
 
 

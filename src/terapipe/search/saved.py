@@ -12,7 +12,7 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import PLANNED, Plan
 from terapipe.presets import GPTConfig
-from terapipe.search.request import ClusterSource, ProfileSource, Source
+from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SavedPlan:
         if "profile" in self.costs:
             return _profile_source(self.costs)
         why = "came from a cost table" if "cost_table" in self.costs else "are not in the file"
-        raise ValueError(f"the costs of this plan {why}; give --cluster and --model, or --profile")
+        raise ValueError(f"the costs of this plan {why}; give a cluster and a model, or a profile")
 
 
 def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
@@ -66,14 +66,7 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
         known = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
         return {**known, "model": asdict(source.config), "layers_only": not source.ends}
     assert isinstance(source, ProfileSource)
-    return {"profile": str(file or ""), "checksum": _checksum(source.profile), "ranks": source.ranks}
-
-
-def dtype_of(source: Source) -> str:
-    if isinstance(source, ProfileSource):
-        return source.profile.dtype
-    assert isinstance(source, ClusterSource)
-    return {2: "bfloat16", 4: "float32", 8: "float64"}[source.cluster.host.device.element]
+    return {"profile": str(file or ""), "checksum": _checksum(source.profile), "ranks": source.ranks, "tp": source.tp}
 
 
 def _checksum(profile: Profile) -> int:
@@ -83,7 +76,7 @@ def _checksum(profile: Profile) -> int:
 def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
     try:
         host = dict(costs["host"])
-        device, intra_node, inter_node = (_numbers(host.pop(name)) for name in ("device", "inside", "outside"))
+        device, intra_node, inter_node = (_numbers(host.pop(name)) for name in ("device", "intra_node", "inter_node"))
         made = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(host))
         config = GPTConfig(**costs["model"])
         return ClusterSource(config, Cluster(costs["cluster"], made, costs["hosts"]), not costs["layers_only"])
@@ -103,9 +96,10 @@ def _numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
     path = Path(str(costs["profile"]))
     if not path.is_file():
-        raise ValueError(f"the costs of this plan came from the profile {path}, which is not here; give --profile")
+        raise ValueError(f"the costs of this plan came from the profile {path}, which is not here; give the profile")
     profile = Profile.from_json(path.read_text(encoding="utf-8"))
     if _checksum(profile) != costs.get("checksum"):
-        raise ValueError(f"{path} has changed since this plan was made with it; plan again, or give --profile")
+        raise ValueError(f"{path} has changed since this plan was made with it; plan again, or give the profile")
     ranks = costs.get("ranks")
-    return ProfileSource(profile, ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks)
+    tp = costs.get("tp", 1)
+    return ProfileSource(profile, ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks, tp)

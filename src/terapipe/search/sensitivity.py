@@ -7,7 +7,8 @@ from typing import NamedTuple
 from terapipe.planning.hardware import Host, Link
 from terapipe.search.choose import choose
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
-from terapipe.search.request import ClusterSource, Request
+from terapipe.search.request import Request
+from terapipe.search.source import ClusterSource
 
 FACTORS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
 
@@ -24,12 +25,12 @@ class Mistake(NamedTuple):
 
 def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
     """Every constant wrong by every factor, one at a time."""
-    right = choose(source, request).chosen
+    right = choose(source, request).estimate
     for constant in CONSTANTS:
         for factor in FACTORS:
             host = wrong_host(source.cluster.host, constant, factor)
             wrong = replace(source, cluster=replace(source.cluster, host=host))
-            found = choose(wrong, request).chosen
+            found = choose(wrong, request).estimate
             evaluated = PlanEvaluator(source, request, found.layout, found.plan.recompute).evaluate(found.plan)
             yield Mistake(
                 constant, factor, evaluated, evaluated.step_time / right.step_time - 1, _kind(evaluated) == _kind(right)

@@ -13,11 +13,11 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.planning.solver import solve_table
 from terapipe.scheduling.simulator import makespan
-from terapipe.search.choose import PlanResult
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate
 from terapipe.search.refine import preference
 from terapipe.search.request import Request
+from terapipe.search.result import PlanResult
 
 ORDERS = ("terapipe", "terapipe-1f1b")  # of gpipe and 1f1b these are the sliced forms; the table has no weight halves
 
@@ -136,7 +136,7 @@ def choose_by_table(table: CostTable, request: Request) -> PlanResult:
         step, idle = makespan(other, table)
         found.append(PlanEstimate(layout, other, step, idle, 0, True))
     chosen, *rest = sorted((c for c in found if request.order in (None, c.plan.order)), key=preference)
-    return PlanResult(chosen, tuple(rest))
+    return PlanResult(chosen, tuple(rest), request)
 
 
 def _refuse_ignored(request: Request) -> None:

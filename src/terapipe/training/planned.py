@@ -1,25 +1,20 @@
 """The plan of a run: given, chosen by measurements, or equal slices; kept in the run's folder for when it goes on."""
 
 import json
-from dataclasses import asdict, dataclass, replace
-from math import lcm
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from terapipe import files
-from terapipe.config import PlanConfig, RunConfig, nbytes
-from terapipe.planning.fitted import FittedCost
+from terapipe import api, files
+from terapipe.config import PlanConfig, RunConfig
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
-from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.simulator import simulate
+from terapipe.presets import ModelSpec
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.choose import choose
 from terapipe.search.cuts import uniform
-from terapipe.search.request import ProfileSource, Request
+from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
 from terapipe.training.model import Made
 
@@ -59,15 +54,13 @@ def ranks_wanted(config: PlanConfig) -> int:
 
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
-    pipe, fixed = (
-        saved.plan.num_ranks,
-        ("profile", "order", "slices", "slice_lengths", "microbatch", "chunks", "memory"),
-    )
+    pp = saved.plan.num_ranks
+    fixed = ("profile", "order", "num_slices", "slice_lengths", "microbatch_size", "chunks", "memory")
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
-    layout = saved.layout or Layout(config.dp or 1, pipe, config.tp, config.shard)
-    asked = {"data": config.dp or layout.dp, "pipe": config.pp or pipe, "shard": config.shard or layout.shard}
-    asked["tensor"] = config.tp if config.tp > 1 else layout.tp
+    layout = saved.layout or Layout(config.dp or 1, pp, config.tp, config.shard)
+    asked = {"dp": config.dp or layout.dp, "pp": config.pp or pp, "shard": config.shard or layout.shard}
+    asked["tp"] = config.tp if config.tp > 1 else layout.tp
     for name, value in asked.items():
         if value != getattr(layout, name):
             raise ValueError(
@@ -77,19 +70,19 @@ def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     return layout
 
 
-def layout_of(config: PlanConfig, ranks: int, pipe: int) -> Layout:
+def layout_of(config: PlanConfig, ranks: int, pp: int) -> Layout:
     """What is fixed, and the rest so that all ranks have work."""
-    known = (config.dp or 1) * (pipe or 1) * config.tp
+    known = (config.dp or 1) * (pp or 1) * config.tp
     if ranks % known:
         raise ValueError(
-            f"data x pipe x tensor must be the number of processes, got {config.dp or 'any'} x {pipe or 'any'} x "
+            f"dp x pp x tp must be the number of processes, got {config.dp or 'any'} x {pp or 'any'} x "
             f"{config.tp} and {ranks}; change the keys of [plan] or start another number"
         )
     free = ranks // known
-    if free > 1 and pipe and config.dp:
+    if free > 1 and pp and config.dp:
         raise ValueError(f"plan.dp x plan.pp x plan.tp is {known}, but there are {ranks} processes")
-    data, pipe = (config.dp or (free if pipe else 1)), pipe or free
-    return Layout(data, pipe, config.tp, shard=config.shard and data > 1)
+    dp, pp = (config.dp or (free if pp else 1)), pp or free
+    return Layout(dp, pp, config.tp, shard=config.shard and dp > 1)
 
 
 def given(config: RunConfig, ranks: int) -> Planned | None:
@@ -156,18 +149,16 @@ def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> 
     if wanted.slice_lengths:
         return wanted.slice_lengths
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
-    tile = _tile(wanted, tokens, shortest)
+    tile = Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=wanted.tp)
     return uniform(tokens, count, tile if tokens >= tile * count else 1)
 
 
-def measure(config: RunConfig, made: Made, ranks: int) -> Profile:
+def measure(config: RunConfig, made: Made) -> Profile:
     """All ranks together; each gets the first one's account."""
-    layers, tokens = max(1, made.model.num_layers // ranks), config.data.seq_len
     sizes = (config.plan.microbatch_size,) if config.plan.microbatch_size else _sizes(config)
-    profiler = Profiler(made.model, layers=layers, seq_len=tokens, sizes=sizes, shape=made.shape)
-    # Of larger microbatches only what holds no more than one whole sequence does: short slices, which gain by merging.
-    profiler.points = [p for p in profiler.points if p.size == sizes[0] or p.size * (p.length + p.context) <= tokens]
-    return profiler.transport.gather(profiler.run(config.plan.seconds))[0]
+    seq_len, seconds = config.data.seq_len, config.plan.seconds
+    # Of larger microbatches only short slices are measured: those gain by merging.
+    return api.profile(made.model, seq_len=seq_len, microbatch_sizes=sizes, seconds=seconds, max_tokens=seq_len)
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
@@ -177,44 +168,32 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
 
 
 def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Planned:
-    """The fastest by simulation that the model can run. Devices that share an operator are planned for as one, which
-    has all of its costs: slices compare alike, steps are predicted too long."""
-    wanted, tensor = config.plan, config.plan.tp
-    if ranks % tensor:
-        raise ValueError(f"plan.tp must divide the number of processes, got {tensor} and {ranks}")
-    recompute = {"auto": None if made.recomputes else False, "full": True}.get(config.model.recompute, False)
-    tile = _tile(wanted, config.data.seq_len, made.shortest)
-    request = Request(
+    """The fastest by simulation that the model can run."""
+    wanted = config.plan
+    if ranks % wanted.tp:
+        raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
+    result = api.plan(
+        None if made.shape is None else ModelSpec(made.shape, made.shortest, made.recomputes),
+        profile,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
         dp=wanted.dp or None,
         pp=wanted.pp or None,
-        tp=1,
+        tp=wanted.tp,
         order=wanted.order or None,
         num_slices=wanted.num_slices or None,
         slice_lengths=wanted.slice_lengths or None,
         microbatch_size=wanted.microbatch_size or None,
         chunks=wanted.chunks or None,
-        recompute=recompute,
+        recompute={"auto": None, "full": True}.get(config.model.recompute, False),
         shard=wanted.shard,
-        tile=tile,
-        budget=nbytes(wanted.memory) if wanted.memory else None,
+        tile=min(wanted.tile, config.data.seq_len),
+        memory=wanted.memory or None,
+        devices=ranks,
     )
-    chosen = choose(ProfileSource(profile, ranks // tensor), request).chosen
-    layout = replace(chosen.layout, tp=tensor)
-    makespan = predicted(profile, layout, chosen.plan).makespan
-    return Planned(layout, chosen.plan, chosen.step_time, max(0.0, chosen.step_time - makespan))
-
-
-def _tile(wanted: PlanConfig, tokens: int, shortest: int) -> int:
-    """What slices are multiples of: of the devices too that share out their tokens, and never shorter than the model
-    takes them, the last one, which has what is left over, included."""
-    unit = lcm(wanted.tile, wanted.tp)
-    for tile in range(unit, tokens, unit):
-        if tile >= shortest and (tokens % tile == 0 or tokens % tile >= shortest):
-            return tile
-    return tokens  # whole sequences
+    once = max(0.0, result.step_time - result.simulate().makespan)
+    return Planned(result.layout, result.plan, result.step_time, once)
 
 
 def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
-    return simulate(schedule(plan), FittedCost(profile, plan.recompute, replace(layout, tp=1)))
+    return api.simulate(plan, profile, layout=layout)

@@ -16,6 +16,7 @@ from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.modeling.hf.verification import BOUND, VerifyResult, recomputed_error, refuse_inexact_tp, verify
 from terapipe.modeling.hf.weights import PretrainedWeights, RandomWeights, StageWeights, Weights, meta_model
 from terapipe.modeling.stage import TensorParallel
+from terapipe.presets import ModelSpec
 
 
 class Decoder:
@@ -145,6 +146,11 @@ class Decoder:
         decoder = cls(meta_model(weights.config(), dtype), backend=backend)
         decoder._weights = weights
         return decoder
+
+    def planning_spec(self) -> ModelSpec:
+        from terapipe.modeling.hf.gpt_shape import shape_of
+
+        return ModelSpec(shape_of(self), self.shortest, self.backend == "attention")
 
     @property
     def num_layers(self) -> int:

@@ -1,4 +1,4 @@
-"""What a panel on a terminal shows of a run: how far it is, and its values."""
+"""The contents of the panel on a terminal: a progress bar and the latest values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from rich.text import Text
 
 from terapipe.reporting.units import count, digits, memory, seconds, share
 
-_FEW = 8  # ranks that each have a bar of their own
-_WIDE, _MIDDLE, _NARROW = 116, 84, 50  # columns of a terminal for four, three and two columns of values
+_MAX_BARS = 8  # up to this number of ranks, each has a bar of its memory
+_WIDE, _MIDDLE, _NARROW = 116, 84, 50  # terminal widths for four, three and two columns of values
 _LABEL = 11  # characters
 
 
 def number(value: float) -> str:
-    """Three places, so that digits stand still from step to step; more for small values, an exponent for huge ones."""
+    """Three decimal places, so that digits do not move between steps; more if small, an exponent if huge."""
     if abs(value) >= 1e6:
         return f"{value:.2e}"
     return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else digits(value)
@@ -27,7 +27,7 @@ def extremes(sizes: Sequence[float]) -> str:
     return high if low == high else f"{low} to {high}"
 
 
-# How the panel names and writes what is known, by topic.
+# Labels and formats of the values, by topic.
 _PANEL: tuple[dict[str, tuple[str, Callable[[Any], str]]], ...] = (
     {
         "loss": ("loss", number),
@@ -60,28 +60,28 @@ def bar(step: int, total: int, left: str) -> RenderableType:
 
 
 def values(known: Mapping[str, Any], width: int) -> list[RenderableType]:
-    """What is known, in as many columns as there is room for."""
+    """All known values, in as many columns as fit."""
     quality, state, speed = (_pairs(known, topic) for topic in _PANEL)
-    held = _memory(known.get("memory"), 20 if width >= _MIDDLE or width < _NARROW else 8)
-    columns = [[quality, state, speed, *held]]
+    memory_bars = _memory(known.get("memory"), 20 if width >= _MIDDLE or width < _NARROW else 8)
+    columns = [[quality, state, speed, *memory_bars]]
     if width >= _WIDE:
-        columns = [[quality], [state], [speed], held]
+        columns = [[quality], [state], [speed], memory_bars]
     elif width >= _MIDDLE:
         columns = [[quality], [state], [speed]]
     elif width >= _NARROW:
-        columns = [[quality, state], [speed, *held]]
+        columns = [[quality, state], [speed, *memory_bars]]
     grid = Table.grid(padding=(0, 2), expand=True)
     for _ in columns:
         grid.add_column(ratio=1)
     grid.add_row(*(Group(*column) for column in columns))
-    return [grid, *(["", *held] if held and _MIDDLE <= width < _WIDE else ())]
+    return [grid, *(["", *memory_bars] if memory_bars and _MIDDLE <= width < _WIDE else ())]
 
 
 def _memory(sizes: Sequence[float] | None, width: int) -> list[RenderableType]:
     if not sizes:
         return []
     rows = Table.grid(padding=(0, 1))
-    if len(sizes) > _FEW:
+    if len(sizes) > _MAX_BARS:
         rows.add_row(Text("memory".ljust(_LABEL), "dim"), extremes(sizes))
         rows.add_row(Text("fullest", "dim"), f"rank {sizes.index(max(sizes))}")
         return [rows]

@@ -1,4 +1,4 @@
-"""Where a run's rows go: to the display and the files of the first rank; other ranks have nothing to say."""
+"""The log of a run: rows of named values for the display and the metrics files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,9 @@ from terapipe.training.logging.display import Display
 from terapipe.training.logging.metrics import Metrics
 
 
-class Journal:
+class RunLog:
+    """Rank 0 has a display and metrics files. On other ranks, rows are dropped."""
+
     def __init__(self, display: Display | None = None, metrics: Metrics | None = None) -> None:
         self._display, self._metrics = display, metrics
 

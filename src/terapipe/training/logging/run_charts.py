@@ -1,17 +1,32 @@
-"""The curves on the page of a run."""
+"""The charts in the report of a run."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from statistics import fmean
+from typing import Any
 
 from terapipe.reporting.charts import Point, curves
 from terapipe.reporting.units import digits, memory, memory_unit, seconds, share
-from terapipe.training.logging.rows import Rows, memory_of, values_of
 
+Rows = Sequence[Mapping[str, Any]]
 Sections = list[tuple[str, str]]
-_WIDE, _SMALL = (960, 320, 900), (460, 230, 400)  # charts: width, height, and the most points of a curve
-_LINES = 6  # ranks whose memory is drawn each
+_WIDE, _SMALL = (960, 320, 900), (460, 230, 400)  # charts: width, height, maximum number of points
+_MAX_RANKS = 6  # up to this number, each rank has a curve of its memory
+
+
+def values_of(rows: Rows, key: str) -> list[tuple[int, float]]:
+    """Steps and values of a key, without steps that have no finite number."""
+    return [
+        (row["step"], float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
+
+
+def memory_of(rows: Rows) -> list[tuple[int, list[float]]]:
+    """Steps and the bytes used on each rank, without steps at which one of them is unknown."""
+    return [(row["step"], row["memory"]) for row in rows if row.get("memory") and None not in row["memory"]]
 
 
 def charts(rows: Rows) -> Sections:
@@ -33,9 +48,9 @@ def charts(rows: Rows) -> Sections:
     ]
 
 
-def _panels(drawn: Sequence[str]) -> str:
-    found = "".join(f"<div>{chart}</div>" for chart in drawn if chart)
-    return f"<div class='panels'>{found}</div>" if found else ""
+def _panels(charts: Sequence[str]) -> str:
+    panels = "".join(f"<div>{chart}</div>" for chart in charts if chart)
+    return f"<div class='panels'>{panels}</div>" if panels else ""
 
 
 def _chart(
@@ -47,15 +62,15 @@ def _chart(
     small: bool = False,
     zero: bool = False,
 ) -> str:
-    """SVG with a note, or nothing where there are no values. ``keys``: the name of each series, and its key."""
-    given = {name: values for name, key in keys.items() if (values := values_of(rows, key))}
-    if not given:
+    """SVG with a note, or nothing if there are no values. ``keys`` maps the name of each series to its key in rows."""
+    series = {name: values for name, key in keys.items() if (values := values_of(rows, key))}
+    if not series:
         return ""
-    top, note = _off_scale(next(iter(given.values())), form) if zero else (math.inf, "")
+    top, note = _off_scale(next(iter(series.values())), form) if zero else (math.inf, "")
     width, height, most = _SMALL if small else _WIDE
-    points = {name: thinned(values, most) for name, values in given.items()}
-    drawn = curves(points, label, form, zero=zero, top=top, width=width, height=height)
-    return drawn + (f"<p class='note'>{escape(note)}</p>" if note else "")
+    points = {name: thinned(values, most) for name, values in series.items()}
+    chart = curves(points, label, form, zero=zero, top=top, width=width, height=height)
+    return chart + (f"<p class='note'>{escape(note)}</p>" if note else "")
 
 
 def _rate(value: float) -> str:
@@ -63,7 +78,7 @@ def _rate(value: float) -> str:
 
 
 def _off_scale(values: Sequence[tuple[int, float]], form: Callable[[float], str]) -> tuple[float, str]:
-    """Where the scale ends, so that a few extreme steps do not flatten all others; and a note that owns up to it."""
+    """The end of the scale, so that a few extreme steps do not flatten all others, and a note that says so."""
     ordered = sorted(value for _, value in values)
     usual = ordered[int(0.995 * (len(ordered) - 1))]
     if len(ordered) < 5 or ordered[-1] <= 3 * usual:
@@ -75,15 +90,15 @@ def _off_scale(values: Sequence[tuple[int, float]], form: Callable[[float], str]
 
 
 def _thinning(rows: Rows) -> str:
-    told = (
-        "Where there are more steps than fit, here and below, a point is the mean of several neighbouring steps, and "
+    note = (
+        "Where there are more steps than fit, here and below, a point is the mean of several neighboring steps, and "
+        "the pale band spans the lowest and the highest of them."
     )
-    told += "the pale band spans the lowest and the highest of them."
-    return f"<p class='note'>{told}</p>" if len(values_of(rows, "loss")) > _SMALL[2] else ""
+    return f"<p class='note'>{note}</p>" if len(values_of(rows, "loss")) > _SMALL[2] else ""
 
 
 def thinned(values: Sequence[tuple[int, float]], most: int) -> list[Point]:
-    """At most so many points: each the mean of as many steps as that takes, with their lowest and highest."""
+    """At most ``most`` points. Each is the mean of several steps, with their minimum and maximum."""
     size = math.ceil(len(values) / most)
     buckets = (values[at : at + size] for at in range(0, len(values), size or 1))
     return [_mean(bucket) for bucket in buckets]
@@ -95,19 +110,19 @@ def _mean(bucket: Sequence[tuple[int, float]]) -> Point:
 
 
 def _memory(rows: Rows) -> str:
-    held = memory_of(rows)
-    if not held:
+    sizes_by_step = memory_of(rows)
+    if not sizes_by_step:
         return ""
-    last = held[-1][1]
+    last = sizes_by_step[-1][1]
     ranks = {f"rank {rank}": rank for rank in range(len(last))}
-    if len(last) > _LINES:
+    if len(last) > _MAX_RANKS:
         ordered = sorted(range(len(last)), key=lambda rank: last[rank])
         picked = {"fullest": ordered[-1], "middle": ordered[len(ordered) // 2], "emptiest": ordered[0]}
         ranks = {f"rank {rank}, {name}": rank for name, rank in picked.items()}
-    shown = {
-        name: thinned([(step, float(sizes[rank])) for step, sizes in held if rank < len(sizes)], _WIDE[2])
+    series = {
+        name: thinned([(step, float(sizes[rank])) for step, sizes in sizes_by_step if rank < len(sizes)], _WIDE[2])
         for name, rank in ranks.items()
     }
-    unit = memory_unit(max(size for _, sizes in held for size in sizes))
+    unit = memory_unit(max(size for _, sizes in sizes_by_step for size in sizes))
     name = memory(unit).split()[-1]
-    return curves(shown, "in use", lambda v: f"{digits(v / unit)} {name}", zero=True, unit=unit, height=260)
+    return curves(series, "in use", lambda v: f"{digits(v / unit)} {name}", zero=True, unit=unit, height=260)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which to keep, which to go on from."""
+"""The folder with the checkpoints of a run: list them, find the one to resume from, save, remove old ones."""
 
 import json
 import re
@@ -27,26 +27,26 @@ def folder_of(config: RunConfig) -> Path:
 
 
 def steps(folder: Path) -> list[int]:
-    """Of all checkpoints that were put in place. Whether they are still whole, ``newest_whole`` finds out."""
+    """The steps of all complete checkpoints. Whether their files are intact is checked by ``newest_whole``."""
     names = (NAME.fullmatch(f.name) for f in folder.glob("step-*") if f.is_dir())
     return sorted(int(name[1]) for name in names if name)
 
 
 def newest_whole(folder: Path, world: Transport, verify: bool) -> tuple[Path | None, list[str]]:
-    """The run's newest checkpoint of which no file is damaged, and what is wrong with newer ones. These are renamed, so
-    that they are not counted among those to keep.
+    """The newest checkpoint without damaged files, and messages about newer ones, which are renamed so that they are
+    not counted among those to keep.
 
-    All ranks call it together and get the same answer.
+    All ranks call it together and get the same result.
     """
     damaged: dict[Path, str] = {}
     for step in reversed(world.gather(steps(folder), ALL)[0]):
         path = path_of(folder, step)
-        wrong = verify_files(path, world) if verify else ""
-        if not wrong:
+        problem = verify_files(path, world) if verify else ""
+        if not problem:
             if world.global_rank == 0:
                 _set_aside(damaged)
-            return path, [f"{wrong}; it was renamed to {_aside(old).name}" for old, wrong in damaged.items()]
-        damaged[path] = wrong
+            return path, [f"{problem}; it was renamed to {_aside(old).name}" for old, problem in damaged.items()]
+        damaged[path] = problem
     if damaged:
         raise ValueError(
             f"none of the {len(damaged)} checkpoints in {folder} is whole: {'; '.join(damaged.values())}. Restore one "
@@ -66,16 +66,16 @@ def _aside(path: Path) -> Path:
 
 
 def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
-    """Of a training run, as its trainer needs them."""
+    """Refuse notes that are not those of a training run, or not of the step that the folder is named after."""
     kinds = {"step": int, "position": int, "skipped": int, "layout": str, "best": float | int | None}
-    wrong = [name for name, kind in kinds.items() if not isinstance(notes.get(name, ...), kind)]
-    if wrong:
+    invalid = [name for name, kind in kinds.items() if not isinstance(notes.get(name, ...), kind)]
+    if invalid:
         raise ValueError(
             f"the checkpoint {folder} must have the notes of a training run, but its {NOTES} has no valid "
-            f"{', '.join(wrong)}; resume from a checkpoint that terapipe train wrote"
+            f"{', '.join(invalid)}; resume from a checkpoint that terapipe train wrote"
         )
-    named = NAME.fullmatch(folder.name)
-    if named and int(named[1]) != notes["step"]:
+    name = NAME.fullmatch(folder.name)
+    if name and int(name[1]) != notes["step"]:
         raise ValueError(f"the checkpoint {folder} is of step {notes['step']}; rename it, or move it away")
 
 
@@ -84,19 +84,18 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Removes what a crash left in the middle: by name, none of it is a checkpoint. One that was about to be replaced
-    gets its name back."""
+    """Remove what a crash left behind, and restore a checkpoint that was being replaced."""
     for old in folder.glob("step-*.old"):
         recover(old.with_suffix(""))
-    for left in folder.glob("step-*.*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in folder.glob("step-*.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-class Checkpoints:
-    """All ranks have one; only the first looks after the folder."""
+class CheckpointFolder:
+    """Saves checkpoints. All ranks have one; rank 0 removes old checkpoints."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, is_main: bool, say: Callable[..., None]) -> None:
-        """``say`` is told what kind of thing happened, and what, and of which step if not of the current one."""
+        """``say`` is called with an event name, a message and, if it is not the current one, the step."""
         self.folder, self._config, self._is_main, self._say = folder, config, is_main, say
         self._saving: tuple[Mapping[str, Any], Saving] | None = None
 
@@ -104,15 +103,18 @@ class Checkpoints:
     def best(self) -> tuple[int, float] | None:
         """The step with the lowest evaluation loss so far."""
         try:
-            found = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
-            return int(found["step"]), float(found["eval_loss"])
+            best = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
+            return int(best["step"]), float(best["eval_loss"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def save(
         self, pipe: Pipeline, optimizer: Optimizer, extra: Mapping[str, Tensor], notes: Mapping[str, Any], wait: bool
     ) -> bool:
-        """All ranks together. Whether it is on its way, or with ``wait`` done: a disk that is full stops nobody."""
+        """All ranks call it together. False if it failed, for example on a full disk: training continues.
+
+        With ``wait`` the checkpoint is complete on return, otherwise it may be written in the background.
+        """
         self.finish()
         step = int(notes["step"])
         folder = path_of(self.folder, step)
@@ -121,22 +123,19 @@ class Checkpoints:
                 pipe.save(folder, optimizer, extra=extra, notes=notes)
                 self._saved(notes)
             else:
-                self._saving = (
-                    notes,
-                    pipe.save_in_background(folder, optimizer, extra=extra, notes=notes),
-                )
+                self._saving = notes, pipe.save_in_background(folder, optimizer, extra=extra, notes=notes)
         except OSError as error:
             self._failed(step, error)
             return False
         return True
 
     def poll(self) -> None:
-        """Looks whether a save in the background has come to its end."""
+        """Finish a save in the background if it is done."""
         if self._saving is not None and self._saving[1].done():
             self.finish()
 
     def finish(self) -> None:
-        """Waits for it."""
+        """Wait for a save in the background."""
         if self._saving is None:
             return
         notes, saving = self._saving
@@ -161,10 +160,10 @@ class Checkpoints:
                 self._remove(path_of(self.folder, old))
 
     def _remove(self, path: Path) -> None:
-        """Renamed first: half of a checkpoint must not look like one."""
-        going = path.with_name(path.name + ".going")
-        path.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+        """Rename before deleting, so that an incomplete checkpoint never has the name of a complete one."""
+        removed = path.with_name(path.name + ".removed")
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def _failed(self, step: int, error: OSError) -> None:
         self._say("failed", f"step {step} could not be saved, training goes on: {error}")

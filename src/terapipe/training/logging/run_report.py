@@ -1,4 +1,4 @@
-"""The page of a run, made from what lies in its folder. It can be made at any time, also while the run goes on."""
+"""The report of a run, written from the files in its folder. It can be written at any time, also during the run."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,16 +12,15 @@ from terapipe.reporting.page import report
 from terapipe.reporting.units import digits, memory, seconds, share
 from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Timeline
-from terapipe.training.logging.charts import charts
 from terapipe.training.logging.metrics import read
-from terapipe.training.logging.rows import Rows, memory_of, values_of
+from terapipe.training.logging.run_charts import Rows, charts, memory_of, values_of
 
-_RECENT = 50  # steps that stand for how it goes now
-_SAMPLES, _EVENTS = 3, 100  # the last ones, which are shown
+_RECENT = 50  # steps whose mean or median is shown
+_SAMPLES, _EVENTS = 3, 100  # how many of the last ones are shown
 
 
 def write_report(folder: Path) -> Path | None:
-    """``report.html`` in the folder, or nothing where there is nothing to show."""
+    """Write ``report.html`` to the folder, unless there is nothing to show."""
     rows = [row for row in read(folder) if isinstance(row.get("step"), int)]
     shown, notes = _timelines(folder)
     config = folder / "config.toml"
@@ -40,7 +39,7 @@ def write_report(folder: Path) -> Path | None:
 
 
 def _timelines(folder: Path) -> tuple[list[RunView], str]:
-    """What was predicted and what was measured, as far as it is there; and a note on what could not be read."""
+    """The predicted and the measured timeline, as far as there are any, and notes on files that cannot be read."""
     shown, notes = [], ""
     for name, file in (("predicted", "predicted.json"), ("measured", "timeline.json")):
         path = folder / file
@@ -87,21 +86,21 @@ def _facts(rows: Rows) -> dict[str, str]:
         facts["predicted"] = seconds(predicted[-1][1]) + (f" ({ratio:.2f} x)" if math.isfinite(ratio) else "")
     if idle := values_of(rows, "idle"):
         facts["idle"] = share(idle[-1][1])
-    if held := memory_of(rows):
-        facts["memory, fullest rank"] = memory(max(max(sizes) for _, sizes in held))
+    if sizes_by_step := memory_of(rows):
+        facts["memory, fullest rank"] = memory(max(max(sizes) for _, sizes in sizes_by_step))
     return facts
 
 
 def _samples(rows: Rows) -> str:
-    told = [row for row in rows if row.get("sample")][-_SAMPLES:]
-    return "".join(f"<h3>step {row['step']:,}</h3><pre>{escape(str(row['sample']))}</pre>" for row in reversed(told))
+    samples = [row for row in rows if row.get("sample")][-_SAMPLES:]
+    return "".join(f"<h3>step {row['step']:,}</h3><pre>{escape(str(row['sample']))}</pre>" for row in reversed(samples))
 
 
 def _events(rows: Rows) -> str:
-    """All but earlier checkpoints, which are many and alike."""
-    told = [row for row in rows if row.get("event")]
-    saved = [row for row in told if row["event"] == "checkpoint"]
-    listed = [row for row in told if row["event"] != "checkpoint" or row is saved[-1]]
+    """All events, but only the last checkpoint."""
+    events = [row for row in rows if row.get("event")]
+    saved = [row for row in events if row["event"] == "checkpoint"]
+    listed = [row for row in events if row["event"] != "checkpoint" or row is saved[-1]]
     cells = [[f"{row['step']:,}", str(row["event"]), str(row.get("message") or "")] for row in listed[-_EVENTS:]]
     notes = [f"The last {_EVENTS} of {len(listed):,} are listed."] if len(listed) > _EVENTS else []
     notes += [f"{len(saved) - 1:,} earlier checkpoints are not listed."] if len(saved) > 1 else []

@@ -1,0 +1,42 @@
+"""One rank's actions, from a schedule that is made and validated once for all plans of the same shape."""
+
+from functools import lru_cache
+from typing import NamedTuple, Self
+
+from terapipe.planning.slices import Plan
+from terapipe.scheduling.actions import Action
+from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.validation import validate
+
+
+class Shape(NamedTuple):
+    """All that a schedule depends on: the number of slices, not their lengths."""
+
+    order: str
+    counts: tuple[int, ...]  # slices of each microbatch
+    num_stages: int
+    chunks: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks)
+
+    def plan(self) -> Plan:
+        """One of this shape: all slices but the last of a microbatch have one token."""
+        most = max(self.counts)
+        lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
+        edges = tuple(range(self.num_stages + 1))
+        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks)
+
+
+def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
+    """What ``rank`` does. Raises ValueError if the schedule is not complete, or could deadlock."""
+    grid = plan.grid
+    return tuple(Action(op, k, grid[s.microbatch][s.number]) for op, k, s in _of_shape(Shape.of(plan), rank))
+
+
+@lru_cache(maxsize=64)  # a process only keeps the lists of its own rank
+def _of_shape(shape: Shape, rank: int) -> tuple[Action, ...]:
+    made = schedule(shape.plan())
+    validate(made)
+    return made.ranks[rank]

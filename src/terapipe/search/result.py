@@ -1,0 +1,161 @@
+"""What the planner answers: the chosen plan, what it costs, and the best of every other order."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terapipe import files
+from terapipe.planning.cost import Memory
+from terapipe.planning.layout import Layout
+from terapipe.planning.slices import Plan
+from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.simulator import simulate
+from terapipe.scheduling.timeline import Timeline
+from terapipe.search.evaluator import PlanEstimate, pareto_front
+from terapipe.search.request import Request
+from terapipe.search.saved import SavedPlan, origin
+from terapipe.search.source import ClusterSource, Source
+
+if TYPE_CHECKING:
+    from terapipe.search.sensitivity import Mistake
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """``print`` explains it; ``plan`` is what ``Pipeline`` takes, for the ranks of ``layout``."""
+
+    estimate: PlanEstimate
+    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, fastest first
+    request: Request
+    source: Source | None = None  # None: a cost table
+    price: float | None = None  # of a limit on distinct lengths: step time over that without the limit
+    seconds: float = 0.0  # that planning took
+
+    @property
+    def plan(self) -> Plan:
+        return self.estimate.plan
+
+    @property
+    def layout(self) -> Layout:
+        return self.estimate.layout
+
+    @property
+    def step_time(self) -> float:
+        return self.estimate.step_time
+
+    @property
+    def idle(self) -> float:
+        return self.estimate.idle
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.estimate.peak_bytes
+
+    @property
+    def unsliced(self) -> PlanEstimate | None:
+        """The best that leaves sequences whole."""
+        return next((e for e in (self.estimate, *self.runners_up) if not e.sliced), None)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of each device."""
+        return self.request.budget or (self.source.budget if self.source else None)
+
+    @property
+    def memory(self) -> Memory:
+        return self._known_source().memory(self.layout, self.plan.recompute)
+
+    def simulate(self) -> Timeline:
+        """The step, action by action. What comes once per step, the optimizer for example, is not part of it."""
+        cost = self._known_source().cost(self.layout, self.plan.recompute)
+        return simulate(schedule(self.plan), cost)
+
+    def sensitivity(self) -> "list[Mistake]":
+        """How much slower plans get if a constant of the cluster is not what it is assumed to be."""
+        from terapipe.search.sensitivity import mistakes
+
+        source = self._known_source()
+        if not isinstance(source, ClusterSource):
+            raise ValueError("the costs of a profile were measured; sensitivity is of a described cluster")
+        return list(mistakes(source, self.request))
+
+    def saved(self, profile: str | Path | None = None) -> SavedPlan:
+        """With its layout and where its costs came from: ``profile`` is the file of the profile it was made with."""
+        if self.source is None:
+            return SavedPlan(self.plan, self.layout, step_time=self.step_time)
+        costs = origin(self.source, None if profile is None else Path(profile))
+        return SavedPlan(self.plan, self.layout, self.source.dtype, costs, self.budget, self.step_time)
+
+    def save(self, path: str | Path, *, profile: str | Path | None = None) -> None:
+        """For ``terapipe train run.toml plan.file=PATH``, ``terapipe simulate PATH`` and ``Plan.from_json``."""
+        files.write(Path(path), self.saved(profile).to_json() + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        price = {} if self.price is None else {"price_of_distinct": self.price}
+        return {**self.estimate.to_dict(), **price, "seconds_to_plan": self.seconds}
+
+    def __str__(self) -> str:
+        from terapipe.reporting.plans import explain
+
+        return explain(self)
+
+    def _known_source(self) -> Source:
+        if self.source is None:
+            raise ValueError("a cost table knows no memory and no transfers; plan with a Cluster or a Profile")
+        return self.source
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One estimate for each way to run a step. ``print`` shows a table."""
+
+    rows: tuple[PlanEstimate, ...]
+    budget: int | None  # bytes of each device
+    where: str  # the devices
+    seconds: float = 0.0  # that comparing took
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def front(self) -> list[PlanEstimate]:
+        """The Pareto front of step time and peak memory, among those that fit."""
+        return pareto_front(e for e in self.rows if e.fits)
+
+    @property
+    def fastest(self) -> PlanEstimate:
+        """Of those that fit."""
+        return min(self.rows, key=lambda e: (not e.fits, e.step_time))
+
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """The chart of step time against peak memory."""
+        from terapipe.reporting.plans import comparison_chart
+
+        return _written(path, comparison_chart(self))
+
+    def to_html(self, path: str | Path | None = None, model: str = "The model") -> str:
+        """A page with chart and table."""
+        from terapipe.reporting.plans import comparison_page
+
+        return _written(path, comparison_page(self, model))
+
+    def __str__(self) -> str:
+        from terapipe.reporting.plans import comparison_text
+
+        return comparison_text(self)
+
+
+def _written(path: str | Path | None, text: str) -> str:
+    if path is not None:
+        files.write(Path(path), text)
+    return text
+
+
+def timed(plan: Callable[[], PlanResult]) -> PlanResult:
+    began = time.perf_counter()
+    return replace(plan(), seconds=time.perf_counter() - began)

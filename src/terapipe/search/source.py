@@ -1,0 +1,139 @@
+"""Where costs come from: a described cluster, or a profile that was measured."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from terapipe.planning.analytic import AnalyticCost
+from terapipe.planning.cost import Cost, Memory
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.hardware import Cluster
+from terapipe.planning.layout import Layout
+from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.profile import STATE, Profile
+from terapipe.presets import GPTConfig
+
+
+class Source(Protocol):
+    """Where costs come from: a described cluster, or measurements."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of each device, if known."""
+
+    def cost(self, layout: Layout, recompute: bool) -> Cost: ...
+
+    def memory(self, layout: Layout, recompute: bool) -> Memory: ...
+
+    @property
+    def tile(self) -> int:
+        """Tokens that slice lengths are multiples of, unless the request says otherwise."""
+
+    @property
+    def dtype(self) -> str:
+        """Of parameters and activations."""
+
+    def tensor_degrees(self) -> list[int]:
+        """The sizes that tensor parallelism may have."""
+
+
+@dataclass(frozen=True)
+class ClusterSource:
+    """A cluster that may not exist yet: costs from first principles."""
+
+    config: GPTConfig
+    cluster: Cluster
+    ends: bool = True  # whether embedding, head and loss count
+
+    @property
+    def name(self) -> str:
+        return self.cluster.name
+
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def budget(self) -> int:
+        return self.cluster.host.device.memory
+
+    def cost(self, layout: Layout, recompute: bool) -> Cost:
+        return AnalyticCost(self.config, self.cluster, layout, recompute, self.ends)
+
+    def memory(self, layout: Layout, recompute: bool) -> Memory:
+        device = self.cluster.host.device
+        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards)
+
+    @property
+    def tile(self) -> int:
+        return self.cluster.host.device.tile
+
+    @property
+    def dtype(self) -> str:
+        return {2: "bfloat16", 4: "float32", 8: "float64"}[self.cluster.host.device.element]
+
+    def tensor_degrees(self) -> list[int]:
+        heads = self.config.num_kv_heads
+        return [t for t in range(1, self.cluster.host.devices + 1) if self.cluster.host.devices % t == heads % t == 0]
+
+
+@dataclass(frozen=True)
+class ProfileSource:
+    """A machine that was measured. ``ranks`` may be more than measured; they are assumed to be as fast.
+
+    A profile measures whole operators, so ``tp`` ranks are planned as one device as fast as the measured one: slicings
+    compare correctly, steps are predicted too long.
+    """
+
+    profile: Profile
+    ranks: int
+    tp: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"the profiled machine ({self.ranks} ranks)"
+
+    @property
+    def layers(self) -> int:
+        return self.profile.config.layers
+
+    @property
+    def devices(self) -> int:
+        return self.ranks
+
+    @property
+    def budget(self) -> int | None:
+        """Ranks of one host share its memory."""
+        memory = self.profile.machine.get("memory")
+        return int(memory) // self.profile.ranks_per_host if memory else None
+
+    @property
+    def tile(self) -> int:
+        return 8 if self.profile.machine.get("device", "cpu") == "cpu" else 128
+
+    @property
+    def dtype(self) -> str:
+        return self.profile.dtype
+
+    def cost(self, layout: Layout, recompute: bool) -> Cost:
+        return FittedCost(self.profile, recompute, replace(layout, tp=1))
+
+    def memory(self, layout: Layout, recompute: bool) -> Memory:
+        profile = self.profile
+        state = STATE[profile.dtype]
+        return ShapeMemory(profile.config, profile.element, state, recompute=recompute, shards=layout.shards)
+
+    def tensor_degrees(self) -> list[int]:
+        return [self.tp]
