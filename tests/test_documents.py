@@ -60,7 +60,7 @@ def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...
     pipe = Pipeline(make_model(CONFIG), PLAN, timeout=300.0)
     loss = pipe.step(ids, labels, documents, plan=plan).item()
     with pytest.raises(ValueError, match="must leave the stages on their ranks"):
-        pipe._inputs.own_plan(Plan((2,), ((512,),), (0, 2, 3)))
+        pipe._admission._inputs.own_plan(Plan((2,), ((512,),), (0, 2, 3)))
     return loss, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 
 

@@ -91,8 +91,8 @@ def drawn_in_parts(plan: Plan) -> list[float]:
     torch.manual_seed(torch.distributed.get_rank())  # as every trainer does it
     pipe = Pipeline(make_model(TINY), plan, mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
     spoken = Spoken(pipe.stages[0])
-    assert pipe._executor is not None
-    pipe._executor._stages = {0: _as_stage(spoken)}  # type: ignore[dict-item]
+    assert pipe._executors is not None
+    pipe._executors.current._stages = {0: _as_stage(spoken)}  # type: ignore[dict-item]
     pipe.step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False))
     return spoken.drawn
 
@@ -215,8 +215,8 @@ def test_a_sequence_in_one_piece_makes_no_gradients_of_earlier_keys() -> None:
     """Two buffers as large as the keys and values of all layers were made and zeroed, and never read."""
     pipe = Pipeline(make_model(TINY), Plan((1,), ((29,),), (0, 4)))
     pipe.step(*make_batch(TINY, 1, 29, ignored=False))
-    assert pipe._executor is not None
-    (cache,) = pipe._executor._spare[0, 1]
+    assert pipe._executors is not None
+    (cache,) = pipe._executors.current._spare[0, 1]
     assert all(set(store._tensors) == {"k", "v"} for store in cache._stores.values())
 
 
@@ -225,7 +225,8 @@ def test_batches_of_many_shapes_keep_the_buffers_of_two() -> None:
     pipe = Pipeline(make_model(TINY), Plan((2,), ((9, 20),), (0, 4)), vary="replan")
     for tokens in (29, 20, 21, 22, 23):
         pipe.step(*make_batch(TINY, 2, tokens, ignored=False))
-    kept = [executor.plan.seq_len for executor in pipe._executors.values() if executor._spare]
+    assert pipe._executors is not None
+    kept = [executor.plan.seq_len for executor in pipe._executors.kept if executor._spare]
     assert kept == [29, 23]
 
 

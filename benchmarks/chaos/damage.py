@@ -19,23 +19,21 @@ from typing import Any
 import torch
 
 from terapipe.config import RunConfig
-from terapipe.runtime.transport import Transport
-from terapipe.training.checkpoints import folder_of, path_of, steps
-from terapipe.training.logging.metrics import read
-from terapipe.training.run import Run
+from terapipe.runtime import Transport
+from terapipe.training import Run, folder_of, path_of, read_metrics, steps
 
 
 class Never:
-    """The wish to stop that nobody has."""
+    """A stop signal that is never received."""
 
-    asked = ""
+    received = ""
 
 
 class Damages:
     def __init__(self, straight: RunConfig, place: Path, all_every: int = 5) -> None:
         """``straight`` is the finished run, with at least two checkpoints; copies of it are made in ``place``."""
         self._straight, self._place, self._all_every = straight, place, all_every
-        self._losses = {row["step"]: row["loss"] for row in read(straight.folder) if "loss" in row}
+        self._losses = {row["step"]: row["loss"] for row in read_metrics(straight.folder) if "loss" in row}
 
     def attempt(self, number: int, dice: random.Random) -> tuple[str, str]:
         """What was damaged, and what was not noticed of it, or nothing."""
@@ -61,7 +59,7 @@ class Damages:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         else:
-            said, refused = "\n".join(row["message"] for row in read(told.folder) if "message" in row), False
+            said, refused = "\n".join(row["message"] for row in read_metrics(told.folder) if "message" in row), False
         if refused == bool(whole):
             return f"refused: {said}" if refused else "began anew"
         for step, (_, files) in damaged.items():
@@ -73,7 +71,7 @@ class Damages:
 
     def _same(self, told: RunConfig) -> bool:
         """To rounding: the undisturbed run may have had another layout."""
-        losses = {row["step"]: row["loss"] for row in read(told.folder) if "loss" in row}
+        losses = {row["step"]: row["loss"] for row in read_metrics(told.folder) if "loss" in row}
         return losses.keys() == self._losses.keys() and all(
             abs(losses[step] - wanted) < 1e-5 * wanted for step, wanted in self._losses.items()
         )

@@ -174,7 +174,7 @@ def test_a_model_cut_through_its_own_cache_is_refused() -> None:
 
 def split(layout: Layout) -> str:
     pipe = Pipeline(make_model(TINY), Plan((1,), ((29,),), (0, 4)), mesh=mesh_of(layout))
-    with pytest.raises(ValueError, match="cannot be compiled; take tensor 1"):
+    with pytest.raises(ValueError, match="cannot be compiled; take tp 1"):
         compile_layers(pipe.stages[0])
     return "refused"
 

@@ -294,7 +294,7 @@ def in_background(layout: Layout, shard: bool, folder: str, dtype: torch.dtype) 
     pipe = pipeline(layout, shard, dtype)
     optimizer = make_optimizer(pipe.named_parameters(), OptimizerConfig(lr=0.01))
     steps(pipe, optimizer, range(2))
-    mine = {f"random.{pipe._transport.global_rank}": torch.get_rng_state()}
+    mine = {f"random.{pipe.transport.global_rank}": torch.get_rng_state()}
     wanted = snapshot(pipe, optimizer)
     gate, write = Event(), writer._write
 
@@ -400,7 +400,7 @@ def too_much(folder: str, layout: Layout) -> list[tuple[int | None, str]]:
         with pytest.raises(OSError) as caught:  # noqa: PT011
             save_it()
         said.append((caught.value.errno, str(caught.value)))
-        pipe._transport.gather(None, "all")
+        pipe.transport.gather(None, "all")
         assert os.listdir(Path(folder).parent) == ["saved"]
     steps(pipe, optimizer, range(2, 3))
     pipe.save(folder + ".again", optimizer)

@@ -175,7 +175,7 @@ def test_a_pipeline_without_rank_0_saves_too(ranks: Callable[[int], Ranks], tmp_
 def test_ranks_hear_of_each_other_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline(decoder("llama"), Layout(1, 1, 1))
     heard: list[Any] = []
-    monkeypatch.setattr(pipe._transport, "gather", lambda value, over: [heard.append(value), value][1:])
+    monkeypatch.setattr(pipe.transport, "gather", lambda value, over: [heard.append(value), value][1:])
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda self, folder, **_: (time.sleep(0.3), folder.mkdir()))
     monkeypatch.setattr(transport, "BEAT", 0.02)
     save_pretrained(pipe, tmp_path / "model")

@@ -180,7 +180,7 @@ def test_replicas_may_have_different_numbers_of_sequences(
 
 
 def refused(layout: Layout, **changes: int) -> str:
-    with pytest.raises(ValueError, match="tensor must divide") as caught:
+    with pytest.raises(ValueError, match="tp must divide") as caught:
         Pipeline(make_model(variant(**changes)), plan_of(layout), mesh=device_mesh(layout), timeout=300.0)
     return str(caught.value)
 
@@ -188,7 +188,7 @@ def refused(layout: Layout, **changes: int) -> str:
 def test_heads_that_cannot_be_shared_are_refused_by_name(fresh_ranks: Callable[[int], Ranks]) -> None:
     # A pipeline that fails takes the groups of its mesh down, and one that spans all ranks is the default group.
     for message in fresh_ranks(2)(refused_heads):
-        assert message.startswith("tensor must divide the model's kv_heads, got tensor 2 and kv_heads 1;")
+        assert message.startswith("tp must divide the model's kv_heads, got tp 2 and kv_heads 1;")
 
 
 def refused_heads() -> str:
@@ -202,7 +202,7 @@ def wrong_size() -> str:
 
 
 def test_a_layout_of_another_size_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2)(wrong_size)[0].startswith("data 2 x pipe 2 x tensor 1 needs 4 processes, got 2;")
+    assert ranks(2)(wrong_size)[0].startswith("dp 2 x pp 2 x tp 1 needs 4 processes, got 2;")
 
 
 def test_a_batch_is_filled_up_with_rows_that_do_not_count() -> None:

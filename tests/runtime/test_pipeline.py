@@ -179,7 +179,7 @@ def test_ranks_must_agree_on_the_plan(ranks: Callable[[int], Ranks]) -> None:
 def on_mesh() -> tuple[float, dict[str, Tensor]]:
     """Two pipelines of two ranks side by side."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "stage"))
-    with pytest.raises(ValueError, match=r"are data, pipe and tensor, got \('group', 'stage'\)"):
+    with pytest.raises(ValueError, match=r"are dp, pp and tp, got \('group', 'stage'\)"):
         Pipeline(make_model(TINY), PLAN, mesh=mesh)
     pipe = Pipeline(make_model(TINY), PLAN, mesh=mesh["stage"], timeout=300.0)
     loss = pipe.step(*batch(seed=mesh["group"].get_local_rank()))

@@ -1,6 +1,7 @@
 """The command line. Each verb is a module that parses arguments, calls the library and prints the result."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -47,3 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def entry() -> NoReturn:
+    """The console script. Exits without running destructors, because those of torch's threads can abort the process."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

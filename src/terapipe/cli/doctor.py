@@ -12,8 +12,8 @@ from rich.markup import escape
 from terapipe.cli import show
 from terapipe.cli.options import Verbs
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
-from terapipe.doctor.examination import Examination
-from terapipe.reporting.words import count
+from terapipe.doctor.facts import Examination
+from terapipe.reporting.units import count
 
 _COLORS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
 

@@ -15,7 +15,7 @@ from terapipe.cli import show
 from terapipe.cli.options import Verbs
 
 if TYPE_CHECKING:
-    from terapipe.modeling.hf.check import VerifyResult
+    from terapipe.modeling.hf.verification import VerifyResult
 
 
 def add(verbs: Verbs) -> None:
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.tp < 1:
         raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     load()
-    from terapipe.modeling.hf.trial import lengths
+    from terapipe.modeling.hf.comparison import lengths
 
     lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
     if parsed.all:
@@ -93,7 +93,7 @@ def config_of(model: str) -> Any:
 def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["VerifyResult", dict[str, float]]]:
     """For each model type the result, and if it is exact, the errors of another copy that is cut in another way."""
     from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-    from terapipe.modeling.hf.check import confirm
+    from terapipe.modeling.hf.verification import confirm
 
     configs = _all_configs()
     for result in _checked(configs, stages, slices):
@@ -119,11 +119,11 @@ def _all_configs() -> dict[str, Any]:
 
 
 def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["VerifyResult"]:
-    from terapipe.modeling.hf.check import VerifyResult, check
+    from terapipe.modeling.hf.verification import VerifyResult, verify
 
     for name, config in configs.items():
         known = not isinstance(config, str)
-        yield check(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
+        yield verify(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
 
 
 def _results(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["VerifyResult"]:
@@ -139,7 +139,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
     import torch
     from torch import distributed as dist
 
-    from terapipe.modeling.hf.tensor_check import check_tensor_parallel
+    from terapipe.modeling.hf.verification import verify_tensor_parallel
     from terapipe.planning.layout import Layout
     from terapipe.runtime.mesh import device_mesh
 
@@ -148,7 +148,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
     mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tp"]
     try:
         results = _checked(configs, stages, slices)
-        return [check_tensor_parallel(r, configs[r.model], mesh) if r.exact else r for r in results]
+        return [verify_tensor_parallel(r, configs[r.model], mesh) if r.exact else r for r in results]
     finally:
         dist.destroy_process_group()
 
@@ -158,16 +158,16 @@ def _dropout_error(result: "VerifyResult", config: Any) -> float:
     recomputed forward draws the same dropout masks."""
     import torch
 
+    from terapipe.modeling.hf.comparison import Batch, lengths
     from terapipe.modeling.hf.decoder import Decoder
-    from terapipe.modeling.hf.randomness import drawing
+    from terapipe.modeling.hf.refusals import with_dropout
     from terapipe.modeling.hf.shrink import small_model
-    from terapipe.modeling.hf.trial import Batch, lengths
     from terapipe.planning.slices import Plan
     from terapipe.runtime.pipeline import Pipeline
 
-    model = small_model(drawing(config), getattr(torch, result.dtype))
+    model = small_model(with_dropout(config), getattr(torch, result.dtype))
     batch, gradients = Batch.of(model), []
-    decoder = Decoder(model, result.parts, backend="attention")
+    decoder = Decoder(model, backend="attention")
     for recompute in (False, True):
         plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
         pipe = Pipeline(decoder, plan, device="cpu")
@@ -183,7 +183,7 @@ def _all(parsed: argparse.Namespace) -> int:
     """Tests all model types. Exit code 1 if a result could not be confirmed with another copy."""
     from importlib import metadata
 
-    from terapipe.modeling.hf.check import BOUND
+    from terapipe.modeling.hf.verification import BOUND
 
     results, wrong, with_dropout = [], Counter[str](), 0
     unconfirmed_results = ((result, dict[str, float]()) for result in _results(_all_configs(), parsed))

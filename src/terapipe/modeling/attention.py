@@ -9,6 +9,7 @@ Where documents begin inside a sequence, or a window or a chunk limits what is s
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from terapipe.modeling.autocast import autocasted
 from terapipe.modeling.cache import EVERY, AttentionBlock, KeyValueStore, SliceCache
 from terapipe.modeling.kernels import PLAIN, How, Kernel, PlainKernel, kernel_for
 
@@ -79,6 +81,23 @@ def _attend(
 ) -> Tensor:
     """By a name of its own, so that compiling.py can keep it out of compiled code."""
     _check(q, k, v, cache)
+    q, k, v = autocasted(q), autocasted(k), autocasted(v)
+    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+        return _merge_slices(q, k, v, cache, layer, scale, softcap, sinks, blocks, kernel)
+
+
+def _merge_slices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: SliceCache,
+    layer: Hashable,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    blocks: Sequence[AttentionBlock] | None,
+    kernel: Kernel | None,
+) -> Tensor:
     scale = q.shape[3] ** -0.5 if scale is None else scale
     width = v.shape[3]
     if width != q.shape[3]:  # kernels know one size: zeros add nothing to scores, and values of zeros are cut off

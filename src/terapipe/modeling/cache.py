@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from terapipe.modeling.dtensor import to_local
+
 EVERY = slice(None)
 
 
@@ -38,6 +40,9 @@ class KeyValueStore:
 
     def write(self, k: Tensor, v: Tensor, context: int, seq_len: int) -> None:
         for name, x in (("k", k), ("v", v)):
+            if name in self._tensors and self._tensors[name].dtype != x.dtype:  # autocast was switched on or off
+                del self._tensors[name]
+                self._tensors.pop(f"d{name}", None)
             if name not in self._tensors:
                 self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], seq_len, x.shape[3])
             self._tensors[name][:, :, context : context + x.shape[2]] = x
@@ -85,6 +90,7 @@ class SliceCache:
         self._made: dict[int, dict[Hashable, Tensor]] = {}  # ... and as the slice that ends there made them
         self._starts: tuple[tuple[int, ...], ...] = ()
         self._longest: int | None = None
+        self.casts: dict[Tensor, Tensor] = {}  # weights in another dtype; several caches may share it
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
 
@@ -103,6 +109,13 @@ class SliceCache:
         """The gradients of weights that backwards put off since it was last asked."""
         deferred, self.deferred = self.deferred, []
         return deferred
+
+    @torch.no_grad()
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """This device's part of a weight in another dtype, made once for all slices."""
+        if weight not in self.casts:
+            self.casts[weight] = to_local(weight).to(dtype)
+        return self.casts[weight]
 
     def store(self, layer: Hashable) -> KeyValueStore:
         return self._stores.setdefault(layer, KeyValueStore())
@@ -133,6 +146,7 @@ class SliceCache:
     def clear(self) -> None:
         self._left.clear()
         self._made.clear()
+        self.casts = {}
 
     def next_states(self) -> list[Tensor]:
         """The states that the current slice left to the one after it."""
@@ -141,7 +155,7 @@ class SliceCache:
     def clone(self) -> Self:
         """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
         computed several times. Not between a forward with gradients and its backward."""
-        return copy.deepcopy(self, {id(self._stores): self._stores})
+        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts)})
 
     # Documents
 

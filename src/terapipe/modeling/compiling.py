@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,9 +19,7 @@ from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.stage import Stage
 
 KINDS = 64  # of calls that code is compiled for: one sequence or more, one token or more, with gradients or without
-TENSOR = "tp"  # the dimension of a mesh whose devices share operators
 
-_compiled: WeakSet[nn.Module] = WeakSet()
 _disable: Callable[[Any], Any] = torch.compiler.disable
 
 
@@ -36,21 +33,22 @@ def compile_layers(stage: nn.Module, *, backend: str = "inductor") -> None:
     _keep_outside()
     around = getattr(stage, "compiled", lambda forward: forward)
     for block in cast(Stage, stage).blocks:
-        if block in _compiled:
+        if getattr(block.forward, "_compiled_layer", False):
             continue
-        _compiled.add(block)
         for module in block.modules():
             if module is not block and _takes_cache(module):
                 module.forward = _disable(module.forward)
         # The forward alone, not the call: hooks of FSDP, or of a Hugging Face stage, are called as ever.
-        block.forward = around(torch.compile(block.forward, dynamic=True, backend=backend))
+        compiled = around(torch.compile(block.forward, dynamic=True, backend=backend))
+        compiled._compiled_layer = True
+        block.forward = compiled
 
 
 def _refuse(stage: nn.Module, backend: str) -> None:
     parameters = list(stage.parameters())
-    if any(isinstance(p, DTensor) and TENSOR in (p.device_mesh.mesh_dim_names or ()) for p in parameters):
+    if any(_is_tensor_parallel(block) for block in cast(Stage, stage).blocks):
         raise ValueError(
-            "layers whose operators are split over devices cannot be compiled; take tensor 1, or leave compiling off"
+            "layers whose operators are split over devices cannot be compiled; take tp 1, or leave compiling off"
         )
     if backend == "inductor" and any(p.device.type == "cpu" for p in parameters):
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -64,9 +62,16 @@ def _refuse(stage: nn.Module, backend: str) -> None:
             ) from None
 
 
+def _is_tensor_parallel(block: nn.Module) -> bool:
+    """A block's parameters may also be DTensors because FSDP2 shards it, over one dimension of the mesh."""
+    sharded = any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
+    return any(isinstance(p, DTensor) and (p.device_mesh.ndim > 1 or not sharded) for p in block.parameters())
+
+
 @cache
 def _keep_outside() -> None:
-    """For the whole process, once; not when modules are imported, because torch takes seconds to load its compiler."""
+    """For the whole process, once: models call ``attend`` and the cache's methods by their names in these modules,
+    which know of no stage. Not when modules are imported, because torch takes seconds to load its compiler."""
     from torch import _dynamo
     from torch._dynamo.decorators import skip
 

@@ -205,8 +205,8 @@ class GPT(nn.Module):
         for name, number in (("kv_heads", self.config.num_kv_heads), ("ffn", self.config.ffn_hidden)):
             if number % parts:
                 raise ValueError(
-                    f"tensor must divide the model's {name}, got tensor {parts} and {name} {number}; "
-                    "take a smaller tensor and more stages or replicas"
+                    f"tp must divide the model's {name}, got tp {parts} and {name} {number}; "
+                    "take a smaller tp and more stages or replicas"
                 )
         # Between operators every device has all tokens, or some of them: the same bytes are exchanged either way.
         between: Placement = Shard(1) if tp.sequence_parallel else Replicate()

@@ -4,6 +4,9 @@ Autograd makes every slice's weight gradient as a matrix of its own and adds it 
 those matrices costs as much as a tenth of the product itself. Here the product adds to the sum directly. And since
 nobody waits for a weight's gradient, it may also be put off: then a slice's backward hands on its input's gradient
 sooner, and what was deferred for one weight is added slice after slice while that weight's sum is at hand.
+
+Under torch.autocast inputs, weights and biases are cast as autocast casts those of torch's own linear layers, and the
+gradients of slices, each rounded to that dtype, are added up in the weight's own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from terapipe.modeling.autocast import autocast_dtype, autocasted
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
 
@@ -35,6 +39,8 @@ class DeferredGrad(NamedTuple):
             to_local(total).addmm_(self.grad.t(), self.x)
         else:
             to_local(total).add_(self.product())
+        for hook in list((self.weight._post_accumulate_grad_hooks or {}).values()):
+            hook(self.weight)
 
     def product(self) -> Tensor:
         return self.grad.t() @ self.x
@@ -52,8 +58,9 @@ def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
 
 
 class Linear(nn.Linear):
-    """With a cache, the weight's gradient goes to ``.grad`` alone: ``torch.autograd.grad`` and hooks on the weight do
-    not see it. Split by torch's ColwiseParallel or RowwiseParallel it works on its local part."""
+    """With a cache, the weight's gradient goes to ``.grad`` alone: ``torch.autograd.grad`` and ``register_hook`` do not
+    see it. ``register_post_accumulate_grad_hook`` is called whenever something was added. Split by torch's
+    ColwiseParallel or RowwiseParallel it works on its local part."""
 
     _multiplies = True
 
@@ -85,14 +92,16 @@ class Linear(nn.Linear):
         return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
-        call = _Call(adds_bias, self._multiplies, cache)
-        out: Tensor = _Project.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        call = _Call(autocast_dtype(weight), adds_bias, self._multiplies, cache)
+        bias = None if bias is None else autocasted(bias)
+        out: Tensor = _Project.apply(autocasted(x), weight, bias, call)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Call(NamedTuple):
     """What a call is about, beside its tensors."""
 
+    dtype: torch.dtype | None  # what autocast casts the weight to, if it does
     adds_bias: bool
     multiplies: bool
     cache: SliceCache
@@ -103,10 +112,11 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(x)
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
-        ctx.weight, ctx.cache = weight, call.cache
+        local = to_local(weight) if call.dtype is None else call.cache.cast(weight, call.dtype)
+        ctx.weight, ctx.local, ctx.cache = weight, local, call.cache
         if not call.multiplies:
-            return x.new_empty(*x.shape[:-1], to_local(weight).shape[0])
-        return F.linear(x, to_local(weight), bias if call.adds_bias else None)
+            return x.new_empty(*x.shape[:-1], local.shape[0])
+        return F.linear(x, local, bias if call.adds_bias else None)
 
     @staticmethod
     @once_differentiable
@@ -120,4 +130,4 @@ class _Project(torch.autograd.Function):
                 ctx.cache.deferred.append(deferred)
             else:
                 deferred.add()
-        return grad @ to_local(weight) if want_x else None, None, rows.sum(0) if want_bias else None, None
+        return grad @ ctx.local if want_x else None, None, rows.sum(0) if want_bias else None, None

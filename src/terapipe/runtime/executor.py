@@ -14,8 +14,10 @@ from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.inputs import Batch
+from terapipe.runtime.precision import Autocast
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
+from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 from terapipe.scheduling.transfers import with_early_receives
@@ -35,11 +37,11 @@ class Executor:
         plan: Plan,
         actions: Sequence[Action],
         transport: Transport,
-        dtype: torch.dtype,
+        wire: Wire,
         finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
         """``actions`` are this rank's; ``finished`` is called as soon as a stage's gradients are complete."""
-        self._stages, self._plan, self._transport, self._dtype = stages, plan, transport, dtype
+        self._stages, self._plan, self._transport, self._wire = stages, plan, transport, wire
         listed = with_early_receives if transport.device.type == "cpu" else tuple
         self._runs = _runs(listed(actions))
         self._forward_runs = _runs(listed([a for a in actions if a.op in FORWARD]))  # what evaluation runs
@@ -69,6 +71,7 @@ class Executor:
         self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
         self._gradients: dict[Key, Tensor] = {}
         self._deferred: dict[Key, list[DeferredGrad]] = {}
+        self._casts: dict[Tensor, Tensor] = {}  # weights as autocast wants them
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
         self._hidden: Tensor | None = None
@@ -85,26 +88,32 @@ class Executor:
         self._reset()
         self._batch, self._train = batch, train
         self._longest = longest or longest_document(batch.documents, self._plan.seq_len)
-        self._loss = torch.zeros(
-            (), dtype=torch.promote_types(self._dtype, torch.float32), device=self._transport.device
-        )
+        self._loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
         self._marks.clear()
         self._clock.start()
-        with torch.set_grad_enabled(train):
-            for run in self._runs if train else self._forward_runs:
-                self.at = run[0]
-                if self.at.op is Op.W:
-                    self._weights(run)
-                else:
-                    self._perform[self.at.op](self.at)
-                if train and run[-1] in self._completing:
-                    self._finished(run[-1].stage)
+        self._autocast = Autocast.current(self._transport.device)
+        self._wire.begin(self._autocast)
+        self._autocast.forget_casts()
+        with torch.set_grad_enabled(train), self._autocast.off():
+            self._perform_all()
+        self._autocast.forget_casts()
+        self._casts.clear()
         while self._sent_outputs:
             self._wait_sent(self._sent_outputs.popitem()[1])
         while self._sent_gradients:
             self._wait_sent(self._sent_gradients.popleft())
         self.at = None
         return self._loss
+
+    def _perform_all(self) -> None:
+        for run in self._runs if self._train else self._forward_runs:
+            self.at = run[0]
+            if self.at.op is Op.W:
+                self._weights(run)
+            else:
+                self._perform[self.at.op](self.at)
+            if self._train and run[-1] in self._completing:
+                self._finished(run[-1].stage)
 
     @property
     def plan(self) -> Plan:
@@ -132,7 +141,7 @@ class Executor:
         cache.begin(s.context, s.length)
         if self._train and self._plan.recompute:
             self._random[k, s] = RandomState.now(self._transport.device)
-        with torch.set_grad_enabled(self._train and not self._plan.recompute):
+        with torch.set_grad_enabled(self._train and not self._plan.recompute), self._autocast.on():
             out = self._stages[k](x, cache)
         if k == self._last_stage:
             self._finish(k, s, out)
@@ -154,7 +163,8 @@ class Executor:
         hidden = out.detach().requires_grad_(self._train)
         labels = self._batch.labels[s.row : s.row + s.size, s.context : s.end]
         assert self._batch.scale is not None
-        loss = self._stages[k].loss(hidden, labels) * self._batch.scale
+        with self._autocast.on():
+            loss = self._stages[k].loss(hidden, labels) * self._batch.scale
         if self._train:
             loss.backward()  # type: ignore[no-untyped-call]
             assert hidden.grad is not None
@@ -171,7 +181,7 @@ class Executor:
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)
         if self._plan.recompute:  # writes the same keys and values to the cache again
-            with self._random.pop((k, s)).restored():
+            with self._random.pop((k, s)).restored(), self._autocast.on():
                 out = self._stages[k](x, cache)
         assert out is not None
         if out.requires_grad:  # a first stage may have nothing to train
@@ -211,13 +221,16 @@ class Executor:
     # Transfers
 
     def _receive(self, action: Action) -> None:
-        shape = self._stages[action.stage].hidden_shape(action.slice.size, action.slice.length)
-        self._arriving[action] = self._transport.receive(shape, self._dtype, self._peer(action), action)
+        shape, dtype = self._wire.layout(self._shape(action), _boundary(action))
+        self._arriving[action] = self._transport.receive(shape, dtype, self._peer(action), action)
 
     def _take(self, receive: Action) -> Tensor:
-        tensor, work = self._arriving.pop(receive)
+        message, work = self._arriving.pop(receive)
         self._transport.wait(work, self._peer(receive), receive)
-        return tensor
+        return self._wire.unpack(message, self._shape(receive), _boundary(receive))
+
+    def _shape(self, transfer: Action) -> tuple[int, ...]:
+        return self._stages[transfer.stage].hidden_shape(transfer.slice.size, transfer.slice.length)
 
     def _send_output(self, action: Action) -> None:
         key = action.stage, action.slice
@@ -231,14 +244,15 @@ class Executor:
             self._wait_sent(self._sent_gradients.popleft())
 
     def _send(self, action: Action, tensor: Tensor) -> tuple[Action, Tensor, dist.Work]:
-        shape = self._stages[action.stage].hidden_shape(action.slice.size, action.slice.length)
-        if tensor.shape != shape or tensor.dtype != self._dtype:
+        shape, boundary = self._shape(action), _boundary(action)
+        if tensor.shape != shape or not self._wire.fits(tensor.dtype, boundary):
+            dtype = self._wire.dtype(boundary) or "a floating dtype no wider than the parameters'"
             raise ValueError(
-                f"{action} must send {tuple(shape)} of {self._dtype}, as the plan says, the stage made "
+                f"{action} must send {tuple(shape)} of {dtype}, as the plan says, the stage made "
                 f"{tuple(tensor.shape)} of {tensor.dtype}; hidden_shape() and the parameters must match its output"
             )
-        tensor = tensor.contiguous()
-        return action, tensor, self._transport.send(tensor, self._peer(action), action)
+        message = self._wire.pack(tensor, boundary)
+        return action, message, self._transport.send(message, self._peer(action), action)
 
     def _wait_sent(self, sent: tuple[Action, Tensor, dist.Work]) -> None:
         action, _, work = sent
@@ -255,6 +269,7 @@ class Executor:
             spare = self._spare.get((k, s.size))
             cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.seq_len)
             cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
+            cache.casts = self._casts
             self._caches[key] = cache
         return self._caches[key]
 
@@ -273,3 +288,9 @@ def _runs(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
     numbered = enumerate(actions)
     key = lambda item: (item[1].stage, -1) if item[1].op is Op.W else item  # noqa: E731
     return [tuple(action for _, action in group) for _, group in groupby(numbered, key)]
+
+
+def _boundary(transfer: Action) -> int:
+    """Outputs cross the boundary after their stage, gradients the one before; receives those of their peers."""
+    after = transfer.op in (Op.SEND_F, Op.RECV_B)
+    return transfer.stage if after else transfer.stage - 1

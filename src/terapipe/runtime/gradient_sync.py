@@ -1,6 +1,13 @@
-"""Replicas of a stage: their gradients are summed once per step, or they share out its parameters and their state."""
+"""Gradients of a step: summed over slices, replicas and copies before anybody sees them.
 
-from collections.abc import Iterable, Iterator
+Replicas of a stage have their gradients summed once per step (all-reduce), or each holds a part of the stage's state
+(FSDP2). ``gradient_sync`` picks one of the three classes; the rest of the runtime knows only ``GradientSync``.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,28 +19,54 @@ from torch.distributed.tensor import DTensor
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import Predictor, Stage
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.tied_weights import TiedWeights
+from terapipe.runtime.transport import DP, TP, Transport
 
 BUCKET = 25 << 20  # bytes that are summed in one message
 
 
-def match_layouts(parameters: Iterable[nn.Parameter]) -> None:
-    """Gives gradients the layout of their parameters: with tokens shared out, those of norms are sums over devices."""
-    for p in parameters:
-        if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
-            p.grad = p.grad.redistribute(placements=p.placements)
+def gradient_sync(stages: Mapping[int, nn.Module], transport: Transport, *, shard: bool) -> "GradientSync":
+    """Between the replicas that ``transport`` knows of. With ``shard`` the stages' parameters become DTensors."""
+    if transport.dp_size == 1:
+        return GradientSync(stages)
+    return ShardedSync(stages, transport.submesh(DP)) if shard else AllReduceSync(stages, transport)
 
 
-class GradientReducer:
+class GradientSync:
+    """One replica only: there is nothing to sum. Also what the other two have in common."""
+
+    sums_in_place = False  # whether .grad must hold this step's gradients only until ``finish``
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        self._modules = stages
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """What the executor calls."""
+        return {k: cast(Stage, module) for k, module in self._modules.items()}
+
+    def stage_done(self, k: int) -> None:
+        """The stage's gradients are complete on this rank; other stages are still at work."""
+        match_layouts(self._modules[k].parameters())
+
+    def finish(self) -> None:
+        """After the last stage's ``stage_done``, and after forwards only."""
+
+
+class AllReduceSync(GradientSync):
     """Sums gradients over replicas, in buckets, while the pipeline drains."""
 
-    def __init__(self, transport: Transport) -> None:
+    sums_in_place = True
+
+    def __init__(self, stages: Mapping[int, nn.Module], transport: Transport) -> None:
+        super().__init__(stages)
         self._transport = transport
         self._pending: list[tuple[list[Tensor], Tensor, dist.Work]] = []
 
-    def start(self, parameters: Iterable[nn.Parameter]) -> None:
-        """To be called when these gradients are complete, on all replicas in the same order."""
-        for bucket in _buckets(list(_gradients(parameters))):
+    def stage_done(self, k: int) -> None:
+        """Called on all replicas in the same order."""
+        super().stage_done(k)
+        for bucket in _buckets(list(_gradients(self._modules[k].parameters()))):
             flat = torch.cat([g.flatten() for g in bucket])
             self._pending.append((bucket, flat, self._transport.start_sum(flat)))
 
@@ -43,6 +76,72 @@ class GradientReducer:
             for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 gradient.copy_(total.view_as(gradient))
         self._pending.clear()
+
+
+class ShardedSync(GradientSync):
+    """FSDP2: it sums gradients when it reduces them to the part that each replica holds."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> None:
+        super().__init__(stages)
+        self._sharded = {k: Sharded(module, mesh) for k, module in stages.items()}
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        return {k: cast(Stage, sharded) for k, sharded in self._sharded.items()}
+
+    def stage_done(self, k: int) -> None:
+        self._sharded[k].reduce()
+
+    def finish(self) -> None:
+        for sharded in self._sharded.values():
+            sharded.release()
+
+
+@contextmanager
+def earlier_gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """What an earlier step left is already summed over ranks: set aside, added at the end, put back on failure."""
+    held = list(parameters)
+    earlier = [p.grad for p in held]
+    for p in held:
+        p.grad = None
+    try:
+        yield
+    except BaseException:
+        for p, grad in zip(held, earlier, strict=True):
+            p.grad = grad
+        raise
+    for p, grad in zip(held, earlier, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+
+
+@contextmanager
+def hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Calls what ``register_post_accumulate_grad_hook`` registered once, at the end, for parameters with a gradient.
+
+    Autograd would call it after each slice, with a part of the gradient, and not at all for the weights of ``Linear``.
+    After a failure nothing is called.
+    """
+    hooked = [p for p in parameters if p._post_accumulate_grad_hooks]
+    hooks = [dict(p._post_accumulate_grad_hooks) for p in hooked]
+    for p in hooked:
+        p._post_accumulate_grad_hooks.clear()
+    try:
+        yield
+    finally:
+        for p, mine in zip(hooked, hooks, strict=True):
+            p._post_accumulate_grad_hooks.update(mine)  # in place: the handles that remove hooks refer to it
+    for p, mine in zip(hooked, hooks, strict=True):
+        if p.requires_grad and p.grad is not None:
+            for hook in mine.values():
+                hook(p)
+
+
+def match_layouts(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives gradients the layout of their parameters: with tokens shared out, those of norms are sums over devices."""
+    for p in parameters:
+        if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
@@ -129,3 +228,34 @@ class Sharded(nn.Module):
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return self._inner.hidden_shape(size, length)
+
+
+def total_norm(
+    parameters: Iterable[nn.Parameter], tied: TiedWeights, norm_type: float, transport: Transport, wide: torch.dtype
+) -> Tensor:
+    """The norm of the gradients of all ranks, on every rank. What several ranks hold counts once."""
+    skipped = {id(p) for p in tied.duplicates}
+    counted = [p for p in parameters if p.grad is not None and id(p) not in skipped and _counts_here(p, transport)]
+    # Without any gradients torch answers in its default precision.
+    grads = [to_local(p.grad) for p in counted if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads, norm_type).to(transport.device, wide)
+    if math.isinf(norm_type):
+        return transport.all_reduce(norm, op=dist.ReduceOp.MAX)
+    return transport.all_reduce(norm**norm_type) ** (1.0 / norm_type)
+
+
+def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
+    """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
+    places = {DP: transport.dp_rank, TP: transport.tp_rank}
+    roles = {name: role for role, name in transport.mesh_dims.items()}
+    if isinstance(parameter, DTensor):
+        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            if not placement.is_replicate():
+                places.pop(roles[name])
+    return not any(places.values())
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    for p in parameters:
+        if p.grad is not None:
+            to_local(p.grad).mul_(factor.to(p.grad.dtype))

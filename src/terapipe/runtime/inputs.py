@@ -65,6 +65,11 @@ class Inputs:
         )
 
     @property
+    def takes_labels(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self._rank == self._plan.last_rank
+
+    @property
     def pads(self) -> bool:
         return self._vary == "pad"
 

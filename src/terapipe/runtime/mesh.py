@@ -1,4 +1,4 @@
-"""One DeviceMesh of replicas, stages and split operators."""
+"""One DeviceMesh of replicas, stages and tensor parallel ranks."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,10 @@ from terapipe.runtime.transport import DP, PP, TP, ensure_process_group, host_na
 
 
 def device_mesh(layout: Layout, *, device: torch.device | str | None = None) -> DeviceMesh:
-    """All processes as a mesh with the dimensions ``data``, ``pipe`` and ``tensor``, for ``Pipeline(mesh=...)``.
+    """All processes as a mesh with the dimensions ``dp``, ``pp`` and ``tp``, for ``Pipeline(mesh=...)``.
 
-    Consecutive ranks share an operator, then come the stages, then the replicas: who talks most sits closest.
+    Consecutive ranks are tensor parallel, then come the stages, then the replicas: the most traffic is between
+    neighbors.
     """
     device = local_device() if device is None else torch.device(device)
     several = ensure_process_group(device)
@@ -37,6 +38,6 @@ def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:
         if len(found) > 1:
             raise ValueError(
                 f"the devices that share an operator must be of one host, got ranks {first} to "
-                f"{first + layout.tp - 1} on {', '.join(found)} for {layout}; take a tensor degree that divides "
+                f"{first + layout.tp - 1} on {', '.join(found)} for {layout}; take a tp that divides "
                 "the processes of every host"
             )

@@ -1,40 +1,43 @@
 """The library's face: a model, a plan, and ``step``."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.stage import IGNORE, HasVocabulary, Predictor, Splittable, Stage, TensorParallel
+from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
-from terapipe.runtime.agreement import Terms, agree, checksum
+from terapipe.runtime.admission import Admission, ModelChecks
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
-from terapipe.runtime.executor import Executor
-from terapipe.runtime.failures import PipelineError, Record, in_words, is_connection_error
-from terapipe.runtime.gradient_sync import GradientReducer, Sharded, match_layouts
-from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary, check_total, lone_checksums
-from terapipe.runtime.norms import total_norm
+from terapipe.runtime.executors import Executors
+from terapipe.runtime.generation import Generation
+from terapipe.runtime.gradient_sync import (
+    earlier_gradients_set_aside,
+    gradient_sync,
+    hooks_when_complete,
+    scale_gradients,
+    total_norm,
+)
+from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
+from terapipe.runtime.module_tree import ModelPart, persistent_buffers
 from terapipe.runtime.random_state import share_random_state
+from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import ALL, DP, TP, Transport, local_device
+from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Event, Timeline
-from terapipe.scheduling.validated import validated_actions
 
 T = TypeVar("T")
 
-SHAPES = 8  # of batches, for which buffers are kept
 
-
-class Pipeline:
+class Pipeline(ModelPart):
     """This process's part of a model that is trained by several, each sequence cut along its tokens.
 
     ::
@@ -45,13 +48,19 @@ class Pipeline:
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
 
-    ``mesh`` is what ``device_mesh(layout)`` made: replicas of the pipeline (``data``), its ranks (``pipe``), devices
-    that share each operator (``tensor``); or one dimension of any DeviceMesh, whose ranks then form the pipeline; by
-    default all ranks do. With ``shard``, replicas share out parameters, gradients and the optimizer's state between
-    steps (FSDP2) instead of all holding all. ``vary`` says what to do with a batch of another shape than the plan's:
-    refuse it, run it by the same plan resized (every rank must then be given the batch), or fill it up to the plan's
-    with tokens that count for nothing. ``timeout`` is the longest, in seconds, that a rank waits for another
-    before the step fails on all of them.
+    As a module it holds this rank's part of the model under the names of the whole model: ``state_dict``,
+    ``named_parameters``, ``get_submodule`` and torch.distributed.checkpoint's ``get_state_dict`` know these. It is not
+    called itself: ``step``, ``evaluate`` and ``next_token_logits`` are. Under ``torch.autocast`` they compute what the
+    plain model computes under it. A hook of ``register_post_accumulate_grad_hook`` is called once per step, at its end,
+    when the parameter's gradient is complete: summed over slices, replicas and tied copies.
+
+    ``mesh`` is what ``device_mesh(layout)`` made: replicas of the pipeline (``dp``), its ranks (``pp``), devices that
+    share each operator (``tp``); or a mesh of your own, whose dimensions ``mesh_dims={"pp": "stage", ...}`` names; or
+    one dimension of any DeviceMesh, whose ranks then form the pipeline; by default all ranks do. With ``shard``,
+    replicas share out parameters, gradients and the optimizer's state between steps (FSDP2) instead of all holding all.
+    ``vary`` says what to do with a batch of another shape than the plan's: refuse it, run it by the same plan resized
+    (every rank must then be given the batch), or fill it up to the plan's with tokens that count for nothing.
+    ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them.
     """
 
     def __init__(
@@ -60,39 +69,42 @@ class Pipeline:
         plan: Plan,
         *,
         mesh: DeviceMesh | None = None,
+        mesh_dims: Mapping[str, str] | None = None,
         shard: bool = False,
         vary: Vary = "refuse",
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
+        super().__init__()
         self.plan = plan
         self.device = local_device() if device is None else torch.device(device)
-        self._transport = Transport(self.device, mesh, timeout)
-        self._executor: Executor | None = None
-        self._executors: dict[Plan, Executor] = {}
-        self._predicts = False  # known only when asked
-        with self._telling_others():
+        self._transport = Transport(self.device, mesh, timeout, mesh_dims)
+        self._executors: Executors | None = None
+        with self.failing_together():
             self._check(model)
-            self._check_slices = getattr(model, "check_slices", lambda shortest, recompute: None)
-            self._check_slices(min(map(min, plan.lengths)), plan.recompute)
-            self._check_model_step = getattr(model, "check_step", lambda **_: None)
-            self.stages = self._make_stages(model, mesh)
-            self._sharded = self._shard(mesh) if shard and self._transport.dp_size > 1 else {}
-            self._reducer = (
-                GradientReducer(self._transport) if self._transport.dp_size > 1 and not self._sharded else None
-            )
-            self.tied = model.tied
-            self._tied = self._tied_parameters()
-            self._inputs = Inputs(plan, vary, self._tile, self.rank, self.device, self._vocabulary())
-            self._executor = self._executor_for(plan)
+            checks = ModelChecks(model)
+            checks.plan(plan)
+            self._tile = 1
+            self.stages.update(self._make_stages(model))
+            self._sync = gradient_sync(self.stages, self._transport, shard=shard)
+            self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
+            self.attach_stages()
+            self._assemble(checks, vary)
 
-    def _make_stages(self, model: Splittable, mesh: DeviceMesh | None) -> dict[int, nn.Module]:
+    def _assemble(self, checks: ModelChecks, vary: Vary) -> None:
+        wire = Wire(next(self.parameters()).dtype)
+        stages, done = self._sync.stages, self._sync.stage_done
+        inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, self._vocabulary())
+        self._executors = executors = Executors(self.plan, stages, self._transport, wire, checks.plan, done)
+        self._admission = Admission(inputs, checks, self._tied, executors, self._transport)
+        self._generation = Generation(self.plan, self._sync, executors, self._transport)
+
+    def _make_stages(self, model: Splittable) -> dict[int, nn.Module]:
         cuts, parts = self.plan.boundaries, self._transport.tp_size
-        self._tile = 1
         tp: tuple[TensorParallel, ...] = ()
-        if mesh is not None and parts > 1:
+        if parts > 1:
             even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
-            tp = (TensorParallel(mesh[TP], sequence_parallel=even),)
+            tp = (TensorParallel(self._transport.submesh(TP), sequence_parallel=even),)
             self._tile = parts if even else 1
         return {k: model.stage(cuts[k], cuts[k + 1], self.device, *tp) for k in self.plan.stages_of(self.rank)}
 
@@ -100,36 +112,6 @@ class Pipeline:
         """What the stages here say of it; all of them know both numbers, those of a user's own model may know none."""
         known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, HasVocabulary)]
         return Vocabulary(*known[0]) if known else Vocabulary()
-
-    def _executor_for(self, plan: Plan) -> Executor:
-        """Kept from step to step with its buffers; of other shapes only the last few."""
-        executor = self._executors.pop(plan, None)
-        if executor is None:
-            executor = self._make_executor(plan)
-        self._executors[plan] = executor
-        while len(self._executors) > SHAPES:
-            self._executors.pop(next(iter(self._executors)))
-        return executor
-
-    def _take_over(self, executor: Executor) -> Executor:
-        """Of all shapes, only this one's and the plan's own keep their keys and values in memory."""
-        for other in self._executors.values():
-            if other is not executor and other.plan != self.plan:
-                other.release()
-        return executor
-
-    def _make_executor(self, plan: Plan) -> Executor:
-        self._check_slices(min(map(min, plan.lengths)), plan.recompute)
-        stages = {k: cast(Stage, stage) for k, stage in {**self.stages, **self._sharded}.items()}
-        return Executor(stages, plan, validated_actions(plan, self.rank), self._transport, self._dtype, self._finished)
-
-    @property
-    def schedule(self) -> Schedule:
-        return schedule(self.plan)
-
-    def _shard(self, mesh: DeviceMesh | None) -> dict[int, Sharded]:
-        assert mesh is not None
-        return {k: Sharded(stage, mesh[DP]) for k, stage in self.stages.items()}
 
     def _check(self, model: Splittable) -> None:
         if self.plan.num_layers != model.num_layers:
@@ -148,34 +130,7 @@ class Pipeline:
         if others:
             raise ValueError(f"all ranks must have the same plan, ranks {others} have another than rank 0")
 
-    def _tied_parameters(self) -> list[nn.Parameter]:
-        """This rank's own copies of the parameters that the first and the last stage share."""
-        ends = {0, self.plan.num_stages - 1} & set(self.stages)
-        found = [p for k in ends for name, p in self.stages[k].named_parameters() if name in self.tied]
-        return list(dict.fromkeys(found)) if self.plan.num_stages > 1 else []
-
-    @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """An error here stops the other ranks too, with this rank's error."""
-        try:
-            yield
-        except PipelineError:
-            raise
-        except Exception as error:
-            at = str((self._executor and self._executor.at) or "")
-            others = self._transport.others(DP, TP)
-            if others and is_connection_error(error):  # within an operator, or while gathering a stage
-                raise self._transport.lost(error, at or "the end of a step", others) from None
-            self._transport.fail(Record(self._transport.global_rank, in_words(error), at))
-            raise
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self._dtype, torch.float32)
+    # Where this process is
 
     @property
     def transport(self) -> Transport:
@@ -201,6 +156,19 @@ class Pipeline:
         """Whether the loss is computed here."""
         return self.rank == self.plan.last_rank
 
+    @property
+    def schedule(self) -> Schedule:
+        return schedule(self.plan)
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Names of the one parameter that the first and the last stage share, if they do."""
+        return self._tied.names
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        """For what all ranks do together: an error inside stops the others too, with this rank's error."""
+        return self._transport.failing_together(lambda: self._executors and self._executors.current.at)
+
     # Training
 
     def step(
@@ -225,42 +193,11 @@ class Pipeline:
         are accumulated, that of all of them, so that every label weighs the same.
         """
         batch = self._admit("step", input_ids, labels, documents, plan, total)
-        with self._beside_earlier_gradients():
+        summed = list(self.parameters()) if self._sync.sums_in_place else self._tied.parameters
+        with hooks_when_complete(self.parameters()), earlier_gradients_set_aside(summed):
             loss = self._run(batch, train=True)
-            self._sum_tied_gradients()
+            self._tied.sum_gradients()
         return loss
-
-    @contextmanager
-    def _beside_earlier_gradients(self) -> Iterator[None]:
-        """What an earlier step left is already summed over ranks: set aside, added at the end, put back on failure."""
-        summed = list(self.parameters()) if self._reducer else self._tied
-        earlier = [p.grad for p in summed]
-        for p in summed:
-            p.grad = None
-        try:
-            yield
-        except BaseException:
-            for p, grad in zip(summed, earlier, strict=True):
-                p.grad = grad
-            raise
-        for p, grad in zip(summed, earlier, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else p.grad.add_(grad)
-
-    def _check_step(self, documents: Documents) -> None:
-        """Whether the model is exact with such a batch."""
-        several = any(len(row) > 1 for row in documents)
-        training = any(stage.training for stage in self.stages.values())
-        self._check_model_step(documents=several, training=training, padded=self._inputs.pads)
-
-    def _finished(self, k: int) -> None:
-        """A stage's gradients are complete on this rank; other stages are still at work."""
-        if k in self._sharded:
-            self._sharded[k].reduce()
-            return
-        match_layouts(self.stages[k].parameters())
-        if self._reducer:
-            self._reducer.start(self.stages[k].parameters())
 
     def evaluate(
         self,
@@ -275,81 +212,27 @@ class Pipeline:
 
     def count_labels(self, *batches: Tensor) -> int:
         """How many count, over all replicas. Of every pipeline the rank with the last stage calls it, with its own."""
-        with self._telling_others():
+        with self.failing_together():
             mine = torch.tensor(sum(int((labels != IGNORE).sum()) for labels in batches), device=self.device)
             return int(self._transport.all_reduce(mine, DP))
 
-    def _admit(
-        self,
-        method: str,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        documents: Documents | None,
-        plan: Plan | None,
-        total: float | None,
-    ) -> Batch:
-        """Checks what this rank was given, and that all ranks can go on. Where it raises, nothing has changed."""
-        batch, work, error = None, "", None
-        ids = targets = counted = 0
-        try:
-            batch = self._inputs.take(input_ids, labels, documents, plan)
-            self._check_step(batch.documents)
-            total = check_total(total) if self.is_last else None
-            self._executor_for(batch.plan)
-            work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}"
-            ids, targets = lone_checksums(input_ids, labels)
-            if batch.labels is not None and self._transport.tp_rank == 0:
-                counted = int((batch.labels != IGNORE).sum())
-        except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
-            error = refusal
-        trained = sum(p.requires_grad for p in self._tied)
-        mine = Terms(error is not None, self.dp_rank, checksum(work), ids, targets, counted, len(self._tied), trained)
-        terms = agree(self._transport, mine, error, work)
-        assert batch is not None
-        if 0 < sum(t.trained for t in terms) < sum(t.tied for t in terms):
-            raise ValueError(
-                f"{' and '.join(self.tied)} are one parameter, which must be frozen under all its names or under none; "
-                "call requires_grad_ on the first and on the last stage alike"
-            )
-        return batch._replace(scale=self._scale(sum(t.counted for t in terms), total))
-
-    def _scale(self, counted: int, total: float | None) -> Tensor:
-        if total is None and not counted:
-            raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return torch.tensor(1.0 / (total or counted), dtype=self._wide, device=self.device)
+    def _admit(self, method: str, *given: Any) -> Batch:
+        training = any(stage.training for stage in self.stages.values())
+        return self._admission.batch(method, *given, training=training)
 
     def _run(self, batch: Batch, *, train: bool) -> Tensor:
-        with self._telling_others():
-            self._executor = self._take_over(self._executor_for(batch.plan))
+        assert self._executors is not None
+        with self.failing_together():
+            executor = self._executors.begin(batch.plan)
             if train and self._transport.tp_size > 1:
                 share_random_state(self._transport)
             # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
             with loss_parallel() if self._transport.tp_size > 1 else nullcontext():
-                loss = self._executor.run(batch, train=train)
-            if self._reducer:
-                self._reducer.finish()
-            for sharded in self._sharded.values():
-                sharded.release()
+                loss = executor.run(batch, train=train)
+            self._sync.finish()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DP)
             return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
-
-    def _sum_tied_gradients(self) -> None:
-        if not any(p.requires_grad for p in self._tied):  # frozen: no gradient, so that no optimizer moves it
-            return
-        for p in self._tied:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        first, *copies = [to_local(p.grad) for p in self._tied if p.grad is not None]
-        if self.is_first and self.is_last:
-            for copy in copies:
-                first += copy
-        else:
-            first.copy_(self._transport.exchange(first, self.plan.last_rank if self.is_first else 0))
-        for copy in copies:
-            copy.copy_(first)
-
-    # Generating text
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor | None) -> Tensor:
@@ -358,106 +241,27 @@ class Pipeline:
         By forwards only, of any number of sequences of any length: (rows, tokens), the same on every rank of a
         pipeline. Each replica has its own, but all call it together. Call ``eval()`` before, where it matters.
         """
-        self._check_predicts()
-        padded, executor = self._admit_prompt(input_ids)
-        with self._telling_others():
-            # Text grows: hardly any length comes again. So nothing is kept for it, and nothing else is let go.
-            trained, self._executor = self._executor, executor
-            tokens = cast(Tensor, input_ids).shape[1]
-            hidden = executor.hidden(padded if self.is_first else None, tokens)
-            self._executor = trained
-            logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
-            for sharded in self._sharded.values():
-                sharded.release()
-            return self._to_all(logits, len(padded))
-
-    def _admit_prompt(self, input_ids: Tensor | None) -> tuple[Tensor, Executor]:
-        """As ``_admit``, of the sequences that text is to follow."""
-        made, work, error = None, "", None
-        try:
-            padded = self._inputs.prompt(input_ids)
-            rows, tokens = padded.shape
-            plan = Plan((rows,), ((tokens,),), self.plan.boundaries, self.plan.order, self.plan.chunks)
-            made = padded, self._make_executor(plan)
-            work = f"next_token_logits of {rows} rows of {cast(Tensor, input_ids).shape[1]} tokens"
-        except Exception as refusal:
-            error = refusal
-        agree(self._transport, Terms(error is not None, self.dp_rank, checksum(work)), error, work)
-        assert made is not None
-        return made
-
-    def _check_predicts(self) -> None:
-        """Asked once. Refused on all ranks alike, before anything is sent: the pipeline can go on training."""
-        if self._predicts:
-            return
-        last = self.stages.get(self.plan.num_stages - 1)
-        missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
-        found = next(filter(None, self.gather(missing)), None)
-        if found:
-            raise ValueError(
-                f"generating text needs a last stage with a method logits(hidden), as Predictor in modeling/stage.py "
-                f"describes it; {found} has none"
-            )
-        self._predicts = True
-
-    def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
-        """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""
-        owner, index = divmod(place, hidden.shape[1])
-        last = {**self.stages, **self._sharded}[self.plan.num_stages - 1]
-        logits = cast(Predictor, last).logits(hidden[:, index : index + 1])
-        whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        return whole[:, owner].to(self._wide).contiguous()
-
-    def _to_all(self, logits: Tensor | None, rows: int) -> Tensor:
-        """From where the last stage is, which alone knows the vocabulary."""
-        source = self.plan.last_rank
-        width = torch.tensor(0 if logits is None else logits.shape[1], device=self.device)
-        vocabulary = int(self._transport.broadcast(width, source, "the size of the vocabulary"))
-        if logits is None:
-            logits = torch.empty(rows, vocabulary, dtype=self._wide, device=self.device)
-        return self._transport.broadcast(logits, source, "the logits")
+        self._generation.check(self.stages.get(self.plan.num_stages - 1))
+        padded, executor = self._admission.prompt(input_ids, self.plan)
+        with self.failing_together():
+            return self._generation.next_token_logits(padded, cast(Tensor, input_ids).shape[1], executor)
 
     # Gradients
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, on every rank; shared parameters count once."""
-        copies = self._tied if self.is_last and not self.is_first else self._tied[1:]
-        skip = {id(p) for p in copies}
-        counted = [p for p in self.parameters() if id(p) not in skip]
-        return total_norm(counted, norm_type, self._transport, self._wide)
+        assert self._executors is not None
+        return total_norm(self.parameters(), self._tied, norm_type, self._transport, self._executors.wide)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, over the whole model; returns the norm before clipping."""
         norm = self.grad_norm(norm_type)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for p in self.parameters():
-            if p.grad is not None:
-                to_local(p.grad).mul_(scale.to(p.grad.dtype))
+        scale_gradients(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for stage in self.stages.values():
-            stage.zero_grad(set_to_none)
-
-    # The modules
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names they have in the whole model, each once."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the whole model's state."""
-        return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
+    # Checkpoints
 
     def save(
         self,
@@ -508,22 +312,12 @@ class Pipeline:
         wrong = verify_files(Path(folder), self._transport) if verify else ""
         if wrong:
             raise ValueError(wrong)
-        with self._telling_others():
+        with self.failing_together():
             return self._checkpoint(optimizer).load(Path(folder), extra or {})
 
     def _checkpoint(self, optimizer: Optimizer | None) -> Checkpoint:
-        named = [(self.tied[0] if name in self.tied else name, p) for name, p in self.named_parameters()]
-        known = {name for stage in self.stages.values() for name, _ in stage.named_parameters(remove_duplicate=False)}
-        buffers = [(name, b) for name, b in self.state_dict().items() if name not in known and isinstance(b, Tensor)]
-        return Checkpoint([*named, *buffers], optimizer, self._transport)
-
-    def train(self, mode: bool = True) -> Self:
-        for stage in self.stages.values():
-            stage.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        return self.train(False)
+        buffers = persistent_buffers(self.stages.values())
+        return Checkpoint(self.named_parameters(), buffers, self._tied, optimizer, self._transport)
 
     # Looking back
 
@@ -533,15 +327,17 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step, and when. All ranks must call it together."""
-        assert self._executor is not None
-        return self._timeline(self.gather(self._executor.events()))
+        return self._timeline(self.gather(self._events()))
 
     def timeline_on_first(self) -> Timeline | None:
         """The same, on the pipeline's first rank only: the events of many ranks need not go to all of them."""
-        assert self._executor is not None
-        events = self._transport.collect(self._executor.events())
+        events = self._transport.collect(self._events())
         return None if events is None else self._timeline(events)
 
+    def _events(self) -> list[Event]:
+        assert self._executors is not None
+        return self._executors.current.events()
+
     def _timeline(self, events: list[list[Event]]) -> Timeline:
-        assert self._executor is not None
-        return Timeline.of(self._executor.plan, [event for rank in events for event in rank])
+        assert self._executors is not None
+        return Timeline.of(self._executors.current.plan, [event for rank in events for event in rank])

@@ -17,11 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from terapipe.runtime.failures import Board, PipelineError, Record, is_out_of_memory
+from terapipe.runtime.failures import (
+    Board,
+    PipelineError,
+    Record,
+    in_words,
+    is_connection_error,
+    is_out_of_memory,
+)
 
 T = TypeVar("T")
 
 DP, PP, TP, ALL = "dp", "pp", "tp", "all"  # lines of ranks through the mesh
+ROLES = (DP, PP, TP)  # of the dimensions of a mesh
 
 BEAT = 0.5  # seconds between signs of life
 _NEVER_SENT = 1 << 16  # a tag that no message has
@@ -87,10 +95,16 @@ class Transport:
 
     ``rank`` and ``size`` count within the pipeline. There may be ``replicas`` of it, and each of its ranks may be
     several ``parts`` that share every operator. The groups of the pipeline and of all ranks are this object's own;
-    those of replicas and parts are the mesh's.
+    those of replicas and parts are the mesh's. ``mesh_dims`` maps ``dp``, ``pp`` and ``tp`` to the mesh's own names.
     """
 
-    def __init__(self, device: torch.device, mesh: DeviceMesh | None = None, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        timeout: float = 300.0,
+        mesh_dims: Mapping[str, str] | None = None,
+    ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
         self.device = device
@@ -98,8 +112,9 @@ class Transport:
         self._span = timedelta(seconds=timeout)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._failure: PipelineError | None = None
+        self._mesh, self.mesh_dims = _with_roles(mesh, mesh_dims)
         if mesh is not None or ensure_process_group(device):
-            self._join(_lines(mesh))
+            self._join(_lines(self._mesh, self.mesh_dims))
         self.rank, self.size = self._place(PP)
         self.dp_rank, self.dp_size = self._place(DP)
         self.tp_rank, self.tp_size = self._place(TP)
@@ -130,6 +145,11 @@ class Transport:
     @property
     def global_rank(self) -> int:
         return self._ranks(PP)[self.rank]
+
+    def submesh(self, role: str) -> DeviceMesh:
+        """The dimension of the mesh with this role; only where there is more than one rank along it."""
+        assert self._mesh is not None
+        return self._mesh[self.mesh_dims[role]]
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
@@ -246,6 +266,20 @@ class Transport:
     # Failing
 
     @contextmanager
+    def failing_together(self, at: Callable[[], object] = lambda: "") -> Iterator[None]:
+        """An error inside stops the other ranks too, with this rank's error. ``at`` tells where this rank stands."""
+        try:
+            yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            place, others = str(at() or ""), self.others(DP, TP)
+            if others and is_connection_error(error):  # within an operator, or while gathering a stage
+                raise self.lost(error, place or "the end of a step", others) from None
+            self.fail(Record(self.global_rank, in_words(error), place))
+            raise
+
+    @contextmanager
     def _waiting(self, peers: tuple[int, ...], why: object) -> Iterator[None]:
         if self._failure is not None:
             raise PipelineError(f"this pipeline stopped before: {self._failure}")
@@ -286,8 +320,9 @@ class Transport:
                         _work(nothing).wait(timedelta(milliseconds=1))
 
 
-# Groups cannot be closed (see Transport._cut), and each keeps threads and connections: later pipelines over the same
-# ranks, which never are in a step at the same time, take those of earlier ones.
+# Process-wide, as torch's own list of groups is: a group cannot be closed (see Transport._cut) and keeps threads and
+# connections, so a later Transport over the same ranks takes the groups of an earlier one. They are never used at the
+# same time. Passing one Transport around would not do: a Pipeline may be made after another was dropped.
 _groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
 
 
@@ -303,23 +338,49 @@ def _forget(cut: Collection[dist.ProcessGroup]) -> None:
         del _groups[key]
 
 
-def _lines(mesh: DeviceMesh | None) -> dict[str, tuple[list[int], dist.ProcessGroup | None]]:
+def _with_roles(
+    mesh: DeviceMesh | None, mesh_dims: Mapping[str, str] | None
+) -> tuple[DeviceMesh | None, dict[str, str]]:
+    """The part of the mesh that has roles, and the name of each role's dimension."""
+    if mesh is None:
+        if mesh_dims is not None:
+            raise ValueError(f"mesh_dims names dimensions of a mesh, got {dict(mesh_dims)} without mesh=")
+        return None, {}
+    names = mesh.mesh_dim_names or ()
+    if mesh_dims is not None:
+        _check_mesh_dims(mesh_dims, names)
+        kept = tuple(name for name in names if name in mesh_dims.values())
+        return (mesh if kept == names else mesh[kept]), dict(mesh_dims)
+    if mesh.ndim == 1 and names not in ((DP,), (TP,)):
+        return mesh, {PP: names[0] if names else ""}
+    if not names or not set(names) <= set(ROLES):
+        raise ValueError(
+            f"the dimensions of a mesh are dp, pp and tp, got {names or f'{mesh.ndim} without names'}; make it with "
+            "terapipe.device_mesh, say which is which with mesh_dims={'pp': ...}, or pass one dimension of it"
+        )
+    return mesh, {name: name for name in names}
+
+
+def _check_mesh_dims(mesh_dims: Mapping[str, str], names: tuple[str, ...]) -> None:
+    dims = list(mesh_dims.values())
+    if not dims or not set(mesh_dims) <= set(ROLES) or not set(dims) <= set(names) or len(set(dims)) < len(dims):
+        raise ValueError(
+            f"mesh_dims must map some of dp, pp and tp to different dimensions of the mesh, which are {names}, got "
+            f"{dict(mesh_dims)}"
+        )
+
+
+def _lines(mesh: DeviceMesh | None, dims: Mapping[str, str]) -> dict[str, tuple[list[int], dist.ProcessGroup | None]]:
     """The ranks of this process's lines through the mesh, and the groups it has for them."""
     if mesh is None:
         everyone = list(range(dist.get_world_size()))
         return {PP: (everyone, None), ALL: (everyone, None)}
     everyone = mesh.mesh.flatten().tolist()
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and names not in ((DP,), (TP,)):
+    if mesh.ndim == 1 and PP in dims:
         return {PP: (everyone, None), ALL: (everyone, None)}
-    if not names or not set(names) <= {DP, PP, TP}:
-        raise ValueError(
-            f"the dimensions of a mesh are data, pipe and tensor, got {names or f'{mesh.ndim} without names'}; "
-            "make it with terapipe.device_mesh, or pass mesh['pipe'] or the like"
-        )
-    pipe = mesh[PP].mesh.tolist() if PP in names else [dist.get_rank()]
-    groups = {name: mesh.get_group(name) for name in names if name != PP}
-    sides = {name: (dist.get_process_group_ranks(group), group) for name, group in groups.items()}
+    pipe = mesh[dims[PP]].mesh.tolist() if PP in dims else [dist.get_rank()]
+    groups = {role: mesh.get_group(name) for role, name in dims.items() if role != PP}
+    sides = {role: (dist.get_process_group_ranks(group), group) for role, group in groups.items()}
     return {PP: (pipe, None), ALL: (everyone, None), **sides}
 
 

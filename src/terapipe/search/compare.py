@@ -56,12 +56,3 @@ def _refine_even(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate
         return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths))
 
     return hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // evaluator.tile)
-
-
-def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
-    """The Pareto front by step time and peak memory, fastest first."""
-    front: list[PlanEstimate] = []
-    for estimate in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
-        if not front or estimate.peak_bytes < front[-1].peak_bytes:
-            front.append(estimate)
-    return front

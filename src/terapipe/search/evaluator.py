@@ -1,5 +1,6 @@
 """Evaluates plans: step time by simulation, peak memory by counting bytes."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -63,6 +64,15 @@ class PlanEstimate:
             "peak_bytes": self.peak_bytes,
             "fits": self.fits,
         }
+
+
+def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
+    """The Pareto front by step time and peak memory, fastest first."""
+    front: list[PlanEstimate] = []
+    for estimate in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
+        if not front or estimate.peak_bytes < front[-1].peak_bytes:
+            front.append(estimate)
+    return front
 
 
 class PlanEvaluator:

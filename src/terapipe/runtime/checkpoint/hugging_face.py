@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from terapipe.files import beside, copy_others, flush_files, naming, put_in_place, recover
-from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.weights import meta_model
+from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
 
@@ -37,7 +38,7 @@ def save_pretrained(
     ``finish`` is called on the first rank with the folder as it was written, before it is put in place: what it adds,
     such as a tokenizer, comes with the model or not at all.
     """
-    with pipe._telling_others():
+    with pipe.failing_together():
         stages = {k: stage for k, stage in pipe.stages.items() if isinstance(stage, DecoderStage)}
         if len(stages) < len(pipe.stages):
             kinds = {type(stage).__name__ for stage in pipe.stages.values()}
@@ -82,7 +83,7 @@ class _Saving:
     def __init__(
         self, pipe: Pipeline, stages: list[DecoderStage], folder: Path, finish: Callable[[Path], None]
     ) -> None:
-        self._pipe, self._stages, self._transport = pipe, stages, pipe._transport
+        self._pipe, self._stages, self._transport = pipe, stages, pipe.transport
         self._folder, self._finish = folder, finish
         self._parts, self._partial = beside(folder, "parts"), beside(folder, "partial")
         # The others hold the same values, or help to make them whole.
@@ -128,9 +129,7 @@ class _Saving:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._pipe.named_parameters()
-        for stage in self._stages:
-            persistent = stage.model.state_dict().keys()
-            yield from ((name, buffer) for name, buffer in stage.model.named_buffers() if name in persistent)
+        yield from persistent_buffers(self._stages)
 
     def _part(self, rank: int) -> Path:
         return self._parts / f"{rank}.safetensors"

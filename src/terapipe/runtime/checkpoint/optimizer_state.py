@@ -13,7 +13,12 @@ Place = tuple[dict[Any, Any], Any]  # a dictionary and a key
 
 
 class OptimizerState:
-    """Of one rank's parameters. Hyperparameters are the run's, and not part of it."""
+    """Of one rank's parameters. Hyperparameters are the run's, and not part of it.
+
+    Names are those of torch's ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``. That function and its
+    setter do not serve: they save hyperparameters, as pickles; they make a state, which counts one step, where an
+    optimizer has none; they round a state to its parameter's dtype; and they know nothing of tied copies.
+    """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         self._optimizer, self._state = optimizer, optimizer.state

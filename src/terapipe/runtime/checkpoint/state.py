@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from terapipe.runtime.checkpoint.reader import INDEX, Reader, TensorsOnly, read_
 from terapipe.runtime.checkpoint.writer import Saving as Saving
 from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
 from terapipe.runtime.failures import is_connection_error
+from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import ALL, Transport
 
 State = dict[str, dict[str, Tensor]]
@@ -42,13 +44,21 @@ class Loaded(dict[str, Any]):
 class Checkpoint:
     """One rank's parameters, buffers and optimizer, as parts of the whole model's.
 
-    Tensors of the same name are copies of each other: one is saved, all are loaded.
+    Tied parameters have one name here, and tensors of the same name are copies of each other: one is saved, all are
+    loaded.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], optimizer: Optimizer | None, transport: Transport) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        buffers: Iterable[tuple[str, Tensor]],
+        tied: TiedWeights,
+        optimizer: Optimizer | None,
+        transport: Transport,
+    ) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for name, tensor in named:
+        for name, tensor in chain(((tied.canonical(name), p) for name, p in parameters), buffers):
             first = self._tensors.setdefault(name, tensor)
             if first is not tensor:
                 self._copies.append((first, tensor))

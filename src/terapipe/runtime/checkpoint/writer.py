@@ -31,7 +31,11 @@ PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is n
 
 
 class Saving:
-    """A checkpoint on its way to the disk. The process must not end before it is done."""
+    """A checkpoint on its way to the disk. The process must not end before it is done.
+
+    Not torch's ``async_save``: its thread ends with the data, and what follows (checksums, the manifest, the rename,
+    one answer for all ranks) must be done in the background, too; and Python would wait for its thread at exit.
+    """
 
     def __init__(self, work: Callable[[], None], transport: Transport) -> None:
         self._transport = transport
@@ -74,7 +78,7 @@ class Channel:
     latest: Saving | None = None
 
 
-# Groups cannot be closed (see Transport), so later pipelines over the same ranks take those of earlier ones.
+# Process-wide because groups are (see transport.py): of all pipelines over the same ranks, one saves at a time.
 _channels: dict[tuple[object, ...], Channel] = {}
 
 

@@ -1,0 +1,101 @@
+"""Whether a step can begin: each rank checks what it was given, then all ranks agree.
+
+Where it raises, it raises on all ranks, and nothing has changed.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from terapipe.modeling.stage import IGNORE
+from terapipe.planning.slices import Plan
+from terapipe.runtime.agreement import Terms, agree, checksum
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.executors import Executors
+from terapipe.runtime.inputs import Batch, Documents, Inputs, check_total, lone_checksums
+from terapipe.runtime.precision import Autocast
+from terapipe.runtime.tied_weights import TiedWeights
+from terapipe.runtime.transport import Transport
+
+
+class ModelChecks:
+    """What a model may say of the batches that it is exact with; see Splittable."""
+
+    def __init__(self, model: object) -> None:
+        self._slices: Any = getattr(model, "check_slices", lambda shortest, recompute: None)
+        self._step: Any = getattr(model, "check_step", lambda **_: None)
+
+    def plan(self, plan: Plan) -> None:
+        self._slices(min(map(min, plan.lengths)), plan.recompute)
+
+    def step(self, documents: Documents, *, training: bool, padded: bool) -> None:
+        several = any(len(row) > 1 for row in documents)
+        self._step(documents=several, training=training, padded=padded)
+
+
+class Admission:
+    def __init__(
+        self, inputs: Inputs, checks: ModelChecks, tied: TiedWeights, executors: Executors, transport: Transport
+    ) -> None:
+        self._inputs, self._checks, self._tied = inputs, checks, tied
+        self._executors, self._transport = executors, transport
+
+    def batch(
+        self,
+        method: str,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None,
+        plan: Plan | None,
+        total: float | None,
+        *,
+        training: bool,
+    ) -> Batch:
+        """``training``: whether any stage here is in training mode."""
+        batch, work, error = None, "", None
+        ids = targets = counted = 0
+        try:
+            batch = self._inputs.take(input_ids, labels, documents, plan)
+            self._checks.step(batch.documents, training=training, padded=self._inputs.pads)
+            total = check_total(total) if self._inputs.takes_labels else None
+            self._executors.get(batch.plan)
+            work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
+            ids, targets = lone_checksums(input_ids, labels)
+            if batch.labels is not None and self._transport.tp_rank == 0:
+                counted = int((batch.labels != IGNORE).sum())
+        except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
+            error = refusal
+        terms = self._agreed(work, error, ids, targets, counted)
+        assert batch is not None
+        self._tied.check_frozen(terms)
+        return batch._replace(scale=self._scale(sum(t.counted for t in terms), total))
+
+    def prompt(self, input_ids: Tensor | None, plan: Plan) -> tuple[Tensor, Executor]:
+        """Sequences that text is to follow, filled up, and the executor for their shape."""
+        made, work, error = None, "", None
+        try:
+            padded = self._inputs.prompt(input_ids)
+            rows, tokens = padded.shape
+            one_slice = Plan((rows,), ((tokens,),), plan.boundaries, plan.order, plan.chunks)
+            made = padded, self._executors.make(one_slice)
+            work = f"next_token_logits of {rows} rows of {cast(Tensor, input_ids).shape[1]} tokens{self._autocast()}"
+        except Exception as refusal:
+            error = refusal
+        agree(self._transport, Terms(error is not None, self._transport.dp_rank, checksum(work)), error, work)
+        assert made is not None
+        return made
+
+    def _agreed(self, work: str, error: Exception | None, ids: int, labels: int, counted: int) -> list[Terms]:
+        tied, trained = len(self._tied.parameters), self._tied.trained
+        here = self._transport.dp_rank
+        mine = Terms(error is not None, here, checksum(work), ids, labels, counted, tied, trained)
+        return agree(self._transport, mine, error, work)
+
+    def _autocast(self) -> Autocast:
+        return Autocast.current(self._transport.device)
+
+    def _scale(self, counted: int, total: float | None) -> Tensor:
+        if total is None and not counted:
+            raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
+        return torch.tensor(1.0 / (total or counted), dtype=self._executors.wide, device=self._transport.device)

@@ -1,0 +1,69 @@
+"""The executors of a pipeline: one for each shape of batch, kept from step to step with their buffers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from terapipe.modeling.stage import Stage
+from terapipe.planning.slices import Plan
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.transport import Transport
+from terapipe.runtime.wire import Wire
+from terapipe.scheduling.validated import validated_actions
+
+SHAPES = 8  # of batches, for which buffers are kept
+
+
+class Executors:
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        wire: Wire,
+        check: Callable[[Plan], None],
+        stage_done: Callable[[int], None],
+    ) -> None:
+        """``check`` refuses plans that the model cannot follow; ``stage_done`` is told when gradients are complete."""
+        self._plan, self._stages, self._transport, self._wire = plan, stages, transport, wire
+        self._check, self._stage_done = check, stage_done
+        self._kept: dict[Plan, Executor] = {}
+        self.current = self.get(plan)
+
+    def make(self, plan: Plan) -> Executor:
+        self._check(plan)
+        actions = validated_actions(plan, self._transport.rank)
+        return Executor(self._stages, plan, actions, self._transport, self._wire, self._stage_done)
+
+    def get(self, plan: Plan) -> Executor:
+        """Of shapes other than the pipeline's own only the last few are kept."""
+        executor = self._kept.pop(plan, None) or self.make(plan)
+        self._kept[plan] = executor
+        while len(self._kept) > SHAPES:
+            self._kept.pop(next(iter(self._kept)))
+        return executor
+
+    def begin(self, plan: Plan) -> Executor:
+        """For a step. Of all shapes, only this one's and the pipeline's own keep their keys and values in memory."""
+        self.current = self.get(plan)
+        for other in self._kept.values():
+            if other is not self.current and other.plan != self._plan:
+                other.release()
+        return self.current
+
+    @contextmanager
+    def once(self, executor: Executor) -> Iterator[None]:
+        """For work whose shape hardly comes again: nothing is kept for it, and nothing else is let go."""
+        kept, self.current = self.current, executor
+        yield
+        self.current = kept
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of losses and logits."""
+        return self._wire.wide
+
+    @property
+    def kept(self) -> tuple[Executor, ...]:
+        return tuple(self._kept.values())

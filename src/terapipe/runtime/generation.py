@@ -1,0 +1,61 @@
+"""Scores of the tokens that follow a text, by forwards through the pipeline that trains the model."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from terapipe.modeling.stage import Predictor
+from terapipe.planning.slices import Plan
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.executors import Executors
+from terapipe.runtime.gradient_sync import GradientSync
+from terapipe.runtime.precision import Autocast
+from terapipe.runtime.transport import Transport
+
+
+class Generation:
+    def __init__(self, plan: Plan, sync: GradientSync, executors: Executors, transport: Transport) -> None:
+        self._plan, self._sync, self._executors, self._transport = plan, sync, executors, transport
+        self._predicts = False  # known only when asked
+
+    def check(self, last: nn.Module | None) -> None:
+        """Asked once, of the last stage where it is. Refused on all ranks alike, before anything is sent: the pipeline
+        can go on training."""
+        if self._predicts:
+            return
+        missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
+        found = next(filter(None, self._transport.gather(missing)), None)
+        if found:
+            raise ValueError(
+                f"generating text needs a last stage with a method logits(hidden), as Predictor in modeling/stage.py "
+                f"describes it; {found} has none"
+            )
+        self._predicts = True
+
+    def next_token_logits(self, padded: Tensor, tokens: int, executor: Executor) -> Tensor:
+        """After so many tokens of each row; the rest is padding."""
+        with self._executors.once(executor):
+            hidden = executor.hidden(padded if self._transport.rank == 0 else None, tokens)
+        logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
+        self._sync.finish()
+        return self._to_all(logits, len(padded))
+
+    def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
+        """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""
+        owner, index = divmod(place, hidden.shape[1])
+        last = cast(Predictor, self._sync.stages[self._plan.num_stages - 1])
+        with Autocast.current(self._transport.device).on():
+            logits = last.logits(hidden[:, index : index + 1])
+        whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return whole[:, owner].to(self._executors.wide).contiguous()
+
+    def _to_all(self, logits: Tensor | None, rows: int) -> Tensor:
+        """From where the last stage is, which alone knows the vocabulary."""
+        source, device = self._plan.last_rank, self._transport.device
+        width = torch.tensor(0 if logits is None else logits.shape[1], device=device)
+        vocabulary = int(self._transport.broadcast(width, source, "the size of the vocabulary"))
+        if logits is None:
+            logits = torch.empty(rows, vocabulary, dtype=self._executors.wide, device=device)
+        return self._transport.broadcast(logits, source, "the logits")
