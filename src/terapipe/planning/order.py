@@ -55,6 +55,7 @@ class Order:
 
 
 ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing terapipe always loads
+"""Every order that a plan may name, by its name."""
 
 
 def register(order: Order) -> Order:

@@ -51,6 +51,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
+    """What ``terapipe.profile`` measured: of a model, on some ranks. ``save`` and ``load`` keep it as a JSON file."""
+
     config: GPTConfig
     layers: int  # of the stage that was measured
     seq_len: int  # the longest sequence

@@ -12,6 +12,8 @@ from terapipe.scheduling.actions import COMPUTE, Action
 
 
 class Event(NamedTuple):
+    """One action of one rank, with the time at which it began and ended."""
+
     rank: int
     action: Action
     start: float  # seconds since the step began
