@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan
-from terapipe.launch.processes import keep_memory
+from terapipe.launch import keep_memory
 
 Contender = Callable[[], object]
 

@@ -160,7 +160,7 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
     Path("profile.json").write_text(replace(made(), optimizer=(1.0,)).to_json())
     assert "has changed since" in refused(capsys, "simulate", "other.json")
     Path("profile.json").unlink()
-    assert "give --profile" in refused(capsys, "simulate", "other.json")
+    assert "give the profile" in refused(capsys, "simulate", "other.json")
 
 
 def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

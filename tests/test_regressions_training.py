@@ -122,7 +122,7 @@ def test_going_on_compares_what_must_not_change(ranks: Callable[[int], Ranks], t
         ValueError, match=r"step-00000003 has others: model.heads: 4 -> 2; model.kv_heads: 4 -> 2; set what"
     ):
         ranks(1)(train, told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", more))
-    with pytest.raises(ValueError, match=r"others: data.packing: joined -> alone"):
+    with pytest.raises(ValueError, match=r"others: data.packing: concat -> padded"):
         ranks(1)(train, told(tmp_path, GPT, more, "data.packing=padded"))
     with pytest.raises(ValueError, match=r"tokenizer.end: 256 -> 0; the tokenizer's files are others; set"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=257", more, "data.tokenizer=train", "data.vocab=257"))
@@ -139,8 +139,8 @@ def test_a_vocabulary_is_refused_not_replaced(ranks: Callable[[int], Ranks], tmp
     """A shape's vocabulary and positions were those of the data, whatever the shape said."""
     with pytest.raises(ValueError, match=r"a model of 100 and a tokenizer of 257; .* vocab=257 in model.preset"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=100"))
-    with pytest.raises(ValueError, match=r"max_tokens=8 in model.preset and data.seq_len 16"):
-        ranks(1)(train, told(tmp_path, f"{GPT},max_tokens=8"))
+    with pytest.raises(ValueError, match=r"max_seq_len=8 in model.preset and data.seq_len 16"):
+        ranks(1)(train, told(tmp_path, f"{GPT},max_seq_len=8"))
 
 
 # Tokenizers
@@ -214,12 +214,12 @@ def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: 
 def test_a_number_of_slices_and_their_lengths_are_two_keys(tmp_path: Path) -> None:
     """``slices = [2048]`` was 2,048 slices, ``slices = [1024, 1024]`` two, and ``slices = 0`` a division by zero."""
     made = make_model(told(tmp_path, GPT).model, told(tmp_path, GPT).data, 257)
-    for change, lengths in (("slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
+    for change, lengths in (("num_slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
         assert planned.evenly(told(tmp_path, GPT, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
     planned.evenly(told(tmp_path, GPT, "plan.num_slices=0"), made, 1)  # as many as seem right
     with pytest.raises(ValueError, match=r"plan\.slice_lengths must be positive, got 0"):
         told(tmp_path, GPT, "plan.slice_lengths=0")
-    with pytest.raises(ValueError, match=r"plan\.slices is a number .* give one"):
+    with pytest.raises(ValueError, match=r"plan\.num_slices is a number .* give one"):
         told(tmp_path, GPT, "plan.num_slices=2", "plan.slice_lengths=[8,8]")
 
 
@@ -325,7 +325,7 @@ def test_a_failure_is_told_on_stderr(
 def test_what_is_set_is_not_advised(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """A run that left out steps already was told to leave them out."""
     config = told(tmp_path, GPT, "optimizer.lr=1e300", "failures.on_nan=skip", "failures.max_skipped=1")
-    with pytest.raises(ArithmeticError, match=r"smaller optimizer\.lr, or raise failures\.skips from 1\b"):
+    with pytest.raises(ArithmeticError, match=r"smaller optimizer\.lr, or raise failures\.max_skipped from 1\b"):
         ranks(1)(train, config)
 
 

@@ -3,14 +3,9 @@
 from statistics import median
 
 from benchmarks.harness import arguments, on_ranks, race, report, training
-from terapipe import GPT, PRESETS, Plan
-from terapipe.planning.fitted import FittedCost
-from terapipe.planning.profile import Profile
-from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.simulator import makespan as simulated
-from terapipe.search.choose import choose
-from terapipe.search.request import Request
-from terapipe.search.source import ProfileSource
+from terapipe import GPT, PRESETS, Plan, Profile, plan, simulate
+from terapipe.planning import FittedCost
+from terapipe.runtime import Profiler
 
 CONFIG = PRESETS["gpt-small"]
 CUTS, CHUNKED = (0, 3, 6), (0, 1, 3, 4, 6)
@@ -24,8 +19,10 @@ def even(tokens: int, batch: int, slices: int, order: str, chunks: int = 1) -> P
 
 
 def planned(profile: Profile, batch: int, order: str) -> Plan:
-    request = Request(batch, profile.seq_len, dp=1, pp=2, tp=1, order=order, chunks=1, recompute=False)
-    return choose(ProfileSource(profile, 2), request).estimate.plan
+    seq_len = profile.seq_len
+    return plan(
+        None, profile, batch_size=batch, seq_len=seq_len, dp=1, pp=2, tp=1, order=order, chunks=1, recompute=False
+    ).plan
 
 
 def plans(profile: Profile, quick: bool) -> dict[str, Plan]:
@@ -55,7 +52,7 @@ def measure(quick: bool) -> tuple[list[float], dict[str, tuple[float, float, flo
     profiler = Profiler(GPT(CONFIG), layers=3, seq_len=tokens)
     early = profiler.transport.gather(profiler.run(5.0 if quick else 20.0))[0]
     tried = profiler.transport.gather(plans(early, quick))[0]
-    contenders = {name: training(CONFIG, plan) for name, plan in tried.items()}
+    contenders = {name: training(CONFIG, cut) for name, cut in tried.items()}
     times: dict[str, list[float]] = {name: [] for name in tried}
     names = list(contenders)
     for turn in range(2 if quick else 10):
@@ -63,9 +60,9 @@ def measure(quick: bool) -> tuple[list[float], dict[str, tuple[float, float, flo
         names = names[5:] + names[:5]  # whoever comes first after the profiler finds the memory in another state
         for name, seconds in race({name: contenders[name] for name in names}, 1, warmup=int(turn == 0)).items():
             times[name] += seconds
-    cost = FittedCost(profiler.transport.gather(profiler.profile())[0])
-    return cost.errors(), {
-        name: (simulated(plan, cost)[0], median(times[name]), min(times[name])) for name, plan in tried.items()
+    profile = profiler.transport.gather(profiler.profile())[0]
+    return FittedCost(profile).errors(), {
+        name: (simulate(cut, profile).makespan, median(times[name]), min(times[name])) for name, cut in tried.items()
     }
 
 

@@ -1,11 +1,9 @@
 """A row of the paper at small scale: profile, plan, run; the same simulator as for the published settings."""
 
-from benchmarks.harness import arguments, best, on_ranks, race, report
-from benchmarks.prediction.measure import CONFIG, contender, even, planned
-from terapipe import GPT
-from terapipe.planning.fitted import FittedCost
-from terapipe.runtime.profiler import Profiler
-from terapipe.scheduling.simulator import makespan as simulated
+from benchmarks.harness import arguments, best, on_ranks, race, report, training
+from benchmarks.prediction.measure import CONFIG, even, planned
+from terapipe import GPT, simulate
+from terapipe.runtime import Profiler
 
 TOKENS, BATCH = 2048, 2  # as in settings 9 and 10
 
@@ -19,9 +17,8 @@ def measure(quick: bool) -> dict[str, tuple[float, float]]:
         "GPipe": even(TOKENS, BATCH, 1, "gpipe"),
         f"TeraPipe, {len(plan.lengths[0])} planned slices of {plan.sizes[0]} sequences": plan,
     }
-    times = best(race({name: contender(p) for name, p in plans.items()}, 2 if quick else 12))
-    cost = FittedCost(profile)
-    return {name: (simulated(p, cost)[0], times[name]) for name, p in plans.items()}
+    times = best(race({name: training(CONFIG, p) for name, p in plans.items()}, 2 if quick else 12))
+    return {name: (simulate(p, profile).makespan, times[name]) for name, p in plans.items()}
 
 
 def main() -> None:

@@ -3,11 +3,9 @@
 from functools import partial
 
 from benchmarks.harness import arguments, best, race, report
-from terapipe import PRESETS, Plan, schedule
-from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.hardware import Cluster
-from terapipe.planning.layout import Layout
-from terapipe.scheduling.simulator import makespan, simulate
+from terapipe import PRESETS, Cluster, Layout, Plan, schedule
+from terapipe.planning import AnalyticCost
+from terapipe.scheduling import makespan, simulate
 
 
 def main() -> None:

@@ -4,15 +4,9 @@ from dataclasses import replace
 from statistics import median
 
 from benchmarks.harness import arguments, pin, race, report, training
-from terapipe import GPT, GPTConfig, Plan
-from terapipe.planning.fitted import FittedCost
-from terapipe.planning.profile import Profile
-from terapipe.runtime.profiler import Profiler
-from terapipe.runtime.transport import under_torchrun
-from terapipe.scheduling.simulator import makespan as simulated
-from terapipe.search.choose import choose
-from terapipe.search.request import Request
-from terapipe.search.source import ProfileSource
+from terapipe import GPT, GPTConfig, Plan, Profile, plan, simulate
+from terapipe.planning import FittedCost
+from terapipe.runtime import Profiler, under_torchrun
 from tests.hosts import finish, hosts, torchrun, why_not
 
 TOKENS = 2048
@@ -21,8 +15,7 @@ RATE, DELAY = "100mbit", "5ms"
 
 
 def planned(profile: Profile) -> Plan:
-    request = Request(1, profile.seq_len, dp=1, pp=2, tp=1, recompute=False)
-    return choose(ProfileSource(profile, 2), request).estimate.plan
+    return plan(None, profile, batch_size=1, seq_len=profile.seq_len, dp=1, pp=2, tp=1, recompute=False).plan
 
 
 def plans(profile: Profile) -> dict[str, Plan]:
@@ -36,17 +29,17 @@ def on_host(quick: bool) -> None:
     together = profiler.transport.gather
     profile = together(profiler.run(5.0 if quick else 30.0))[0]
     tried = together(plans(profile))[0]
-    times = race({name: training(CONFIG, plan) for name, plan in tried.items()}, 3 if quick else 15)
+    times = race({name: training(CONFIG, cut) for name, cut in tried.items()}, 3 if quick else 15)
     if profiler.transport.rank == 0:
         show(profile, tried, times)
 
 
 def show(profile: Profile, tried: dict[str, Plan], times: dict[str, list[float]]) -> None:
     cost = FittedCost(profile)
-    predicted = {name: simulated(plan, cost)[0] for name, plan in tried.items()}
+    predicted = {name: simulate(cut, profile).makespan for name, cut in tried.items()}
     rows = [
-        [name, text(plan), predicted[name], min(times[name]), predicted[name] / min(times[name]), median(times[name])]
-        for name, plan in tried.items()
+        [name, text(cut), predicted[name], min(times[name]), predicted[name] / min(times[name]), median(times[name])]
+        for name, cut in tried.items()
     ]
     ours, theirs = tried
     figures = {
@@ -62,9 +55,9 @@ def show(profile: Profile, tried: dict[str, Plan], times: dict[str, list[float]]
     report(title, header, rows, figures)
 
 
-def text(plan: Plan) -> str:
-    lengths = plan.lengths[0]
-    return f"{plan.order}, chunks per rank: {plan.chunks}, {len(lengths)} slices of {min(lengths)} to {max(lengths)}"
+def text(cut: Plan) -> str:
+    lengths = cut.lengths[0]
+    return f"{cut.order}, chunks per rank: {cut.chunks}, {len(lengths)} slices of {min(lengths)} to {max(lengths)}"
 
 
 def main() -> None:

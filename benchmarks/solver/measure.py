@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.harness import arguments, best, pin, race, report
-from terapipe.planning.solver import Array, Cuts, SliceCost, solve
+from terapipe.planning import Array, Cuts, SliceCost, solve
 
 HIDDEN, STEP = 5120, 8
 

@@ -81,7 +81,7 @@ def test_compare_prints_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "terapipe-1f1b" in page.read_text()
     assert chart.read_text().startswith("<svg")
     assert main(["compare", *SMALL, *FOUR]) == 0
-    assert "TeraPipe, planned" in capsys.readouterr().out
+    assert "terapipe, equal slices" in capsys.readouterr().out
 
 
 def test_simulate_writes_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def test_people_are_told_where_and_how() -> None:
     assert lines[1].startswith("  torchrun --nnodes 48")
     assert lines[2] == "HOST0 stands for one of the hosts; --endpoint names it."
     assert "train.py loads plan.json with Plan.from_json" in lines[3]
-    assert "terapipe.device_mesh(Layout(data=1, pipe=48, tensor=8))" in lines[3]
+    assert "terapipe.device_mesh(Layout(dp=1, pp=48, tp=8))" in lines[3]
     assert told(ONE, Layout(1, 4, 1)) == ["To start it:", "  torchrun --standalone --nproc-per-node 4 train.py"]
     assert "HOST0" not in "".join(told(Launch(2, 8, 64, endpoint="node1:29500"), Layout(1, 16, 1)))
 

@@ -84,7 +84,9 @@ def test_the_budget_rules() -> None:
     assert tight.estimate.peak_bytes <= free.estimate.peak_bytes * 0.6
     assert tight.estimate.plan.recompute
     assert tight.estimate.step_time > free.estimate.step_time
-    lean = choose(SOURCE, ONE.fixed(batch_size=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))).estimate
+    lean = choose(
+        SOURCE, ONE.fixed(batch_size=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))
+    ).estimate
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved")
 
 

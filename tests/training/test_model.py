@@ -135,7 +135,7 @@ def test_a_plan_from_a_file(tmp_path: Path) -> None:
 
 
 def test_equal_slices() -> None:
-    config = parse('[model]\npreset="layers=4,hidden=16,heads=2"\n[data]\ntrain="x"\ntokens=512\nbatch=3')
+    config = parse('[model]\npreset="layers=4,hidden=16,heads=2"\n[data]\ntrain="x"\nseq_len=512\nbatch_size=3')
     made = make_model(config.model, config.data, 257)
     plan = evenly(config, made, 2).plan
     assert (plan.sizes, plan.lengths[0], plan.boundaries) == ((1, 1, 1), (64,) * 8, (0, 2, 4))

@@ -1,1 +1,18 @@
-""""""
+"""Processes: start a function or a module on several ranks, and write jobs for clusters."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from terapipe.launch.job import Launch
+
+if TYPE_CHECKING:
+    from terapipe.launch.processes import keep_memory, launch, take_cores
+
+__all__ = ["Launch", "keep_memory", "launch", "take_cores"]
+
+
+def __getattr__(name: str) -> Any:
+    """Starting processes loads torch; describing a job does not."""
+    if name not in __all__:
+        raise AttributeError(f"module 'terapipe.launch' has no attribute {name!r}")
+    return getattr(import_module("terapipe.launch.processes"), name)

@@ -1,1 +1,29 @@
-"""What to compute: attention over slices and models as stages. torch, but not torch.distributed."""
+"""What to compute: slices of attention, the cache between them, linear layers and a GPT."""
+
+from terapipe.modeling.attention import attend
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.gpt import GPT
+from terapipe.modeling.linear import Linear
+from terapipe.modeling.stage import (
+    IGNORE,
+    Predictor,
+    Splittable,
+    Stage,
+    TensorParallel,
+    fill_batch,
+    next_token_labels,
+)
+
+__all__ = [
+    "GPT",
+    "IGNORE",
+    "Linear",
+    "Predictor",
+    "SliceCache",
+    "Splittable",
+    "Stage",
+    "TensorParallel",
+    "attend",
+    "fill_batch",
+    "next_token_labels",
+]

@@ -10,13 +10,14 @@ from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.order import ORDERS, InFlight, Order, register
 from terapipe.planning.profile import Profile, Sample, Transfer
 from terapipe.planning.slices import Plan, Slice
-from terapipe.planning.solver import Cuts, solve, solve_table
+from terapipe.planning.solver import Array, Cuts, SliceCost, solve, solve_table
 from terapipe.planning.stages import balance, split_layers
 
 __all__ = [
     "HOSTS",
     "ORDERS",
     "AnalyticCost",
+    "Array",
     "Cluster",
     "Cost",
     "Cuts",
@@ -34,6 +35,7 @@ __all__ = [
     "Sample",
     "ShapeMemory",
     "Slice",
+    "SliceCost",
     "StageSpec",
     "Transfer",
     "balance",

@@ -1,1 +1,18 @@
-"""Do one step: transport, executor and the library's face. torch.distributed."""
+"""One step on many ranks: the pipeline, what executes it, and what measures a model."""
+
+from terapipe.runtime.failures import PipelineError
+from terapipe.runtime.mesh import device_mesh
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.profiler import Profiler
+from terapipe.runtime.transport import Transport, local_device, rank_and_size, under_torchrun
+
+__all__ = [
+    "Pipeline",
+    "PipelineError",
+    "Profiler",
+    "Transport",
+    "device_mesh",
+    "local_device",
+    "rank_and_size",
+    "under_torchrun",
+]

@@ -42,12 +42,12 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
     given = {item.partition("=")[0].strip() for item in config.preset.split(",")}
     if "vocab" not in given:
         shape = replace(shape, vocab=vocab)
-    if "max_tokens" not in given:
+    if "max_seq_len" not in given:
         shape = replace(shape, max_seq_len=max(shape.max_seq_len, data.seq_len))
     _check_vocab(shape.vocab, vocab, f"vocab={vocab} in model.preset")
     if shape.max_seq_len < data.seq_len:
         raise ValueError(
-            f"the model must have a position for every token of a sequence, got max_tokens={shape.max_seq_len} in "
+            f"the model must have a position for every token of a sequence, got max_seq_len={shape.max_seq_len} in "
             f"model.preset and data.seq_len {data.seq_len}; raise the one or lower the other"
         )
     with torch.device("meta"):

@@ -19,7 +19,7 @@ def shape_of(decoder: Decoder) -> GPTConfig:
     - A GPT's heads together are as wide as its hidden states. Where the model's are not, there are as many as give keys
       and values of the right size, or the nearest to it (never wider than the hidden states). The products with them
       count in the feed-forward; but the scores of attention are taken for those of heads of that width.
-    - ``max_tokens`` is not how long sequences may be: it is what else lies before the layers, in rows as wide as the
+    - ``max_seq_len`` is not how long sequences may be: it is what else lies before the layers, in rows as wide as the
       hidden states. Learned positions, if there are any, else 1.
     """
     config, layers = text_config(decoder.model.config), decoder.num_layers
