@@ -41,7 +41,7 @@ DOCS := .venv-docs
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
 docs: $(DOCS)/.ready
-	$(DOCS)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	$(DOCS)/bin/python docs/check.py build/site
 
 format: $(READY)

@@ -45,6 +45,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(moved, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings announce a block of code by ``::``, as in reStructuredText; Markdown needs no such mark."""
+    return html.replace("<p>::</p>\n", "")
+
+
 def _place(path: str) -> str:
     """Where the site has a file of the repository."""
     return "index.md" if path == "README.md" else path.removeprefix("docs/")
