@@ -16,12 +16,12 @@ from terapipe import Layout
 from terapipe.config import DataConfig, RunConfig
 from terapipe.runtime.checkpoint.hugging_face import save_pretrained, writing
 from terapipe.runtime.checkpoint.manifest import damage
-from terapipe.training.checkpoints import clean, folder_of, path_of, steps
+from terapipe.training.checkpoint_folder import clean, folder_of, path_of, steps
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Origin, TokenFile, open_data
-from terapipe.training.data.token_writer import Writer
+from terapipe.training.data.token_writer import TokenWriter
 from terapipe.training.data.tokenizer import ByteTokenizer
-from terapipe.training.evaluator import Evaluator
+from terapipe.training.evaluation import Evaluator
 from terapipe.training.logging.metrics import read
 from tests.ranks import Ranks
 from tests.runtime.test_checkpoint import adam, pipeline, same, snapshot
@@ -200,7 +200,7 @@ def test_a_damaged_trained_tokenizer_is_refused(place: Path, tmp_path: Path) -> 
 
 def test_a_full_disk_is_named_with_the_path(place: Path, tmp_path: Path) -> None:
     """'No space left on device' did not say on which."""
-    writer = Writer(tmp_path / "train", ByteTokenizer(), Origin("", ""))
+    writer = TokenWriter(tmp_path / "train", ByteTokenizer(), Origin("", ""))
     path = tmp_path / "train.partial" / "tokens.bin"
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: '{path}'") as caught:

@@ -19,11 +19,11 @@ from transformers.utils import logging
 from terapipe.cli import main
 from terapipe.cli.verify import config_of
 from terapipe.hf import Decoder, UnsupportedModelError
-from terapipe.modeling.hf import attention_backend, shrink, stage
-from terapipe.modeling.hf.check import BOUND, check
+from terapipe.modeling.hf import attention_backend, decoder_stage, rope, shrink
+from terapipe.modeling.hf.comparison import Batch, SlicedModel, errors, lengths, reference
 from terapipe.modeling.hf.shrink import default_config, shrunken, small_config, small_model
 from terapipe.modeling.hf.structure import find_structure
-from terapipe.modeling.hf.trial import Batch, Cut, CutModel, errors, in_one_piece, lengths
+from terapipe.modeling.hf.verification import BOUND, verify
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
 
@@ -96,7 +96,7 @@ def test_windows_and_chunks_begin_anew_with_documents(name: str) -> None:
 
 def test_older_keys_are_not_touched_within_a_document() -> None:
     """A slice's block begins where the window of its first token does, or the document."""
-    cache = stage.SliceCache(40)
+    cache = decoder_stage.SliceCache(40)
     cache.set_documents(((0, 12),))
     cache.begin(25, 5)
     window = attention_backend.MaskSpec(lambda batch, head, row, key: key > row - 4)
@@ -237,9 +237,9 @@ def test_auxiliary_losses_are_refused() -> None:
 
 def test_a_type_that_knows_no_float64_is_checked_in_float32() -> None:
     """XGLM was refused because float64 fails inside it."""
-    verdict = check("xglm", small_config("xglm"))
-    assert (verdict.exact, verdict.dtype) == (True, "float32")
-    assert Decoder(small_model(small_config("xglm"), torch.float32)).backend == verdict.backend
+    result = verify("xglm", small_config("xglm"))
+    assert (result.exact, result.dtype) == (True, "float32")
+    assert Decoder(small_model(small_config("xglm"), torch.float32)).backend == result.backend
 
 
 def test_the_table_and_the_decoder_agree() -> None:
@@ -287,19 +287,19 @@ def test_the_check_finds_what_it_says_it_looks_for(monkeypatch: pytest.MonkeyPat
     """One fault each: in evaluation mode, with documents, after another length."""
     config = small_config("llama")
     config.num_hidden_layers = 2
-    verdict = check("moody", config, kind=Moody)
-    assert re.search("gradients differ by .* in evaluation mode", verdict.reason)
+    result = verify("moody", config, kind=Moody)
+    assert re.search("gradients differ by .* in evaluation mode", result.reason)
     with monkeypatch.context() as broken:
-        broken.setattr(stage, "forgotten", lambda module: {})
-        assert re.search("gradients differ by .* with 23 tokens", check("llama", by_length("dynamic")).reason)
+        broken.setattr(rope, "_reset", lambda module: {})
+        assert re.search("gradients differ by .* with 23 tokens", verify("llama", by_length("dynamic")).reason)
     with monkeypatch.context() as broken:
         plain = attention_backend.MaskSpec._block
         broken.setattr(
             attention_backend.MaskSpec, "_block", lambda self, span, *rest: plain(self, span._replace(start=0), *rest)
         )
-        verdict = check("mistral", small_config("mistral"))
-        assert (verdict.exact, verdict.documents_exact) == (True, False)
-        assert verdict.documents > 0.01
+        result = verify("mistral", small_config("mistral"))
+        assert (result.exact, result.documents_exact) == (True, False)
+        assert result.documents > 0.01
 
 
 def test_errors_are_relative_to_the_largest_gradient_of_all() -> None:
@@ -366,13 +366,13 @@ def test_mixtures_of_experts_differ_in_bfloat16_by_their_routing(name: str) -> N
     """Rounding sends a token to another expert now and then: gradients were off by up to 1.2. With the experts of the
     plain model they are off by rounding alone; a Llama's are off by 0.03."""
     model = small_model(small_config(name), torch.bfloat16, seed=1)
-    parts, mine, given = find_structure(copy.deepcopy(model)), copy.deepcopy(model), Batch.of(model, seed=1)
+    structure, mine, given = find_structure(copy.deepcopy(model)), copy.deepcopy(model), Batch.of(model, seed=1)
     with Routing(model, "model.layers") as plain:
-        wanted = in_one_piece(model, given)
+        wanted = reference(model, given)
     forced = Routing(mine, "model.layers", plain.found)
-    line = CutModel(mine, Cut(parts, "attention"))
-    free = max(errors(wanted, line(given, lengths(4, 1))).values())
+    sliced = SlicedModel(mine, structure, "attention")
+    free = max(errors(wanted, sliced(given, lengths(4, 1))).values())
     with forced:
-        found = max(errors(wanted, line(given, lengths(4, 1))).values())
+        found = max(errors(wanted, sliced(given, lengths(4, 1))).values())
     assert found < 0.12
     assert free < 0.12 or forced.flipped

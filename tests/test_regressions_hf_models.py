@@ -273,7 +273,7 @@ def test_tensor_parallel_of_a_model_that_ties_its_weights(ranks: Callable[[int],
 
 def refused_plan(kind: str) -> str:
     try:
-        Decoder(make(kind), backend="attention").stage(0, 4, CPU, TensorParallel(mesh_of(Layout(1, 1, 2))["tensor"]))
+        Decoder(make(kind), backend="attention").stage(0, 4, CPU, TensorParallel(mesh_of(Layout(1, 1, 2))["tp"]))
     except UnsupportedModelError as error:
         return str(error)
     return ""
@@ -283,9 +283,9 @@ def refused_plan(kind: str) -> str:
     ("kind", "reason"),
     [
         # The plan forgets its activation's parameters: each device had a part of their gradient.
-        ("apertus", "tp_plan of ApertusForCausalLM is not exact: tensor 2: gradients of model.layers.*.mlp.act_fn"),
+        ("apertus", "tp_plan of ApertusForCausalLM is not exact: tp 2: gradients of model.layers.*.mlp.act_fn"),
         # It crashed in the first step.
-        ("llama4_text", "tp_plan of Llama4ForCausalLM is not exact: tensor 2: Output 0 of _ToTorchTensor is a view"),
+        ("llama4_text", "tp_plan of Llama4ForCausalLM is not exact: tp 2: Output 0 of _ToTorchTensor is a view"),
     ],
     ids=["apertus", "llama4_text"],
 )

@@ -14,7 +14,7 @@ from terapipe.cli import main
 from terapipe.cli.profile import _judge
 from terapipe.config import parse
 from terapipe.launch.job import Launch
-from terapipe.launch.job import told as told_lines
+from terapipe.launch.job import instructions as told_lines
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
@@ -126,7 +126,7 @@ SHAPE = [
 EIGHT = ["--dp", "2", "--pp", "2", "--tp", "2"]
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -144,19 +144,19 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
     """A saved plan forgot its layout, so 906 ms became 3.3 s."""
     monkeypatch.chdir(tmp_path)
     fixed = ["--order", "terapipe", "--num-slices", "4", "--recompute", "off"]
-    planned = told(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
-    again = told(capsys, "simulate", "plan.json")
+    planned = answer(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
+    again = answer(capsys, "simulate", "plan.json")
     for key in ("step_time", "layout", "peak_bytes", "fits", "lengths"):
         assert again[key] == planned[key]
     assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
     assert "is for tp 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
-    assert not told(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
+    assert not answer(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
 
     Path("profile.json").write_text(made().to_json())
     by_profile = ["--profile", "profile.json", "--batch-size", "1", "--seq-len", "2048"]
-    planned = told(capsys, "plan", *by_profile, *fixed, "--save", "other.json")
-    assert told(capsys, "simulate", "other.json")["step_time"] == planned["step_time"]
+    planned = answer(capsys, "plan", *by_profile, *fixed, "--save", "other.json")
+    assert answer(capsys, "simulate", "other.json")["step_time"] == planned["step_time"]
     Path("profile.json").write_text(replace(made(), optimizer=(1.0,)).to_json())
     assert "has changed since" in refused(capsys, "simulate", "other.json")
     Path("profile.json").unlink()
@@ -170,8 +170,8 @@ def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert "without its layout; give --dp and --tp" in refused(capsys, "simulate", str(bare), *SHAPE[:4])
     layout = ["--dp", "2", "--tp", "2"]
     assert "the costs of this plan are not in the file" in refused(capsys, "simulate", str(bare), *layout)
-    whole = told(capsys, "simulate", str(bare), *SHAPE[:4], *layout)
-    shared = told(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--shard", "--memory", "1MiB")
+    whole = answer(capsys, "simulate", str(bare), *SHAPE[:4], *layout)
+    shared = answer(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--shard", "--memory", "1MiB")
     assert whole["fits"]
     assert not shared["fits"]
     assert shared["peak_bytes"] != whole["peak_bytes"]
@@ -204,9 +204,9 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
     rows = [(n, c, 1.0 + 0.1 * n * n + 0.2 * c) for c in range(4) for n in range(1, 5 - c)]
     table.write_text(json.dumps([{"size": 1, "length": n, "context": c, "seconds": s} for n, c, s in rows]))
     common = ["plan", "--cost-table", str(table), "--batch-size", "2", "--seq-len", "4", "--pp", "2"]
-    assert told(capsys, *common)["step_time"] > 0
-    assert told(capsys, *common, "--num-slices", "4")["lengths"] == [[1, 1, 1, 1]] * 2
-    assert told(capsys, *common, "--slice-lengths", "1,2,1")["lengths"] == [[1, 2, 1]] * 2
+    assert answer(capsys, *common)["step_time"] > 0
+    assert answer(capsys, *common, "--num-slices", "4")["lengths"] == [[1, 1, 1, 1]] * 2
+    assert answer(capsys, *common, "--slice-lengths", "1,2,1")["lengths"] == [[1, 2, 1]] * 2
     for option in ("--chunks=1", "--recompute=on", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
                    "--sensitivity", "--layers-only", "--model=gpt-tiny"):  # fmt: skip
         assert "would have no effect" in refused(capsys, *common, option)
@@ -215,7 +215,7 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
 def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--json left --sensitivity out; --num-slices 2048 was 2,048 slices, --num-slices 1024,1024 two lengths."""
     plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch-size", "1", "--recompute", "off"]
-    assert len(told(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
+    assert len(answer(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
     profile = tmp_path / "profile.json"
     profile.write_text(made().to_json())
     measured = ["plan", "--profile", str(profile), "--batch-size", "1", "--seq-len", "2048"]
@@ -225,7 +225,7 @@ def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "--slice-lengths" in refused(capsys, *sliced, "--num-slices", "1024,1024")
     assert "would have no effect" in refused(capsys, *sliced, "--num-slices", "2", "--slice-lengths", "1024,1024")
     assert "sum to 2048" not in refused(capsys, *sliced, "--slice-lengths", "2048,1")
-    assert told(capsys, *sliced, "--slice-lengths", "2048")["lengths"][0] == [2048]
+    assert answer(capsys, *sliced, "--slice-lengths", "2048")["lengths"][0] == [2048]
 
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])

@@ -30,10 +30,10 @@ from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.transport import Transport
 from terapipe.search.request import Request
 from terapipe.training import planned
-from terapipe.training.checkpoints import Checkpoints
+from terapipe.training.checkpoint_folder import CheckpointFolder
 from terapipe.training.data.batches import Batches
 from terapipe.training.data.prepare import prepare
-from terapipe.training.data.readers import pieces
+from terapipe.training.data.text_reader import read_documents
 from terapipe.training.data.token_file import TokenFile, open_data
 from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.lock import FILE, Holder, Lock
@@ -127,10 +127,10 @@ def test_going_on_compares_what_must_not_change(ranks: Callable[[int], Ranks], t
     with pytest.raises(ValueError, match=r"tokenizer.end: 256 -> 0; the tokenizer's files are others; set"):
         ranks(1)(train, told(tmp_path, f"{GPT},vocab=257", more, "data.tokenizer=train", "data.vocab=257"))
     (tmp_path / "text.txt").write_text(TEXT.read_text()[:4000])
-    ranks(1)(train, told(tmp_path, GPT, more, "optimizer.lr=1e-5", "data.seed=5"))
+    ranks(1)(train, told(tmp_path, GPT, more, "optimizer.lr=1e-5", "data.seed=5", "lr.warmup=1"))
     said = next(row["message"] for row in read(tmp_path / "run") if row.get("event") == "changed")
     assert said == (
-        "data.train: 3001 tokens in 1 documents -> 4001 tokens in 1 documents; data.seed: 0 -> 5; "
+        "data.train: 3001 tokens in 1 documents -> 4001 tokens in 1 documents; data.seed: 0 -> 5; lr.warmup: 0 -> 1; "
         "optimizer.lr: 0.0003 -> 1e-05; optimizer.steps: 3 -> 4"
     )
 
@@ -334,10 +334,10 @@ def test_the_place_of_a_bad_byte_is_that_in_the_file(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_bytes("é".encode() * 200_001 + b"\xff" + b"a" * 9)
     with pytest.raises(ValueError, match=r"a\.txt is not: byte 0xff at place 400002 \(invalid start byte\)"):
-        list(pieces([text], "text"))
+        list(read_documents([text], "text"))
     lines.write_bytes(b'{"text": "a"}\n' * 3 + b'{"text": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl is not: byte 0xe9 at place 55 "):
-        list(pieces([lines], "text"))
+        list(read_documents([lines], "text"))
 
 
 def test_a_token_out_of_range_is_named(tmp_path: Path) -> None:
@@ -349,10 +349,10 @@ def test_a_token_out_of_range_is_named(tmp_path: Path) -> None:
     damaged[20] = 9999
     damaged.flush()
     batches = Batches(TokenFile.open(file.folder), 16, "concat", False, 0)
-    assert batches.rows(0, 1).ids.max() < 257
+    assert batches.read(0, 1).ids.max() < 257
     said = r"tokens\.bin must be below the vocabulary of 257, the one at place 20 is 9999; the file is damaged"
     with pytest.raises(ValueError, match=said):
-        batches.rows(1, 1)
+        batches.read(1, 1)
 
 
 def test_the_panel_is_right(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_the_panel_is_right(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
     display = Display(console, 100, 0, 10, "a run")
     said = []
-    saves = Checkpoints(tmp_path, CheckpointConfig(), False, lambda *row: said.append(row))
+    saves = CheckpointFolder(tmp_path, CheckpointConfig(), False, lambda *row: said.append(row))
     saves._saved({"step": 7, "best": None})
     display.row({"step": said[0][2], "event": "checkpoint", "message": ""})
     for step, seconds in enumerate((1.0, 1.0, 4.0), 8):
@@ -381,11 +381,11 @@ def test_the_export_is_announced(ranks: Callable[[int], Ranks], tmp_path: Path) 
 
 WATCHED = """
 import os, signal, sys, termios
-from terapipe.training.stopping import Stop
+from terapipe.training.signals import StopSignal
 from terapipe.training.logging.terminal import Terminal
 
 with Terminal() as terminal:
-    stop = Stop(terminal.restore)
+    stop = StopSignal(terminal.restore)
     print("^C is printed:", bool(termios.tcgetattr(0)[3] & termios.ECHOCTL), flush=True)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)

@@ -20,15 +20,15 @@ import torch
 
 from terapipe.config import RunConfig
 from terapipe.runtime.transport import Transport
-from terapipe.training.checkpoints import folder_of, path_of, steps
+from terapipe.training.checkpoint_folder import folder_of, path_of, steps
 from terapipe.training.logging.metrics import read
 from terapipe.training.run import Run
 
 
 class Never:
-    """The wish to stop that nobody has."""
+    """A stop signal that is never received."""
 
-    asked = ""
+    received = ""
 
 
 class Damages:

@@ -1,11 +1,11 @@
-"""The file of a training run, run.toml, as frozen dataclasses. Every key is documented where it is declared."""
+"""The configuration file of a training run, run.toml, as frozen dataclasses that document every key."""
 
 import json
 import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -15,157 +15,178 @@ from terapipe.planning.order import ORDERS
 Section = TypeVar("Section")
 
 
-def key(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+def key(default: Any, doc: str, *, positive: bool = False, share: bool = False) -> Any:
+    """A documented key. Numbers must not be negative; ``positive`` excludes 0, ``share`` numbers above 1."""
+    return field(default=default, metadata={"doc": doc, "positive": positive, "share": share})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained. Exactly one of preset, config, folder and factory."""
+    """The model to train. Set exactly one of preset, config, folder and factory."""
 
-    preset: str = key("", "a GPT: gpt-tiny, gpt-small, gpt3-1b ..., or a shape: layers=4,hidden=64,heads=4")
-    config: str = key("", "a Hugging Face config.json: random weights")
-    folder: str = key("", "a Hugging Face folder with weights, to train on")
-    factory: str = key("", "your own model: module:function or file.py:function, which returns it when called")
-    seed: int = key(0, "of the random weights")
+    preset: str = key("", "a GPT by name (gpt-tiny, gpt-small, gpt3-1b ...) or by shape: layers=4,hidden=64,heads=4")
+    config: str = key("", "path of a Hugging Face config.json; the model starts from random weights")
+    folder: str = key("", "a Hugging Face model folder; training starts from its weights")
+    factory: str = key("", "a function that returns your own model, as module:function or file.py:function")
+    seed: int = key(0, "seed of the random initial weights")
     dtype: Literal["float32", "bfloat16", "float64"] = key(
-        "float32", "of parameters and computations; bfloat16 has float32 master weights in the optimizer"
+        "float32",
+        "dtype of parameters and computation; with bfloat16 the optimizer keeps float32 master weights",
     )
     recompute: Literal["auto", "off", "selective", "full"] = key(
         "auto",
-        "what backwards compute again instead of keeping it: nothing, feed-forward layers, a slice's whole stage; "
-        "auto: off or full, as the plan says",
+        "activations that the backward pass recomputes to save memory. off: none; selective: those inside feed-forward "
+        "layers; full: all of a stage; auto: off or full, whichever the plan needs",
     )
-    compile: bool = key(False, "torch.compile the layers")
+    compile: bool = key(False, "apply torch.compile to the layers")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What it is trained on."""
+    """The texts to train on."""
 
-    train: tuple[str, ...] = key((), "files or patterns: .txt, .jsonl, .parquet, or folders that datasets saved")
-    eval: tuple[str, ...] = key((), "the same, for evaluation")
-    eval_share: float = key(0.0, "without eval: this share of the training documents' tokens, the last ones")
-    field: str = key("text", "the field of JSONL lines, or the column of tables, that holds the text")
+    train: tuple[str, ...] = key(
+        (),
+        "training data: files or patterns (.txt, .md, .jsonl, also with .gz; .parquet), or folders that the datasets "
+        "library saved",
+    )
+    eval: tuple[str, ...] = key((), "evaluation data: files, patterns or folders, as in train")
+    eval_share: float = key(
+        0.0, "if eval is empty: hold out the last documents, about this share of all tokens, for evaluation", share=True
+    )
+    field: str = key("text", "name of the JSON field or table column that holds the text")
     tokenizer: str = key(
         "bytes",
-        'a Hugging Face tokenizer folder, "bytes", or "train": one trained on the data; where it is left out, a '
-        "Hugging Face model has the one in its own folder",
+        'a Hugging Face tokenizer folder, "bytes", or "train" to train a byte-level BPE on the data. If this key is '
+        "left out, a Hugging Face model uses the tokenizer in its own folder",
     )
-    vocab: int = key(4096, 'entries of a tokenizer that is trained; with "bytes" there are 257')
-    seq_len: int = key(1024, "tokens per sequence")
-    batch_size: int = key(1, "sequences per forward and backward, over all replicas")
+    vocab: int = key(4096, 'vocabulary size with tokenizer = "train"', positive=True)
+    seq_len: int = key(1024, "tokens in a sequence", positive=True)
+    batch_size: int = key(1, "sequences in a batch, over all data parallel replicas", positive=True)
     packing: Literal["concat", "packed", "padded"] = key(
         "concat",
-        "concat: documents follow each other and attention crosses their borders; packed: it does not; padded: every "
-        "sequence is one document or a part of one, filled up with padding",
+        "how documents fill sequences. concat: they follow each other, and attention crosses their borders; packed: "
+        "they follow each other, and attention does not cross their borders; padded: a sequence holds one document or "
+        "a part of one, and padding",
     )
-    shuffle: bool = key(True, "sequences in an order drawn anew for each epoch, the same for the same seed")
-    seed: int = key(0, "of the order")
-    cache: str = key("", "folder for token files; default: data in the run's folder")
-    verify: bool = key(True, "at the start, compare token files with their checksums: reads them once")
+    shuffle: bool = key(True, "shuffle the sequences anew in each epoch")
+    seed: int = key(0, "seed of the shuffling and of dropout")
+    cache: str = key("", "folder for tokenized data, which several runs can share; default: data/ in the run's folder")
+    verify: bool = key(True, "at the start, verify the checksums of tokenized data, which reads all of it")
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How a batch is cut and the model is split. What is left out is chosen."""
+    """How the model is split into stages and a batch into slices. Keys that are left out are chosen by the planner."""
 
     file: str = key(
         "",
-        "a plan that `terapipe plan --save` wrote, with its layout; order and cuts are in it",
+        "a plan written by `terapipe plan --save`. It fixes layout, order, slices and stages",
     )
-    profile: str = key("", "what `terapipe profile` wrote; without it the model is measured at start")
-    seconds: float = key(20.0, "to measure for, at start; 0: do not measure, cut into equal slices")
-    ranks: int = key(0, "processes to start when not under torchrun; default: dp x pp x tp")
-    dp: int = key(0, "data parallel replicas")
-    pp: int = key(0, "pipeline ranks")
-    tp: int = key(1, "tensor parallel ranks")
-    shard: bool = key(False, "replicas shard parameters, gradients and optimizer state (FSDP2)")
-    order: str = key("", f"one of {', '.join(ORDERS)}")
-    num_slices: int = key(0, "so many equal slices")
-    slice_lengths: tuple[int, ...] = key((), "or the lengths of slices, such as [704, 688, 656]")
-    microbatch_size: int = key(0, "sequences per microbatch")
-    chunks: int = key(0, "chunks of layers per rank")
-    tile: int = key(8, "slice lengths are multiples of it")
-    memory: str = key("", "budget of each device, such as 16GiB; default: what it has")
-    drift: float = key(0.2, "say so when measured steps are off the predicted by more than this share; 0: never")
-    replan: bool = key(False, "and then measure and plan again at the next checkpoint")
+    profile: str = key("", "a profile written by `terapipe profile`; without it the model is profiled at the start")
+    seconds: float = key(20.0, "seconds to profile for at the start; 0: do not profile, use equal slices")
+    ranks: int = key(0, "processes to start when not under torchrun; 0: dp x pp x tp")
+    dp: int = key(0, "data parallel replicas; 0: any")
+    pp: int = key(0, "pipeline parallel ranks; 0: any")
+    tp: int = key(1, "tensor parallel ranks", positive=True)
+    shard: bool = key(False, "shard parameters, gradients and optimizer state over the replicas (FSDP2)")
+    order: str = key("", f"order of forwards and backwards, one of {', '.join(ORDERS)}; empty: any")
+    num_slices: int = key(0, "number of equal slices of a sequence; 0: any")
+    slice_lengths: tuple[int, ...] = key(
+        (),
+        "lengths of the slices of a sequence in tokens, such as [704, 688, 656], instead of num_slices",
+        positive=True,
+    )
+    microbatch_size: int = key(0, "sequences in a microbatch; 0: any")
+    chunks: int = key(0, "model chunks per rank (interleaving); 0: any")
+    tile: int = key(8, "slice lengths are multiples of this number of tokens", positive=True)
+    memory: str = key("", "memory budget of a device, such as 16GiB; default: all of its memory")
+    drift: float = key(
+        0.2, "report when step times differ from the prediction by more than this share; 0: never report"
+    )
+    replan: bool = key(False, "when drift is reported, profile and plan again at the next checkpoint")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = key(3e-4, "the highest learning rate")
-    beta1: float = key(0.9, "decay of the mean of gradients")
-    beta2: float = key(0.95, "decay of the mean of their squares")
-    eps: float = key(1e-8, "added to the root of the latter")
-    weight_decay: float = key(0.1, "of matrices; biases and norms have none")
-    steps: int = key(1000, "optimizer steps to train for")
-    max_grad_norm: float = key(1.0, "largest norm of all gradients together; 0: no clipping")
-    accumulate: int = key(1, "batches whose gradients are added up for one step")
-    fused: Literal["auto", "on", "off"] = key("auto", "torch's fused implementation: where there is one")
+    lr: float = key(3e-4, "peak learning rate")
+    beta1: float = key(0.9, "decay rate of the running mean of gradients")
+    beta2: float = key(0.95, "decay rate of the running mean of squared gradients")
+    eps: float = key(1e-8, "added to the denominator of the update")
+    weight_decay: float = key(0.1, "weight decay of matrices; biases and norms have none")
+    steps: int = key(1000, "optimizer steps to train for", positive=True)
+    max_grad_norm: float = key(1.0, "clip the norm of all gradients together to this value; 0: no clipping")
+    accumulate: int = key(1, "batches whose gradients are accumulated for one step", positive=True)
+    fused: Literal["auto", "on", "off"] = key("auto", "use torch's fused AdamW; auto: if it supports all parameters")
 
 
 @dataclass(frozen=True)
 class LRConfig:
-    """The learning rate on the way."""
+    """The learning rate schedule: a linear warm-up, then the decay that kind names."""
 
     kind: Literal["cosine", "wsd", "linear", "constant"] = key(
-        "cosine", "after the warm-up; wsd: constant, then falling in the last part (warm-up, stable, decay)"
+        "cosine", "shape after the warm-up; wsd (warm-up, stable, decay): constant, then linear at the end"
     )
-    warmup: int = key(100, "steps in which the learning rate rises from 0")
-    decay: float = key(0.2, "the share of all steps in which wsd falls")
-    min_lr_ratio: float = key(0.1, "the last learning rate, as a share of the highest")
+    warmup: int = key(100, "steps in which the learning rate rises from 0 to its peak")
+    decay: float = key(0.2, "with wsd: share of all steps in which the learning rate falls", share=True)
+    min_lr_ratio: float = key(0.1, "final learning rate as a share of the peak")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and when."""
+    """Checkpoints and the exported model."""
 
-    every: int = key(100, "steps; 0: only at the end and when stopped")
-    keep: int = key(2, "of the latest ones; 0: all")
-    best: bool = key(True, "also keep the one with the lowest evaluation loss")
-    background: bool = key(True, "write while training goes on")
+    every: int = key(100, "steps between checkpoints; 0: save only at the end and when stopped")
+    keep: int = key(2, "number of latest checkpoints to keep; 0: all")
+    best: bool = key(True, "also keep the checkpoint with the lowest evaluation loss")
+    background: bool = key(True, "write checkpoints in the background while training continues")
     resume: str = key(
         "auto",
-        "auto: from the latest in the run's folder, if any; off: begin anew, in a folder that has none; or a "
-        "checkpoint's folder, to begin with where the run has none of its own",
+        "auto: resume from the latest checkpoint in the run's folder, if there is one; off: refuse a folder that has "
+        "checkpoints; or the path of a checkpoint to start from if the run's folder has none",
     )
-    verify: bool = key(True, "before resuming, compare every file of a checkpoint with its checksum")
-    export: str = key("", "at the end, write a Hugging Face model to this folder")
+    verify: bool = key(True, "before resuming, verify the checksums of all files of the checkpoint")
+    export: str = key("", "at the end, write the model and its tokenizer to this folder in the Hugging Face format")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """By the same pipeline."""
+    """Evaluation during training, by the same pipeline."""
 
-    every: int = key(100, "steps; 0: never")
-    batches: int = key(8, "of the evaluation data, always the same; 0: all")
-    sample: int = key(0, "tokens of text to generate each time; 0: none")
-    prompt: str = key("", "what it begins with; default: the beginning of the evaluation data")
-    temperature: float = key(0.8, "of sampling; 0: the likeliest token")
+    every: int = key(100, "steps between evaluations; 0: never")
+    batches: int = key(8, "batches of evaluation data to use, the same each time; 0: all")
+    sample: int = key(0, "tokens of text to generate at each evaluation; 0: none")
+    prompt: str = key("", "prompt of the generated text; default: the beginning of the evaluation data")
+    temperature: float = key(0.8, "sampling temperature of the generated text; 0: greedy")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What people look at."""
+    """The run's folder, its output and experiment trackers."""
 
-    folder: str = key("runs/default", "of the run: config, plan, profile, metrics, checkpoints, report")
-    every: int = key(10, "steps between lines, where there is no terminal, and between looks at timeline and memory")
-    tensorboard: bool = key(True, "event files, if tensorboard is installed")
-    wandb: str = key("", "a Weights & Biases project")
-    trackio: str = key("", "a trackio project")
+    folder: str = key("runs/default", "the run's folder, for config, plan, profile, metrics, checkpoints and report")
+    every: int = key(
+        10,
+        "steps between lines of output (without a terminal), and between records of timeline and memory",
+        positive=True,
+    )
+    tensorboard: bool = key(True, "write TensorBoard event files, if tensorboard is installed")
+    wandb: str = key("", "Weights & Biases project to log to; empty: none")
+    trackio: str = key("", "trackio project to log to; empty: none")
 
 
 @dataclass(frozen=True)
 class FailureConfig:
-    """What may go wrong."""
+    """What to do when something fails."""
 
-    timeout: float = key(300.0, "seconds that a rank waits for another before all stop")
-    restarts: int = key(0, "when not under torchrun: how often to go on from the last checkpoint after a rank died")
-    on_nan: Literal["stop", "skip"] = key("stop", "when loss or gradients are not finite: stop, or leave that step out")
-    max_skipped: int = key(10, "with skip: stop after so many in a row")
+    timeout: float = key(300.0, "seconds that a rank waits for another before all ranks stop", positive=True)
+    restarts: int = key(0, "when not under torchrun: times to restart from the last checkpoint after a rank has died")
+    on_nan: Literal["stop", "skip"] = key(
+        "stop", "what to do when loss or gradients are not finite: stop the run, or skip that step"
+    )
+    max_skipped: int = key(10, 'with on_nan = "skip": stop after this number of skipped steps in a row', positive=True)
 
 
 @dataclass(frozen=True)
@@ -185,12 +206,12 @@ class RunConfig:
         return Path(self.logging.folder)
 
     def to_toml(self) -> str:
-        """Every key with its value and what it means; ``parse`` reads it back."""
+        """Every key with its value and its documentation. ``parse`` reads it back."""
         return "\n".join(line for part in fields(self) for line in _section_lines(part.name, getattr(self, part.name)))
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """A file, with single keys replaced: ``optimizer.lr=1e-4``."""
+    """Read a file. Overrides replace single keys: ``optimizer.lr=1e-4``."""
     return parse(path.read_text(encoding="utf-8"), overrides, str(path))
 
 
@@ -203,14 +224,14 @@ def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> R
         _override(data, override)
     sections = {part.name: type(part.default) for part in fields(RunConfig)}
     _refuse_unknown(data, sections, f"{name}: unknown section [{{}}]")
-    made: dict[str, Any] = {part: _section(kind, data.get(part, {}), part, name) for part, kind in sections.items()}
-    config = RunConfig(**made)
+    values: dict[str, Any] = {part: _section(kind, data.get(part, {}), part, name) for part, kind in sections.items()}
+    config = RunConfig(**values)
     _check(config, name)
-    return config if "tokenizer" in data.get("data", {}) else _with_own_tokenizer(config)
+    return config if "tokenizer" in data.get("data", {}) else _with_model_tokenizer(config)
 
 
-def _with_own_tokenizer(config: RunConfig) -> RunConfig:
-    """A Hugging Face model knows the tokens of one tokenizer only, which lies beside it."""
+def _with_model_tokenizer(config: RunConfig) -> RunConfig:
+    """A Hugging Face model uses the tokenizer in its own folder."""
     model = config.model
     if not model.folder and not model.config:
         return config
@@ -231,7 +252,7 @@ def _override(data: dict[str, Any], text: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """As in the file; a word that is no TOML value is taken as a string, so that quotes need not be escaped."""
+    """A TOML value. Anything else is a string, so that quotes need not be escaped in a shell."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -255,42 +276,32 @@ def _section(kind: type[Section], data: Any, section: str, name: str) -> Section
     return kind(**values)
 
 
-def _typed(wanted: Any, value: Any, where: str) -> Any:
-    if get_origin(wanted) is Literal:
-        if value not in get_args(wanted):
-            raise ValueError(f"{where} must be one of {', '.join(get_args(wanted))}, got {value!r}")
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, got {value!r}")
         return value
-    if get_origin(wanted) is tuple:
-        item = get_args(wanted)[0]
-        values = value if isinstance(value, list) else [value]  # one alone needs no brackets
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        values = value if isinstance(value, list) else [value]  # a single value needs no brackets
         return tuple(_typed(item, v, where) for v in values)
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise ValueError(f"{where} must be {_WORDS[wanted]}, got {value!r}")
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where} must be {_TYPE_NAMES[kind]}, got {value!r}")
     return value
 
 
-_WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-_POSITIVE = (
-    "data.seq_len", "data.batch_size", "data.vocab", "plan.tp", "plan.tile", "plan.slice_lengths",
-    "optimizer.accumulate", "optimizer.steps", "logging.every", "failures.timeout", "failures.max_skipped",
-)  # fmt: skip
+_TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _check(config: RunConfig, name: str) -> None:
-    """What can be seen in the file alone; the rest is checked where it is used, before the first step."""
+    """Rules that need nothing but the file. Others are checked where the values are used, before the first step."""
     for part in fields(config):
         section = getattr(config, part.name)
         for entry in fields(section):
-            held, place = getattr(section, entry.name), f"{part.name}.{entry.name}"
-            for value in held if isinstance(held, tuple) else (held,):
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    least = "positive" if place in _POSITIVE else "at least 0"
-                    if not value >= 0 or (place in _POSITIVE and value == 0):
-                        raise ValueError(f"{name}: {place} must be {least}, got {value!r}")
-    model = config.model
-    kinds = [k for k in ("preset", "config", "folder", "factory") if getattr(model, k)]
+            _check_range(getattr(section, entry.name), entry, f"{name}: {part.name}.{entry.name}")
+    kinds = [kind for kind in ("preset", "config", "folder", "factory") if getattr(config.model, kind)]
     if len(kinds) != 1:
         raise ValueError(
             f"{name}: a model is given by exactly one of model.preset, config, folder and factory, got "
@@ -298,17 +309,7 @@ def _check(config: RunConfig, name: str) -> None:
         )
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
-    if config.plan.num_slices and config.plan.slice_lengths:
-        raise ValueError(
-            f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"
-        )
-    if config.plan.order and config.plan.order not in ORDERS:
-        _refuse_unknown({config.plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
-    if config.plan.memory:
-        nbytes(config.plan.memory)
-    for place, share in (("data.eval_share", config.data.eval_share), ("lr.decay", config.lr.decay)):
-        if share > 1:
-            raise ValueError(f"{name}: {place} is a share of the whole, at most 1, got {share}")
+    _check_plan(config.plan, name)
     if config.data.batch_size % (config.plan.dp or 1):
         raise ValueError(
             f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
@@ -316,13 +317,35 @@ def _check(config: RunConfig, name: str) -> None:
         )
 
 
+def _check_range(value: Any, entry: Field[Any], where: str) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            continue
+        if not number >= 0 or (entry.metadata["positive"] and number == 0):
+            least = "positive" if entry.metadata["positive"] else "at least 0"
+            raise ValueError(f"{where} must be {least}, got {number!r}")
+        if entry.metadata["share"] and number > 1:
+            raise ValueError(f"{where} is a share of the whole, at most 1, got {number}")
+
+
+def _check_plan(plan: PlanConfig, name: str) -> None:
+    if plan.num_slices and plan.slice_lengths:
+        raise ValueError(
+            f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"
+        )
+    if plan.order:
+        _refuse_unknown({plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
+    if plan.memory:
+        nbytes(plan.memory)
+
+
 def _section_lines(name: str, section: Any) -> list[str]:
     lines = [f"# {section.__doc__.strip()}", f"[{name}]"]
     for entry in fields(section):
         value = _toml(getattr(section, entry.name))
         choices = get_args(get_type_hints(type(section))[entry.name])
-        said = f"{' | '.join(choices)}; " if choices and choices[-1] is not ... else ""
-        lines += textwrap.wrap(said + entry.metadata["doc"], 100, initial_indent="# ", subsequent_indent="#   ")
+        prefix = f"{' | '.join(choices)}; " if choices and choices[-1] is not ... else ""
+        lines += textwrap.wrap(prefix + entry.metadata["doc"], 100, initial_indent="# ", subsequent_indent="#   ")
         lines.append(f"{entry.name} = {value}")
     return [*lines, ""]
 
@@ -330,14 +353,16 @@ def _section_lines(name: str, section: Any) -> list[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value)  # strings and booleans are written alike
+    return (
+        repr(value) if isinstance(value, float) else json.dumps(value)
+    )  # TOML writes strings and booleans as JSON does
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def nbytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
         raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])

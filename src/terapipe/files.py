@@ -8,11 +8,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces a text file; the old one stays whole until the new one is."""
+def write(path: Path, content: str | bytes) -> None:
+    """Replaces a file; the old one stays whole until the new one is. Text is written as UTF-8."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     part.replace(path)
 
 

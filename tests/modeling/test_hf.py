@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from terapipe.hf import Decoder, UnsupportedModelError, split_layers
 from terapipe.modeling.cache import KeyValueStore
-from terapipe.modeling.hf.check import check, lengths
+from terapipe.modeling.hf.comparison import lengths
 from terapipe.modeling.hf.shrink import small_config, small_model
+from terapipe.modeling.hf.verification import verify
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
 
@@ -28,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("quiet_models")
 
 @pytest.mark.parametrize("name", FAST)
 def test_families_that_take_their_attention_from_the_interface(name: str) -> None:
-    verdict = check(name, small_config(name), stages=3)
-    assert (verdict.backend, verdict.exact) == ("attention", True), verdict.reason
+    result = verify(name, small_config(name), stages=3)
+    assert (result.backend, result.exact) == ("attention", True), result.reason
 
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_families_that_are_cut_through_their_cache(name: str) -> None:
-    verdict = check(name, small_config(name))
-    assert (verdict.backend, verdict.exact) == ("cache", True), verdict.reason
+    result = verify(name, small_config(name))
+    assert (result.backend, result.exact) == ("cache", True), result.reason
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv"])
@@ -47,8 +48,8 @@ def test_models_that_cannot_be_cut_are_refused_with_a_reason(name: str) -> None:
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = torch.zeros(())
     monkeypatch.setattr(KeyValueStore, "grad", lambda self, start, end: (nothing, nothing))
-    verdict = check("llama", small_config("llama"))
-    assert verdict.backend == "cache"  # which does not use it
+    result = verify("llama", small_config("llama"))
+    assert result.backend == "cache"  # which does not use it
 
 
 @pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])

@@ -1,5 +1,6 @@
 """Hugging Face models of which each stage makes only its part real: drawn at random, or read from a folder."""
 
+import inspect
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from terapipe import Pipeline, Plan
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.decoder import Decoder
+from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.shrink import small_config, small_model
-from terapipe.modeling.hf.stage import DecoderStage
 from terapipe.modeling.hf.weights import meta_model
 
 # fast=True throughout: which way of cutting a model is exact is not the question here, and takes a while to find out.
@@ -113,10 +114,10 @@ def test_weights_of_zero_take_no_memory_on_another_device_either() -> None:
     assert all(b.untyped_storage().nbytes() == b.element_size() for b in zeros)
 
 
-def test_a_model_that_does_not_initialise_all_of_itself_is_refused() -> None:
+def test_a_model_that_does_not_initialize_all_of_itself_is_refused() -> None:
     decoder = Decoder.from_config(small_config("apertus"), backend="attention")
     with pytest.raises(
-        UnsupportedModelError, match=r"does not initialise model\.layers\.0\.mlp\.act_fn\.alpha_p.* and \d+ more"
+        UnsupportedModelError, match=r"does not initialize model\.layers\.0\.mlp\.act_fn\.alpha_p.* and \d+ more"
     ):
         decoder.stage(0, decoder.num_layers, CPU)
 
@@ -242,6 +243,20 @@ def test_training_leaves_the_files_alone(saved: PretrainedWeights) -> None:
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_what_is_no_saved_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a folder with a file config\.json, got .*; nothing is downloaded"):
-        Decoder.from_pretrained(tmp_path, backend="attention")
+@pytest.mark.parametrize("name", ["", "meta-llama/Llama-3.1-8B"])
+def test_what_is_no_saved_model_is_refused(name: str, tmp_path: Path) -> None:
+    """An empty folder, or a model id of the Hub: the message says how to fetch it."""
+    with pytest.raises(
+        ValueError, match=r"a folder with a config\.json, got .*; nothing is downloaded.* `hf download "
+    ):
+        Decoder.from_pretrained(name or tmp_path, backend="attention")
+
+
+def test_a_decoder_takes_public_things_only() -> None:
+    """A model and a backend: other arguments would need types that terapipe.hf does not export."""
+    for make, names in (
+        (Decoder, ["model", "backend"]),
+        (Decoder.from_config, ["config", "seed", "dtype", "backend"]),
+        (Decoder.from_pretrained, ["folder", "dtype", "backend"]),
+    ):
+        assert list(inspect.signature(make).parameters) == names

@@ -7,9 +7,8 @@ import pytest
 
 from terapipe.cli import main
 from terapipe.paper.published import ONE_LAYER, SETTINGS, SWEEP
-from terapipe.paper.question import orders
 from terapipe.paper.reproduce import Row, mean_error, row, sweep
-from terapipe.paper.whatif import CASES, outcome
+from terapipe.paper.studies import CASES, orders, outcome
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import Cluster
@@ -77,7 +76,7 @@ def test_the_open_question_in_one_setting() -> None:
 
 def test_what_if_cases_have_an_outcome() -> None:
     found = outcome(CASES[0])
-    assert found.usual is not None
-    assert found.planned.step_time <= found.usual.step_time * 1.006  # but for preferring whole sequences
+    assert found.best_1f1b is not None
+    assert found.planned.step_time <= found.best_1f1b.step_time * 1.006  # but for preferring whole sequences
     assert found.planned.fits
     assert found.others

@@ -1,7 +1,7 @@
 """Runs to show, by a clock simple enough to check by hand."""
 
 from terapipe import Action, Event, Op, Plan, Timeline, schedule
-from terapipe.reporting.report import Shown
+from terapipe.reporting.view import RunView
 from terapipe.scheduling.actions import COMPUTE, completes, dependencies
 
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}  # a token
@@ -32,8 +32,8 @@ def stepped(plan: Plan, scale: float = 1.0) -> Timeline:
     return Timeline.of(plan, events)
 
 
-def shown(name: str, timeline: Timeline) -> Shown:
-    """With memory of a byte a token in flight and all idle time put down to filling and draining."""
+def view(name: str, timeline: Timeline) -> RunView:
+    """With a byte of memory per token in flight, and all idle time attributed to filling and draining."""
     memory: list[list[tuple[float, float]]] = [[(0.0, 0.0)] for _ in range(timeline.plan.num_ranks)]
     for rank, (op, _, s), start, end in timeline.computations:
         if op is Op.F:
@@ -45,7 +45,7 @@ def shown(name: str, timeline: Timeline) -> Shown:
         mine = [e for e in timeline.computations if e.rank == rank]
         busy, first = sum(e.end - e.start for e in mine), min(e.start for e in mine)
         idle.append({"fill": first, "drain": timeline.makespan - busy - first})
-    return Shown(name, timeline, idle, memory)
+    return RunView(name, timeline, idle, memory)
 
 
 def crowd(ranks: int, slices: int) -> Timeline:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from terapipe import Plan, files
-from terapipe.reporting.report import Shown, report
+from terapipe.reporting.page import report
+from terapipe.reporting.view import RunView
 from tests.reporting.browser import CHROMIUM, Browser
-from tests.reporting.runs import crowd, shown, stages, stepped
+from tests.reporting.runs import crowd, stages, stepped, view
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
 
@@ -37,7 +38,7 @@ ROW = "document.querySelector('canvas').getBoundingClientRect().top + 36"
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:
-    runs = [shown("predicted", stepped(PLAN, 0.001)), shown("measured", stepped(PLAN, 0.0012))]
+    runs = [view("predicted", stepped(PLAN, 0.001)), view("measured", stepped(PLAN, 0.0012))]
     files.write(tmp_path / "report.html", report("A step", "As it was.", runs, budget=1200))
     with Browser(tmp_path / "profile") as opened:
         opened.open(tmp_path / "report.html")
@@ -126,7 +127,7 @@ def _transfers(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_follows_the_colour_scheme(browser: Browser, scheme: str) -> None:
+def test_the_page_follows_the_color_scheme(browser: Browser, scheme: str) -> None:
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
@@ -141,7 +142,7 @@ def test_it_fits_a_phone(browser: Browser) -> None:
 
 def test_a_large_run_is_drawn_and_answers(tmp_path: Path) -> None:
     """96 ranks, on each of them more bars than pixels."""
-    files.write(tmp_path / "large.html", report("Large", "", [Shown("x", crowd(96, 400))]))
+    files.write(tmp_path / "large.html", report("Large", "", [RunView("x", crowd(96, 400))]))
     with Browser(tmp_path / "profile") as opened:
         opened.open(tmp_path / "large.html")
         left, top, height = opened.run(PLACE)

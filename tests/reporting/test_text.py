@@ -5,7 +5,7 @@ import pytest
 from terapipe import Plan
 from terapipe.reporting import text
 from tests.reporting.runs import stages, stepped
-from tests.reporting.test_drawings import TIMELINE
+from tests.reporting.test_svg import TIMELINE
 
 
 def test_each_slice_shows_for_as_long_as_it_took() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from terapipe import Plan
-from terapipe.reporting.report import Shown
 from terapipe.reporting.trace import trace
-from tests.reporting.runs import shown, stages, stepped
+from terapipe.reporting.view import RunView
+from tests.reporting.runs import stages, stepped, view
 
 PLAN = Plan((1, 1), ((4, 2), (4, 2)), stages(2))
-RUNS = [shown("predicted", stepped(PLAN)), shown("measured", stepped(PLAN, 1.25))]
+RUNS = [view("predicted", stepped(PLAN)), view("measured", stepped(PLAN, 1.25))]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_events_of_a_thread_lie_apart() -> None:
     timeline = stepped(PLAN)
     longer = tuple(e._replace(end=e.end + 3.0) if e.action.op.startswith("RECV") else e for e in timeline.events)
     threads = defaultdict(list)
-    for r in json.loads(trace([Shown("x", type(timeline).of(PLAN, longer))]))["traceEvents"]:
+    for r in json.loads(trace([RunView("x", type(timeline).of(PLAN, longer))]))["traceEvents"]:
         if r["ph"] == "X":
             threads[r["tid"]].append((r["ts"], r["ts"] + r["dur"]))
     assert len(threads) > 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from terapipe.reporting.units import digits, memory, seconds, share
+from terapipe.reporting.units import count, digits, memory, seconds, share
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,7 @@ def test_memory_is_binary(value: int, text: str) -> None:
 def test_shares_and_digits() -> None:
     assert [share(x) for x in (0.0, 0.034, 0.25, 1.0)] == ["0%", "3.4%", "25%", "100%"]
     assert [digits(x) for x in (0.9041, 1.0, 1e6, 0.00012345)] == ["0.904", "1", "1000000", "0.000123"]
+
+
+def test_counts() -> None:
+    assert [count(n, "slice") for n in (0, 1, 2)] == ["0 slices", "1 slice", "2 slices"]

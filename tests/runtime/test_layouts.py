@@ -202,7 +202,7 @@ def wrong_size() -> str:
 
 
 def test_a_layout_of_another_size_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2)(wrong_size)[0].startswith("data 2 x pipe 2 x tensor 1 needs 4 processes, got 2;")
+    assert ranks(2)(wrong_size)[0].startswith("dp 2 x pp 2 x tp 1 needs 4 processes, got 2;")
 
 
 def test_a_batch_is_filled_up_with_rows_that_do_not_count() -> None:

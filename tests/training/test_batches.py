@@ -41,7 +41,7 @@ def batches(lengths: list[int], tokens: int, packing: Packing, shuffle: bool = F
 @given(lengths, sizes, st.booleans())
 def test_every_token_is_predicted_once(packing: Packing, lengths: list[int], tokens: int, shuffle: bool) -> None:
     data = batches(lengths, tokens, packing, shuffle)
-    ids, labels, _ = data.rows(0, len(data))
+    ids, labels, _ = data.read(0, len(data))
     counted = labels != IGNORE
     assert ids.shape == labels.shape == (len(data), tokens)
     assert ids.dtype == labels.dtype == torch.int64
@@ -56,9 +56,9 @@ def test_every_token_is_predicted_once(packing: Packing, lengths: list[int], tok
 
 @settings(deadline=None)
 @given(lengths, sizes)
-def test_alone_means_alone(lengths: list[int], tokens: int) -> None:
+def test_padded_sequences_hold_one_document(lengths: list[int], tokens: int) -> None:
     data = batches(lengths, tokens, "padded")
-    ids, labels, documents = data.rows(0, len(data))
+    ids, labels, documents = data.read(0, len(data))
     assert documents is None
     assert (labels != IGNORE).any(dim=1).all()
     edges = [0, *np.cumsum(lengths).tolist()]
@@ -74,7 +74,7 @@ def test_alone_means_alone(lengths: list[int], tokens: int) -> None:
 @given(lengths, sizes, st.booleans())
 def test_where_documents_begin(lengths: list[int], tokens: int, shuffle: bool) -> None:
     data = batches(lengths, tokens, "packed", shuffle)
-    ids, _, documents = data.rows(1, 2 * len(data))
+    ids, _, documents = data.read(1, 2 * len(data))
     starts = set(token_file(lengths).starts.tolist())
     assert documents is not None
     for row, found in zip(ids.tolist(), documents, strict=True):
@@ -90,9 +90,9 @@ def test_the_order_is_that_of_single_sequences(
 ) -> None:
     """However they are taken, over the ends of epochs too."""
     data = batches(lengths, tokens, packing, True, seed=3)
-    whole = data.rows(first, some + more)
+    whole = data.read(first, some + more)
     again = batches(lengths, tokens, packing, True, seed=3)
-    parts = [again.rows(first + some, more), again.rows(first, some)][::-1]
+    parts = [again.read(first + some, more), again.read(first, some)][::-1]
     assert torch.equal(whole.ids, torch.cat([p.ids for p in parts]))
     assert torch.equal(whole.labels, torch.cat([p.labels for p in parts]))
     if packing == "packed":
@@ -102,14 +102,14 @@ def test_the_order_is_that_of_single_sequences(
 def test_epochs_and_seeds_differ() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         data = Batches(token_file([100]), 2, "concat", True, seed)
-        return data.rows(epoch * len(data), len(data)).ids[:, 0].tolist()
+        return data.read(epoch * len(data), len(data)).ids[:, 0].tolist()
 
     drawn = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert all(sorted(one) == list(range(0, 100, 2)) for one in drawn)
     assert len({tuple(one) for one in [*drawn, sorted(drawn[0])]}) == 5
     assert drawn[1] == order(0, 1)
     plain = Batches(token_file([100]), 2, "concat", False, 0)
-    assert plain.rows(48, 4).ids[:, 0].tolist() == [96, 98, 0, 2]
+    assert plain.read(48, 4).ids[:, 0].tolist() == [96, 98, 0, 2]
 
 
 def test_documents_are_told_without_reading_tokens(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_documents_are_told_without_reading_tokens(tmp_path: Path) -> None:
     (tmp_path / "data" / "train" / "tokens.bin").unlink()
     assert data.documents(0, 2) == ((0, 4), (0, 4))
     with pytest.raises(FileNotFoundError):
-        data.rows(0, 1)
+        data.read(0, 1)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

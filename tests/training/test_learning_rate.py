@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from terapipe.config import LRConfig, OptimizerConfig
-from terapipe.training.learning_rate import learning_rate
+from terapipe.training.optimizer import learning_rate
 
 PEAK = 0.5
 

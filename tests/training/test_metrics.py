@@ -137,7 +137,7 @@ def test_a_run_on_a_disk_that_is_full_already_goes_on(tmp_path: Path, monkeypatc
     def fail(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("terapipe.training.logging.metrics.html.write", fail)
+    monkeypatch.setattr("terapipe.training.logging.metrics.files.write", fail)
     (said,) = write(tmp_path, range(4, 6))
     assert "No space left on device" in said
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 4, 5]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from terapipe import Plan
-from terapipe.training.logging.charts import thinned
-from terapipe.training.logging.report import write_report
+from terapipe.training.logging.run_charts import thinned
+from terapipe.training.logging.run_report import write_report
 from tests.reporting.runs import stages, stepped
 
 GIB = 2**30
@@ -124,7 +124,7 @@ def test_tens_of_thousands_of_steps_stay_small_and_honest(tmp_path: Path) -> Non
     (training,) = curve(made, "loss")
     assert 400 < len(training) <= 1500
     words = text(made)
-    assert "a point is the mean of several neighbouring steps" in words
+    assert "a point is the mean of several neighboring steps" in words
     assert "Off the scale: 1 of 20,000 values, the highest 30 s at step 1." in words
     assert "Off the scale: 1 of 20,000 values, the highest 70 at step 12,345." in words
     (band,) = re.findall(r"aria-label='loss'.*?<polygon points='(.*?)'", made, re.DOTALL)

@@ -18,8 +18,8 @@ from terapipe.modeling.stage import IGNORE
 from terapipe.presets import gpt_config
 from terapipe.training.data.batches import Batches
 from terapipe.training.data.token_file import open_data
-from terapipe.training.learning_rate import learning_rate
 from terapipe.training.logging.metrics import read
+from terapipe.training.optimizer import learning_rate
 from tests.commands import Command, started
 from tests.ranks import Ranks
 
@@ -65,13 +65,13 @@ timeout = 300
 
 
 class After:
-    """The wish to stop after so many steps."""
+    """A stop request after this number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
 
     @property
-    def asked(self) -> str:
+    def received(self) -> str:
         self.left -= 1
         return "" if self.left else "a test"
 
@@ -114,7 +114,7 @@ def plainly(told: RunConfig, steps: int) -> list[float]:
     batches = Batches(data.train, told.data.seq_len, told.data.packing, True, 0)
     found = []
     for step in range(steps):
-        rows = batches.rows(4 * step, 4)  # two batches of two
+        rows = batches.read(4 * step, 4)  # two batches of two
         loss = gpt.loss(gpt(rows.ids), rows.labels) / (rows.labels != IGNORE).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.5)

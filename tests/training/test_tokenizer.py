@@ -13,10 +13,9 @@ from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from terapipe.training.data.hf_tokenizer import FastTokenizer, SlowTokenizer
-from terapipe.training.data.pieces import cut
-from terapipe.training.data.tokenizer import ByteTokenizer, Tokenizer, load, make
-from terapipe.training.data.tokenizer_files import END
+from terapipe.training.data.hf_tokenizer import END, FastTokenizer, SlowTokenizer
+from terapipe.training.data.text_reader import split_text
+from terapipe.training.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
 TEXTS = ["the cat and the hat; another frog within that thorny garden, forever hidden " * 20, "où est l'été? 猫 😀"]
 
@@ -33,7 +32,7 @@ def never() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "tokenizer"
-    make("train", 300, texts, folder)
+    make_tokenizer("train", 300, texts, folder)
     return folder
 
 
@@ -46,7 +45,7 @@ def kinds(trained: Path) -> dict[str, Tokenizer]:
     (slow / "vocab.json").write_text(json.dumps(model["vocab"]))
     (slow / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
     (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END}))
-    return {"bytes": ByteTokenizer(), "fast": FastTokenizer(trained), "slow": load("a folder", slow)}
+    return {"bytes": ByteTokenizer(), "fast": FastTokenizer(trained), "slow": load_tokenizer("a folder", slow)}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fast", "slow"])
@@ -78,13 +77,13 @@ def test_transformers_opens_what_is_saved(kinds: dict[str, Tokenizer], kind: str
     assert opened(said, add_special_tokens=False)["input_ids"] == kinds[kind].encode(said)
     assert opened.eos_token_id == kinds[kind].end
     assert (tmp_path / "config.json").read_text() == '{"model_type": "gpt2"}'
-    assert load("a folder", tmp_path).encode(TEXTS) == kinds[kind].encode(TEXTS)
+    assert load_tokenizer("a folder", tmp_path).encode(TEXTS) == kinds[kind].encode(TEXTS)
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([" ", "\n", "the", "cat's", "42", ".", "é"])).map("".join))
 def test_cutting_before_a_word_changes_no_token(kinds: dict[str, Tokenizer], text: str) -> None:
-    parts = list(cut(text, 8))
+    parts = list(split_text(text, 8))
     if all(part[0] == " " for part in parts[1:]):
         assert [i for ids in kinds["fast"].encode(parts) for i in ids] == kinds["fast"].encode([text])[0]
 
@@ -120,51 +119,51 @@ def test_the_end_is_found(trained: Path, tmp_path: Path, name: str, entry: dict[
     (tmp_path / name).write_text(json.dumps(entry).replace('"the"', str(the)))
     if entry.get("eos_token_id", 0) in (None, 10**6):
         with pytest.raises(ValueError, match=rf"{tmp_path} names none; add \"eos_token\""):
-            load("a folder", tmp_path)
+            load_tokenizer("a folder", tmp_path)
         return
-    tokenizer = load("a folder", tmp_path)
+    tokenizer = load_tokenizer("a folder", tmp_path)
     assert tokenizer.end == the
     tokenizer.save(tmp_path / "saved")
-    assert load("a folder", tmp_path / "saved").end == the
+    assert load_tokenizer("a folder", tmp_path / "saved").end == the
     assert not (tmp_path / "saved" / "config.json").exists()
 
 
 def test_a_trained_one_is_taken_again(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "tokenizer"
-    before = make("train", 280, texts, folder)
-    assert make("train", 280, never, folder).encode(TEXTS) == before.encode(TEXTS)
-    assert make(str(folder), 7, never, folder).vocab == before.vocab == 280
-    assert make("train", 280, never, folder).vocab == 280
-    assert make("train", 290, texts, folder).vocab == 290
-    assert make("bytes", 290, never, folder).vocab == 257
-    assert make("train", 290, texts, folder).vocab == 290
+    before = make_tokenizer("train", 280, texts, folder)
+    assert make_tokenizer("train", 280, never, folder).encode(TEXTS) == before.encode(TEXTS)
+    assert make_tokenizer(str(folder), 7, never, folder).vocab == before.vocab == 280
+    assert make_tokenizer("train", 280, never, folder).vocab == 280
+    assert make_tokenizer("train", 290, texts, folder).vocab == 290
+    assert make_tokenizer("bytes", 290, never, folder).vocab == 257
+    assert make_tokenizer("train", 290, texts, folder).vocab == 290
     assert [f.name for f in folder.parent.iterdir()] == ["tokenizer"]
 
 
 def test_long_words_and_many_texts_do_not_hold_up_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terapipe.training.data.bpe.ENOUGH", 500_000)
+    monkeypatch.setattr("terapipe.training.data.tokenizer.SAMPLE", 500_000)
 
     def endless() -> Iterator[str]:
         while True:
             yield "abcdefghij" * 30_000
 
-    assert make("train", 300, endless, tmp_path / "tokenizer").vocab <= 300
+    assert make_tokenizer("train", 300, endless, tmp_path / "tokenizer").vocab <= 300
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"must be \"bytes\", \"train\" or a folder .*, got 'gpt2'"):
-        make("gpt2", 300, never, tmp_path / "new")
+        make_tokenizer("gpt2", 300, never, tmp_path / "new")
     with pytest.raises(ValueError, match=r"at least 257 entries.* got data.vocab 256"):
-        make("train", 256, never, tmp_path / "new")
+        make_tokenizer("train", 256, never, tmp_path / "new")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"holds something else; set another data\.cache"):
-        make("bytes", 300, never, tmp_path / "mine")
+        make_tokenizer("bytes", 300, never, tmp_path / "mine")
     with pytest.raises(ValueError, match=r"mine/tokenizer\.json cannot be read"):
-        make(str(tmp_path / "mine"), 300, never, tmp_path / "new")
+        make_tokenizer(str(tmp_path / "mine"), 300, never, tmp_path / "new")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty holds no tokenizer"):
-        make(str(tmp_path / "empty"), 300, never, tmp_path / "new")
+        make_tokenizer(str(tmp_path / "empty"), 300, never, tmp_path / "new")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs tokenizers, .* pip install terapipe\[data\]"):
-        make("train", 300, texts, tmp_path / "new")
+        make_tokenizer("train", 300, texts, tmp_path / "new")

@@ -11,10 +11,10 @@ from terapipe.config import DataConfig
 from terapipe.training.data import prepare as preparing
 from terapipe.training.data import token_writer
 from terapipe.training.data.hf_tokenizer import FastTokenizer
-from terapipe.training.data.pieces import PIECE
 from terapipe.training.data.prepare import prepare
+from terapipe.training.data.text_reader import PART
 from terapipe.training.data.token_file import TokenFile, open_data
-from terapipe.training.data.tokenizer import ByteTokenizer, make
+from terapipe.training.data.tokenizer import ByteTokenizer, make_tokenizer
 
 TEXTS = ["one two", "", "drei", "四" * 10, "a longer one, of many words"]
 
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_the_texts(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     monkeypatch.setattr(token_writer, "BATCH", batch)
-    texts = [*TEXTS, "word " * PIECE, TEXTS[0]]
+    texts = [*TEXTS, "word " * PART, TEXTS[0]]
     write(tmp_path / "source.jsonl", texts)
     assert built(config, tmp_path / "data") == plainly(texts)
 
@@ -137,7 +137,7 @@ def test_another_tokenizer_in_its_folder_is_seen(config: DataConfig, tmp_path: P
     config = replace(config, tokenizer=str(tmp_path / "tokenizer"))
     ByteTokenizer().save(tmp_path / "tokenizer")
     assert built(config, tmp_path / "data") == plainly(TEXTS)
-    make("train", 300, lambda: iter(["one two, one two"]), tmp_path / "trained")
+    make_tokenizer("train", 300, lambda: iter(["one two, one two"]), tmp_path / "trained")
     FastTokenizer(tmp_path / "trained").save(tmp_path / "tokenizer")
     assert built(config, tmp_path / "data")[1][1] < plainly(TEXTS)[1][1]
 

@@ -4,12 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-from terapipe import api
+from terapipe import api, files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import CUTS, Verbs, add_request, add_source, costs_of, refuse_with, request_of
 from terapipe.reporting.plans import comparison_parts
-from terapipe.reporting.png import write_png
+from terapipe.reporting.svg import to_png
 
 
 def add(verbs: Verbs) -> None:
@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.svg:
         comparison.to_svg(parsed.svg)
     if parsed.png:
-        write_png(parsed.png, comparison.to_svg())
+        files.write(parsed.png, to_png(comparison.to_svg()))
     if parsed.json:
         print(json.dumps([{**e.to_dict(), "seconds_to_plan": comparison.seconds} for e in comparison]))
     else:

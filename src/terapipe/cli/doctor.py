@@ -12,10 +12,10 @@ from rich.markup import escape
 from terapipe.cli import show
 from terapipe.cli.options import Verbs
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
-from terapipe.doctor.examination import Examination
-from terapipe.reporting.words import count
+from terapipe.doctor.facts import Examination
+from terapipe.reporting.units import count
 
-_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
+_COLORS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
 
 
 def add(verbs: Verbs) -> None:
@@ -63,7 +63,7 @@ def _report(findings: Sequence[Finding], found: dict[str, Any], as_json: bool) -
 def _print(findings: Sequence[Finding]) -> None:
     room = " " * 26
     for f in findings:
-        show.console.print(f"[{_COLOURS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.found)}")
+        show.console.print(f"[{_COLORS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.found)}")
         for line in f.details:
             show.console.print(f"{room}{escape(line)}", style="dim")
         if f.remedy:

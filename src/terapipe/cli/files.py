@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from terapipe.reporting.png import require_png
+from terapipe.reporting.svg import require_png
 
 OUTPUTS = ("save", "slurm", "kubernetes", "html", "svg", "png", "trace", "out")
 INPUTS = ("profile", "cost_table", "plan", "measured")

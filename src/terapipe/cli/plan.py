@@ -12,7 +12,7 @@ from terapipe import api, files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_launch, add_request, add_source, costs_of, refuse_with, request_of
-from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, launch_of, told, uneven
+from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.profile import Profile
 from terapipe.reporting.plans import explanation
@@ -91,7 +91,7 @@ def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Lau
     given = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
     launch = launch_of(result.layout, hosts, **{**defaults, **given})
     if launch is None and (parsed.slurm or parsed.kubernetes):
-        raise ValueError(uneven(result.layout, hosts))
+        raise ValueError(why_uneven(result.layout, hosts))
     if launch is not None and launch.hosts == 1:
         refuse_with("a plan for one host, whose processes need no meeting place", parsed, "endpoint")
         if not (parsed.slurm or parsed.kubernetes):
@@ -119,13 +119,13 @@ def _as_dict(result: PlanResult, launch: Launch | None, wrong: Sequence[Mistake]
 
 def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None, hosts: Hosts) -> None:
     if launch is None:
-        show.console.print(f"\nNo launch: {uneven(result.layout, hosts)}.", markup=False)
+        show.console.print(f"\nNo launch: {why_uneven(result.layout, hosts)}.", markup=False)
         return
     if not parsed.save and parsed.script is None:
         show.console.print(f"\nThe commands below read {PLAN}: write it with --save {PLAN}.", markup=False)
     alone = parsed.script is None and launch.hosts == 1
     lines = ["To start it, with your model and data in run.toml:", f"  {_train(parsed, result)}"] if alone else []
-    lines = lines or told(launch, result.layout, parsed.save)
+    lines = lines or instructions(launch, result.layout, parsed.save)
     show.console.print("\n" + "\n".join(lines), markup=False)
     for path, command in ((parsed.slurm, "sbatch"), (parsed.kubernetes, "kubectl apply -f")):
         if path:

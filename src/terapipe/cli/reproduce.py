@@ -9,13 +9,12 @@ from pathlib import Path
 from rich.table import Table
 
 from terapipe import files
-from terapipe.cli import beyond, show
+from terapipe.cli import show, studies
 from terapipe.cli.options import Verbs
 from terapipe.paper.published import SWEPT
 from terapipe.paper.reproduce import Row, mean_error, rows, sweep
-from terapipe.reporting import html, svg, units
+from terapipe.reporting import charts, html, svg, units
 from terapipe.reporting.plans import runs
-from terapipe.reporting.png import require_png, write_png
 
 HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned microbatch and slices")
 
@@ -44,11 +43,11 @@ def run(parsed: argparse.Namespace) -> int:
     error = mean_error(found)
     if not parsed.json:
         _print(found, swept, error, time.perf_counter() - began)
-    more = list(beyond.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
+    more = list(studies.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
     if parsed.json:
-        told = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
+        result = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
         tables = [{"heading": s.heading, "header": s.header, "rows": s.rows} for s in more]
-        print(json.dumps({**told, **({"beyond": tables} if more else {})}))
+        print(json.dumps({**result, **({"beyond": tables} if more else {})}))
     else:
         for section in more:
             show.console.print(f"\n{section.heading}:")
@@ -65,7 +64,7 @@ def _check_folder(path: Path) -> None:
     above = next(place for place in (path, *path.resolve().parents) if place.exists())
     if not above.is_dir():
         raise ValueError(f"--out names a folder to write into, {above} is a file")
-    require_png()
+    svg.require_png()
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -117,11 +116,11 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
     speedups = {f"({r.setting.number}) {r.setting.model}": (r.setting.speedup, r.speedup) for r in found}
     swept_times = {f"{p['slices']}": (float(str(p["published"])), float(str(p["simulated"]))) for p in swept}
     return {
-        "step-times": svg.groups(times, names, "Step time in the ten settings"),
-        "speed-ups": svg.groups(
+        "step-times": charts.groups(times, names, "Step time in the ten settings"),
+        "speed-ups": charts.groups(
             speedups, ("published", "simulated"), "Speed-up by slicing along tokens", lambda x: f"{x:.2f} x"
         ),
-        "sweep": svg.groups(
+        "sweep": charts.groups(
             swept_times,
             ("published", "simulated"),
             f"Setting {SWEPT}: step time by number of slices",
@@ -130,12 +129,12 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
 
 
 def _write(
-    folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[beyond.Section]
+    folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[studies.Section]
 ) -> None:
     drawn = figures(found, swept)
     pictures = list(drawn.items()) + [("beyond", s.picture) for s in more if s.picture]
     for name, picture in pictures:
-        write_png(folder / f"{name}.png", picture)
+        files.write(folder / f"{name}.png", svg.to_png(picture))
     lead = (
         "GPT-3 on clusters of p3.16xlarge, simulated from first principles; "
         f"the step times differ from the published ones by {error:.1%} on average."

@@ -13,12 +13,11 @@ from terapipe.cli.files import check_outputs
 from terapipe.cli.options import Verbs, add_request, add_source, costs_of, load, refuse_with, request_of
 from terapipe.planning.layout import Layout
 from terapipe.reporting import svg, text, units
+from terapipe.reporting.page import report
 from terapipe.reporting.plans import described
-from terapipe.reporting.png import write_png
-from terapipe.reporting.report import Shown, report
 from terapipe.reporting.trace import trace
-from terapipe.scheduling.footprint import curves
-from terapipe.scheduling.idle import Idle, idle_by_cause
+from terapipe.reporting.view import RunView
+from terapipe.scheduling.idle import Idle
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
@@ -52,12 +51,12 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--width is a number of columns, at least 1, got {parsed.width}")
     check_outputs(parsed)
     result, saved = _estimated(parsed)
-    shown = [shown_of("predicted", result.simulate(), result)]
+    shown = [RunView.of("predicted", result.simulate(), result.memory)]
     if parsed.measured:
         measured = load(parsed.measured, Timeline.from_json)
         if measured.plan != result.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
-        shown.append(shown_of("measured", measured, result))
+        shown.append(RunView.of("measured", measured, result.memory))
     _write(parsed, shown, result)
     if parsed.json:
         print(json.dumps(_as_dict(shown, result, saved)))
@@ -103,12 +102,7 @@ def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     return layout
 
 
-def shown_of(name: str, timeline: Timeline, result: PlanResult) -> Shown:
-    idle = [cause._asdict() for cause in idle_by_cause(timeline)]
-    return Shown(name, timeline, idle, curves(timeline, result.memory))
-
-
-def _as_dict(shown: Sequence[Shown], result: PlanResult, saved: SavedPlan | None) -> dict[str, Any]:
+def _as_dict(shown: Sequence[RunView], result: PlanResult, saved: SavedPlan | None) -> dict[str, Any]:
     predicted, *others = shown
     found = {**result.estimate.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
     for run in others:
@@ -118,7 +112,7 @@ def _as_dict(shown: Sequence[Shown], result: PlanResult, saved: SavedPlan | None
     return found
 
 
-def _print_step(predicted: Shown, result: PlanResult, saved: SavedPlan | None) -> None:
+def _print_step(predicted: RunView, result: PlanResult, saved: SavedPlan | None) -> None:
     """Why the step takes longer than what is drawn, and whether it is what `terapipe plan` said."""
     once = result.step_time - predicted.timeline.makespan
     said = f"{units.seconds(result.step_time)}: what is drawn, and {units.seconds(once)} once per step"
@@ -129,7 +123,7 @@ def _print_step(predicted: Shown, result: PlanResult, saved: SavedPlan | None) -
     show.console.print(f"  {'step':13s} {said}", markup=False)
 
 
-def _print(shown: Sequence[Shown], result: PlanResult, width: int) -> None:
+def _print(shown: Sequence[RunView], result: PlanResult, width: int) -> None:
     scale = max(run.timeline.makespan for run in shown)
     for run in shown:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}
@@ -141,12 +135,12 @@ def _print(shown: Sequence[Shown], result: PlanResult, width: int) -> None:
         show.console.print(f"  {name:13s} {value}")
 
 
-def _write(parsed: argparse.Namespace, shown: Sequence[Shown], result: PlanResult) -> None:
+def _write(parsed: argparse.Namespace, shown: Sequence[RunView], result: PlanResult) -> None:
     picture = svg.timelines({run.name: run.timeline for run in shown}) if parsed.svg or parsed.png else ""
     if parsed.svg:
         files.write(parsed.svg, picture)
     if parsed.png:
-        write_png(parsed.png, picture)
+        files.write(parsed.png, svg.to_png(picture))
     if parsed.trace:
         files.write(parsed.trace, trace(shown))
     if parsed.html:

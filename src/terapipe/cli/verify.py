@@ -14,7 +14,7 @@ from terapipe.cli import show
 from terapipe.cli.options import Verbs
 
 if TYPE_CHECKING:
-    from terapipe.modeling.hf.check import VerifyResult
+    from terapipe.modeling.hf.verification import VerifyResult
 
 
 def add(verbs: Verbs) -> None:
@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.tp < 1:
         raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     load()
-    from terapipe.modeling.hf.trial import lengths
+    from terapipe.modeling.hf.comparison import lengths
 
     lengths(parsed.num_slices, 1)  # refuses before anything is built
     if parsed.all:
@@ -82,7 +82,7 @@ def config_of(model: str) -> Any:
 def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["VerifyResult", dict[str, float]]]:
     """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
     from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-    from terapipe.modeling.hf.check import confirm
+    from terapipe.modeling.hf.verification import confirm
 
     configs = _all_configs()
     for verdict in _checked(configs, stages, slices):
@@ -108,11 +108,11 @@ def _all_configs() -> dict[str, Any]:
 
 
 def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["VerifyResult"]:
-    from terapipe.modeling.hf.check import VerifyResult, check
+    from terapipe.modeling.hf.verification import VerifyResult, verify
 
     for name, config in configs.items():
         known = not isinstance(config, str)
-        yield check(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
+        yield verify(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
 
 
 def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["VerifyResult"]:
@@ -128,7 +128,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
     import torch
     from torch import distributed as dist
 
-    from terapipe.modeling.hf.tensor_check import check_tensor_parallel
+    from terapipe.modeling.hf.verification import verify_tensor_parallel
     from terapipe.planning.layout import Layout
     from terapipe.runtime.mesh import device_mesh
 
@@ -137,7 +137,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
     mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tp"]
     try:
         verdicts = _checked(configs, stages, slices)
-        return [check_tensor_parallel(v, configs[v.model], mesh) if v.exact else v for v in verdicts]
+        return [verify_tensor_parallel(v, configs[v.model], mesh) if v.exact else v for v in verdicts]
     finally:
         dist.destroy_process_group()
 
@@ -147,16 +147,16 @@ def _recomputed(verdict: "VerifyResult", config: Any) -> float:
     backward; not at all, if they draw the same."""
     import torch
 
+    from terapipe.modeling.hf.comparison import Batch, lengths
     from terapipe.modeling.hf.decoder import Decoder
-    from terapipe.modeling.hf.randomness import drawing
+    from terapipe.modeling.hf.refusals import with_dropout
     from terapipe.modeling.hf.shrink import small_model
-    from terapipe.modeling.hf.trial import Batch, lengths
     from terapipe.planning.slices import Plan
     from terapipe.runtime.pipeline import Pipeline
 
-    model = small_model(drawing(config), getattr(torch, verdict.dtype))
+    model = small_model(with_dropout(config), getattr(torch, verdict.dtype))
     batch, found = Batch.of(model), []
-    decoder = Decoder(model, verdict.parts, backend="attention")
+    decoder = Decoder(model, backend="attention")
     for recompute in (False, True):
         plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
         pipe = Pipeline(decoder, plan, device="cpu")
@@ -172,7 +172,7 @@ def _all(parsed: argparse.Namespace) -> int:
     """Exit code 1 if any verdict was not confirmed."""
     from importlib import metadata
 
-    from terapipe.modeling.hf.check import BOUND
+    from terapipe.modeling.hf.verification import BOUND
 
     verdicts, wrong, same = [], Counter[str](), 0
     alone = ((verdict, dict[str, float]()) for verdict in _found(_all_configs(), parsed))

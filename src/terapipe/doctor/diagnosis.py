@@ -1,4 +1,4 @@
-"""An examination, judged: fit to train, or what is wrong and what to do."""
+"""From facts to findings: what is fine, what is wrong, and what to do about it."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,15 +7,14 @@ from enum import StrEnum
 from itertools import zip_longest
 from statistics import median
 
-from terapipe.doctor.examination import Examination, Facts, Link
-from terapipe.reporting.units import digits, memory, seconds
-from terapipe.reporting.words import count
+from terapipe.doctor.facts import Examination, Facts, Link
+from terapipe.reporting.units import count, digits, memory, seconds
 
-SLOW = 3.0  # times slower than the other links of its kind
-JITTER = 2e-4  # seconds of latency that say nothing about a link: the cores were busy
-SHARED_MEMORY, FREE_MEMORY = 64 * 2**20, 2**30  # bytes; of the latter, so many for each rank
-FILES = 1024
-CLOCK = 1.0  # seconds
+SLOW = 3.0  # factor by which a slow link is slower than the others of its kind
+JITTER = 2e-4  # seconds of latency that busy cores alone may add
+SHARED_MEMORY, FREE_MEMORY = 64 * 2**20, 2**30  # least bytes: per host, per rank
+FILES = 1024  # least limit on open files
+CLOCK = 1.0  # most seconds between clocks
 
 
 class Status(StrEnum):
@@ -41,11 +40,11 @@ def worst(findings: Sequence[Finding]) -> Status:
     return max((f.status for f in findings), key=list(Status).index, default=Status.OK)
 
 
-# What is installed
+# Installation
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether "2.13.0+cpu" is within "<3,>=2.9"."""
+    """Whether "2.13.0+cpu" is within "<3,>=2.9". By hand: ``packaging`` does not come with torch."""
     compare: dict[str, Callable[[int], bool]] = {
         "<": lambda x: x < 0, "<=": lambda x: x <= 0, ">": lambda x: x > 0, ">=": lambda x: x >= 0,
         "==": lambda x: x == 0, "!=": lambda x: x != 0,
@@ -55,7 +54,7 @@ def satisfies(version: str, wanted: str) -> bool:
 
 
 def _order(version: str, bound: str) -> int:
-    """-1, 0 or 1: before, the same, after; by the leading numbers."""
+    """-1, 0 or 1 if the version is before, equal to or after the bound, by its leading numbers."""
     mine = re.match(r"\d+(?:\.\d+)*", version)
     pairs = zip_longest(*([int(n) for n in text.split(".")] for text in (mine[0] if mine else "0", bound)), fillvalue=0)
     return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
@@ -80,7 +79,7 @@ def _same_versions(e: Examination) -> Iterator[Finding]:
     if len(e.ranks) < 2:
         return
     alike = True
-    for name in ("python", "torch", "terapipe"):
+    for name in ("torch", "terapipe"):
         by_version: dict[str, list[Facts]] = {}
         for facts in e.ranks:
             by_version.setdefault(facts.versions[name], []).append(facts)
@@ -88,9 +87,10 @@ def _same_versions(e: Examination) -> Iterator[Finding]:
             alike = False
             usual = max(by_version, key=lambda v: len(by_version[v]))
             others = "; ".join(f"{v} on {_named(ranks)}" for v, ranks in by_version.items() if v != usual)
-            # Ranks derive the same schedule from a plan only by the same code, and torch's messages are its own affair.
-            status = Status.WARNING if name == "python" else Status.PROBLEM
-            yield Finding("same versions", status, f"{name} is {usual}, but {others}", f"use one {name} on all hosts")
+            # Ranks must derive the same schedule from a plan, and messages between versions of torch may differ.
+            yield Finding(
+                "same versions", Status.PROBLEM, f"{name} is {usual}, but {others}", f"use one {name} on all hosts"
+            )
     if alike:
         yield Finding("same versions", Status.OK, f"on all {len(e.ranks)} ranks")
 
@@ -100,7 +100,7 @@ def _backends(e: Examination) -> Iterator[Finding]:
     with_gpus = [host for host, ranks in e.hosts.items() if ranks[0].gpus]
     if 0 < len(with_gpus) < len(e.hosts):
         without = ", ".join(host for host in e.hosts if host not in with_gpus)
-        found = f"{', '.join(with_gpus)} would use NCCL, {without} gloo: the latter see no GPU"
+        found = f"{', '.join(with_gpus)} would use NCCL, {without} gloo: no GPU is visible there"
         remedy = "use hosts of one kind, or hide the GPUs: CUDA_VISIBLE_DEVICES="
         yield Finding("backends", Status.PROBLEM, found, remedy)
 
@@ -128,7 +128,7 @@ def _kernel(ranks: Sequence[Facts]) -> Finding:
     return Finding("attention kernel", Status.OK, f"passed its self-test for {', '.join(ranks[0].kernels)}")
 
 
-# Whether the ranks find each other
+# Communication
 
 
 def _port(e: Examination) -> Iterator[Finding]:
@@ -142,26 +142,28 @@ def _port(e: Examination) -> Iterator[Finding]:
 
 
 def _host_names(e: Examination) -> Iterator[Finding]:
-    def judge(ranks: Sequence[Facts]) -> Finding:
+    def check(ranks: Sequence[Facts]) -> Finding:
         addresses = ranks[0].addresses
-        remedy = "set GLOO_SOCKET_IFNAME to the interface that the other hosts reach, such as eth0, or mend /etc/hosts"
-        in_doubt = e.several_hosts and not e.met  # where all ranks met, somebody has set the interface
+        remedy = (
+            "set GLOO_SOCKET_IFNAME to the interface that the other hosts reach, such as eth0, or correct /etc/hosts"
+        )
+        in_doubt = e.several_hosts and not e.met  # if all ranks met, the interface is right
         if not addresses:
             status = Status.PROBLEM if in_doubt else Status.WARNING
             return Finding("host name", status, "resolves to no address", remedy)
         if in_doubt and all(a.startswith("127.") or a == "::1" for a in addresses):
-            found = f"resolves only to {', '.join(addresses)}: gloo would give the other hosts an address of no use"
+            found = f"resolves only to {', '.join(addresses)}: gloo would give other hosts an address they cannot reach"
             return Finding("host name", Status.WARNING, found, remedy)
         return Finding("host name", Status.OK, f"resolves to {', '.join(addresses)}")
 
-    return _each_host(e, judge)
+    return _each_host(e, check)
 
 
 _REMEDIES = {
-    "start": "the messages above may say why; exit code -9 is mostly the system that ran out of memory",
-    "meet": "see whether rank 0 has started, its port was free, and this host reaches it: address, firewall",
-    "work": "let the hosts reach each other on any port, and name the interface they do it by: GLOO_SOCKET_IFNAME, "
-    "with GPUs NCCL_SOCKET_IFNAME",
+    "start": "see the messages above; exit code -9 mostly means that the system ran out of memory",
+    "meet": "check whether rank 0 has started, its port was free, and this host reaches it: address, firewall",
+    "work": "open all ports between the hosts, and set the network interface with GLOO_SOCKET_IFNAME, "
+    "with GPUs also NCCL_SOCKET_IFNAME",
 }
 
 
@@ -171,10 +173,10 @@ def _rendezvous(e: Examination) -> Iterator[Finding]:
         yield Finding("rendezvous", Status.PROBLEM, e.failure, _REMEDIES[e.failed_at])
     elif e.absent:
         late = f"{_numbers(e.absent)} of {e.size} did not arrive{at} within {digits(e.timeout)} s"
-        remedy = "see whether every host has started its ranks and reaches that address; --timeout gives them longer"
+        remedy = "check whether every host has started its ranks and reaches that address; --timeout waits longer"
         yield Finding("rendezvous", Status.PROBLEM, f"{late}, only {_named(e.ranks)}", remedy)
     else:
-        found = f"{count(e.size, 'rank')} on {count(len(e.hosts), 'host')} met{at}, and a sum over all is right"
+        found = f"{count(e.size, 'rank')} on {count(len(e.hosts), 'host')} met{at}, and an all-reduce works"
         yield Finding("rendezvous", Status.OK, found)
 
 
@@ -183,8 +185,8 @@ def _links(e: Examination) -> Iterator[Finding]:
     inside = [link for link in e.links if host[link.rank] == host[0]]
     between = [link for link in e.links if host[link.rank] != host[0]]
     for check, links, remedy in (
-        ("links in a host", inside, "see what else uses the cores or the memory of that host"),
-        ("links of hosts", between, "look at that host's network card, cable and switch, or do without the host"),
+        ("links in a host", inside, "check what else uses the cores or the memory of that host"),
+        ("links of hosts", between, "check that host's network card, cable and switch, or leave the host out"),
     ):
         if links:
             yield _linked(check, links, host, remedy)
@@ -219,12 +221,14 @@ def _clocks(e: Examination) -> Iterator[Finding]:
     wrong = [f"{host} by {digits(s)} s" for host, s in ahead.items() if abs(s) > CLOCK]
     if wrong:
         found = f"ahead of {e.ranks[0].host}: {', '.join(wrong)}"
-        yield Finding("clocks", Status.WARNING, found, "let chrony or ntpd set them: timelines of ranks are compared")
+        yield Finding(
+            "clocks", Status.WARNING, found, "synchronize them with chrony or ntpd: timelines of ranks are compared"
+        )
     elif ahead:
         yield Finding("clocks", Status.OK, f"differ by {seconds(max(map(abs, ahead.values())))} at most")
 
 
-# What each host has to offer
+# Resources of each host
 
 
 def _cores(ranks: Sequence[Facts]) -> Finding:
@@ -256,7 +260,7 @@ def _load(ranks: Sequence[Facts]) -> Finding:
     load, cores = max(facts.load for facts in ranks), ranks[0].all_cores
     found = f"{digits(load)} in the last minute, on {count(cores, 'core')}"
     if load > cores / 2:
-        remedy = "something else is running: what is measured now, here or by `terapipe profile`, will be off"
+        remedy = "something else is running; measurements, here or by `terapipe profile`, will be off"
         return Finding("load", Status.WARNING, found, remedy)
     return Finding("load", Status.OK, found)
 
@@ -265,7 +269,7 @@ def _memory(ranks: Sequence[Facts]) -> Finding:
     free = min(facts.memory for facts in ranks)
     found = f"{memory(free)} free for {count(len(ranks), 'rank')}"
     if free < FREE_MEMORY * len(ranks):
-        remedy = "stop what else holds memory, or start fewer ranks on this host"
+        remedy = "free memory, or start fewer ranks on this host"
         return Finding("memory", Status.WARNING, found, remedy)
     return Finding("memory", Status.OK, found)
 
@@ -273,7 +277,7 @@ def _memory(ranks: Sequence[Facts]) -> Finding:
 def _shared_memory(ranks: Sequence[Facts]) -> Finding:
     size = ranks[0].shared_memory
     if size is not None and size < SHARED_MEMORY:
-        remedy = "make it larger, in a container by --shm-size=1g: NCCL and data loaders share memory through it"
+        remedy = "make it larger, in a container with --shm-size=1g: NCCL and data loaders use it"
         return Finding("shared memory", Status.WARNING, f"/dev/shm has {memory(size)}", remedy)
     found = "this system has no /dev/shm" if size is None else f"/dev/shm has {memory(size)}"
     return Finding("shared memory", Status.OK, found)
@@ -282,25 +286,25 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding:
 def _files(ranks: Sequence[Facts]) -> Finding:
     limits = [facts.files for facts in ranks if facts.files is not None]
     if limits and min(limits) < FILES:
-        remedy = f"raise it before the start, `ulimit -n {16 * FILES}`: every connection to a rank is an open file"
+        remedy = f"raise it with `ulimit -n {16 * FILES}`: every connection to a rank is an open file"
         return Finding("open files", Status.WARNING, f"at most {min(limits)}", remedy)
     return Finding("open files", Status.OK, f"at most {min(limits)}" if limits else "any number")
 
 
-def _each_host(e: Examination, judge: Callable[[Sequence[Facts]], Finding]) -> Iterator[Finding]:
-    """A finding for every host that has something wrong, and one for all the others."""
-    judged = {host: judge(ranks) for host, ranks in e.hosts.items()}
-    if len(judged) == 1:
-        yield from judged.values()
+def _each_host(e: Examination, check: Callable[[Sequence[Facts]], Finding]) -> Iterator[Finding]:
+    """A finding for each host with something wrong, and one for all other hosts."""
+    findings = {host: check(ranks) for host, ranks in e.hosts.items()}
+    if len(findings) == 1:
+        yield from findings.values()
         return
-    for host, finding in judged.items():
+    for host, finding in findings.items():
         if finding.status is not Status.OK:
             yield replace(finding, found=f"{host}: {finding.found}")
-    fine = {host: finding for host, finding in judged.items() if finding.status is Status.OK}
-    said = {finding.found for finding in fine.values()}
+    fine = {host: finding for host, finding in findings.items() if finding.status is Status.OK}
+    messages = {finding.found for finding in fine.values()}
     where = f"on {count(len(fine), 'host')}"
     for finding in list(fine.values())[:1]:
-        if len(said) == 1:
+        if len(messages) == 1:
             yield replace(finding, found=f"{where}: {finding.found}")
         else:
             yield replace(finding, found=where, details=tuple(f"{host}: {f.found}" for host, f in fine.items()))
@@ -314,14 +318,14 @@ def _named(ranks: Sequence[Facts]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1 and 2"."""
+    """``rank 3`` or ``ranks 0, 1 and 2``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
 
 
-def _on_hosts(judge: Callable[[Sequence[Facts]], Finding]) -> Callable[[Examination], Iterator[Finding]]:
-    return lambda e: _each_host(e, judge)
+def _on_hosts(check: Callable[[Sequence[Facts]], Finding]) -> Callable[[Examination], Iterator[Finding]]:
+    return lambda e: _each_host(e, check)
 
 
 _CHECKS: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
@@ -334,5 +338,5 @@ _CHECKS: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
     _rendezvous,
     _links,
     _clocks,
-    *(_on_hosts(judge) for judge in (_cores, _load, _memory, _shared_memory, _files)),
+    *(_on_hosts(check) for check in (_cores, _load, _memory, _shared_memory, _files)),
 )

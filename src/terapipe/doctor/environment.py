@@ -1,4 +1,4 @@
-"""What one rank finds around it: versions, kernels, cores, memory."""
+"""The facts of one rank: versions, attention kernels, cores, memory."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ from terapipe.runtime.transport import host_name, local_device, local_ranks
 
 
 def facts(rank: int) -> dict[str, Any]:
-    """The fields of ``terapipe.doctor.examination.Facts``."""
+    """The fields of ``Facts``, as values that become JSON."""
     kernels, fallbacks = _kernels()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
@@ -59,7 +59,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _needs() -> dict[str, str]:
-    """The versions that this release asks for; nothing where it was not installed but only lies on the path."""
+    """The versions that this release requires. Empty if it is not installed but only on the path."""
     try:
         about, requirements = metadata.metadata("terapipe"), metadata.requires("terapipe") or []
     except metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def _needs() -> dict[str, str]:
 
 
 def _kernels() -> tuple[list[str], list[str]]:
-    """The dtypes whose fast attention kernel passes its self-test here, and why others do not."""
+    """The dtypes whose fast attention kernel passes its self-test, and reasons for the others."""
     passed, fallbacks = [], []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
@@ -93,7 +93,7 @@ def _cores() -> list[int]:
 
 
 def share_cores() -> None:
-    """As a training program would; but more ranks than cores are left free, not pinned on top of each other."""
+    """Pins this rank to cores, as training does; with more ranks than cores, none is pinned."""
     if local_ranks() <= len(_cores()):
         take_cores()
     else:

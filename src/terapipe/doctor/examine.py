@@ -1,6 +1,6 @@
-"""Finds out what `terapipe doctor` judges: each rank's surroundings, whether the ranks meet, how fast they talk.
+"""Gathers what `terapipe doctor` diagnoses: facts of each rank, whether ranks meet, how fast their links are.
 
-What a rank knows goes to the first one through the store, not through the connections that may be what is wrong.
+Ranks send their facts to rank 0 through the store, because the connections between ranks may be what is broken.
 """
 
 import json
@@ -20,35 +20,35 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from terapipe.doctor.environment import facts, share_cores
-from terapipe.doctor.links import links, plainly
+from terapipe.doctor.links import first_line, links
 from terapipe.launch.processes import launch
 from terapipe.runtime.transport import local_device, local_rank, rank_and_size
 
-Found = dict[str, Any]  # plain values: it becomes JSON on its way
+Found = dict[str, Any]  # the fields of an Examination, as values that become JSON
 
-ALL_LINKS = 10.0  # seconds to measure them in, at most
+ALL_LINKS = 10.0  # seconds at most to measure all links
 
 
 def alone(ranks: int, port: int, timeout: float) -> Found:
-    """Starts ranks on this machine and examines them; ``port`` is that which torchrun would be given."""
+    """Starts ranks on this machine and examines them. ``port`` is the one that torchrun would get."""
     why_not = blocked(port)
-    logging.disable(logging.ERROR)  # torch logs a trace of its own where a rank dies, which says nothing of the rank
+    logging.disable(logging.ERROR)  # torch logs a traceback of its own when a rank dies, without the reason
     try:
         found: Found = launch(examine, ranks, timeout, True)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         found = _only_this_host("start", f"rank {rank} died with exit code {failure.exitcode}")
     except (RuntimeError, OSError) as error:
-        found = _only_this_host("start", plainly(error))
+        found = _only_this_host("start", first_line(error))
     finally:
         logging.disable(logging.NOTSET)
     return {**found, "port": port, "blocked": why_not}
 
 
 def blocked(port: int) -> str:
-    """Why nobody could listen on this port, nothing if one can."""
+    """Why no process can listen on this port; empty if one can."""
     try:
-        if socket.has_dualstack_ipv6():  # as torch's store does
+        if socket.has_dualstack_ipv6():  # as the store of torch does
             socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
         else:
             socket.create_server(("", port)).close()
@@ -58,15 +58,15 @@ def blocked(port: int) -> str:
 
 
 def examine(timeout: float, pin: bool = False) -> Found | None:
-    """What every rank runs; the first returns what all of them found. One that meets nobody returns what it knows."""
-    with _diverted(1, 2):  # some versions of gloo greet on stdout, where a report may be JSON
+    """Runs on every rank. Rank 0 returns what all ranks found; a rank that meets nobody returns what it knows."""
+    with _redirected(1, 2):  # some versions of gloo write to stdout, where the report may be JSON
         if pin:
             share_cores()
         try:
             store, rank, size = _meet(timedelta(seconds=timeout))
         except RuntimeError as error:
-            # Nobody else will tell of this host, and of its ranks one is enough.
-            return None if local_rank() else _only_this_host("meet", plainly(error))
+            # No other rank reports this host, and one of its ranks is enough.
+            return None if local_rank() else _only_this_host("meet", first_line(error))
         store = PrefixStore("terapipe/doctor", store)
         try:
             return _first(store, size, timeout) if rank == 0 else _other(store, rank, size, timeout)
@@ -76,11 +76,11 @@ def examine(timeout: float, pin: bool = False) -> Found | None:
 
 
 def _meet(span: timedelta) -> tuple[Store, int, int]:
-    """The store, this rank and the number of ranks, without waiting for the others: so they can be named if they miss.
+    """The store, this rank and the number of ranks, without waiting for the others, so missing ranks can be named.
 
-    A rank that hosts the store would wait in torch's rendezvous, unless it takes itself to be the only one.
+    The rank that hosts the store would wait in torch's rendezvous for all others, hence a world size of 1.
     """
-    with open(os.devnull, "w") as nowhere, _diverted(2, nowhere.fileno()):  # torch writes C++ traces of what it raises
+    with open(os.devnull, "w") as nowhere, _redirected(2, nowhere.fileno()):  # torch writes C++ stack traces
         store, _, _ = next(rendezvous("env://?world_size=1", timeout=span))
     return (store, *rank_and_size())
 
@@ -103,13 +103,13 @@ def _other(store: Store, rank: int, size: int, timeout: float) -> Found | None:
             return None if rank > 1 else _only_this_host("meet", f"rank 0 did not arrive within {timeout:g} s")
         if _wait_for(store, ["go"], timeout + 1) and store.get("go") == b"yes":
             _work_together(store, rank, size, timeout)
-    except RuntimeError:  # the store went down with the first rank, whose story that is
+    except RuntimeError:  # the store ended with rank 0, which reports why
         pass
     return None
 
 
 def _wait_for(store: Store, keys: list[str], timeout: float) -> bool:
-    """Whether they all came in time. Asks again and again, as a store that waits in vain writes about it to stderr."""
+    """Whether all keys arrived in time. Polls, because a wait that times out in the store writes to stderr."""
     deadline = time.monotonic() + timeout
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -119,7 +119,7 @@ def _wait_for(store: Store, keys: list[str], timeout: float) -> bool:
 
 
 def _work_together(store: Store, rank: int, size: int, timeout: float) -> Found:
-    """A sum over all ranks, then the links: what a pipeline needs to work."""
+    """An all-reduce over all ranks, then a measurement of the links."""
     device = local_device()
     try:
         if device.type == "cuda":
@@ -132,12 +132,12 @@ def _work_together(store: Store, rank: int, size: int, timeout: float) -> Found:
             return {"failure": f"a sum over all ranks gave {total.item()} instead of {expected}"}
         return {"links": links(rank, size, device, min(ALL_LINKS, timeout / 2))}
     except RuntimeError as error:
-        store.set(f"failure/{rank}", plainly(error))
+        store.set(f"failure/{rank}", first_line(error))
         return {"failure": _failures(store, size)}
 
 
 def _failures(store: Store, size: int) -> str:
-    """What went wrong on which ranks, as far as they tell soon: what one suffers may be another's fault."""
+    """Failures by rank, of those that report within a second: the cause may be on another rank."""
     keys = [f"failure/{rank}" for rank in range(size)]
     _wait_for(store, keys, 1.0)
     ranks: dict[str, list[str]] = {}
@@ -145,9 +145,6 @@ def _failures(store: Store, size: int) -> str:
         if store.check([key]):
             ranks.setdefault(store.get(key).decode(), []).append(str(rank))
     return "; ".join(f"rank {' and '.join(those)}: {failure}" for failure, those in ranks.items())
-
-
-# Words
 
 
 def _only_this_host(failed_at: str, failure: str) -> Found:
@@ -161,8 +158,8 @@ def _address(store: Store) -> str:
 
 
 @contextmanager
-def _diverted(source: int, target: int) -> Iterator[None]:
-    """What anybody, C++ too, writes to one file descriptor goes to another one meanwhile."""
+def _redirected(source: int, target: int) -> Iterator[None]:
+    """Redirects a file descriptor to another one, also for C++ code."""
     sys.stdout.flush()
     kept = os.dup(source)
     os.dup2(target, source)

@@ -1,4 +1,4 @@
-"""How fast the first rank talks to each of the others."""
+"""Latency and bandwidth between rank 0 and each other rank."""
 
 import re
 import time
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 PINGS = 20
-LENGTHS = (2**11, 2**13, 2**15, 2**17, 2**19, 2**19, 2**19)  # numbers of 8 bytes; the last ones are 4 MiB
-ONE_LINK = 3.0  # seconds to measure it in, at most
+LENGTHS = (2**11, 2**13, 2**15, 2**17, 2**19, 2**19, 2**19)  # numbers of 8 bytes; the last are 4 MiB
+ONE_LINK = 3.0  # seconds at most to measure one link
 
 
 def links(rank: int, size: int, device: torch.device, budget: float) -> list[dict[str, Any]]:
-    """The first rank talks to one rank after the other; only it gets to know."""
+    """Rank 0 measures its link to one rank after the other; the other ranks return nothing."""
     if rank:
         _answer(device)
         return []
@@ -27,12 +27,12 @@ def _link(peer: int, device: torch.device, share: float) -> dict[str, Any]:
     try:
         return {"rank": peer, **measure_link(partial(_echo, peer, device), share)}
     except RuntimeError as error:
-        raise RuntimeError(f"rank {peer} stopped answering: {plainly(error)}") from None
+        raise RuntimeError(f"rank {peer} stopped answering: {first_line(error)}") from None
 
 
 def measure_link(echo: Callable[[int, int], tuple[float, float]], share: float) -> dict[str, Any]:
-    """Longer and longer messages, until the next one would take more time than there is."""
-    echo(1, 1)  # the first one makes the connection
+    """Sends longer and longer messages until the next would exceed the time ``share``."""
+    echo(1, 1)  # the first message opens the connection
     start = time.monotonic()
     pings = [echo(1, 1)]
     while len(pings) < PINGS and time.monotonic() < start + share / 2:
@@ -49,7 +49,7 @@ def measure_link(echo: Callable[[int, int], tuple[float, float]], share: float) 
 
 
 def _echo(peer: int, device: torch.device, length: int, following: int) -> tuple[float, float]:
-    """Seconds of one way, and how far the other's clock is ahead. A message begins with the length of the next one."""
+    """Seconds of one way, and how far the peer's clock is ahead. A message starts with the length of the next."""
     message = torch.full((length,), following, dtype=torch.float64, device=device)
     began, start = time.time(), time.perf_counter()
     dist.send(message, peer)
@@ -60,7 +60,7 @@ def _echo(peer: int, device: torch.device, length: int, following: int) -> tuple
 
 
 def _answer(device: torch.device) -> None:
-    """Sends every message back, its first number replaced by the time here."""
+    """Returns every message, with its first number replaced by the time on this rank."""
     length = 1
     while length:
         message = torch.empty(length, dtype=torch.float64, device=device)
@@ -70,7 +70,7 @@ def _answer(device: torch.device) -> None:
         dist.send(message, 0)
 
 
-def plainly(error: Exception) -> str:
-    """The first line of an error of torch, without the place in its source and the condition that was not met there."""
+def first_line(error: Exception) -> str:
+    """The first line of a torch error, without source location and failed condition."""
     text = re.sub(r"\[enforce fail at [^\]]*\] [^.]*\. ", "", str(error))
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).partition("\n")[0]

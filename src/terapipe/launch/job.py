@@ -1,4 +1,4 @@
-"""How a plan is started: torchrun on every host, by hand, by Slurm or by Kubernetes."""
+"""The job that starts a plan: a torchrun line for every host, a Slurm script, a Kubernetes job."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
 
-HOST0 = "HOST0:29500"  # stands for one of the hosts until it is named
-CORES = 8  # to each GPU: the fewest that one of our known hosts has (p3.16xlarge: 64 for 8 GPUs)
-LABEL = 63  # characters of a DNS label, at most
-PATIENCE = 900  # seconds that pods wait for each other: one may still pull its image
+HOST0 = "HOST0:29500"  # a placeholder until --endpoint names one of the hosts
+CORES = 8  # per GPU: the least of the known hosts (p3.16xlarge: 64 for 8 GPUs)
+LABEL = 63  # most characters of a DNS label
+JOIN_TIMEOUT = 900  # seconds that pods wait for each other: one may still pull its image
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Equal hosts: how many, and what each has."""
+    """Equal hosts: their number, and the devices and cores of each."""
 
     count: int
     devices: int
@@ -29,8 +29,11 @@ class Hosts:
 
 
 def hosts_of(source: Cluster | Profile | None, devices: int) -> Hosts:
-    """What is known of the hosts. A profile of several says how many ranks each has; one of a single host, and a cost
-    table, are taken to be of a host with room for all devices."""
+    """The hosts of a cluster or profile.
+
+    A profile of several hosts says how many ranks each has. A profile of one host, or no profile (a cost table), is
+    assumed to describe a host with room for all devices.
+    """
     if isinstance(source, Cluster):
         gpus = not source.name.startswith("cpu:")
         return Hosts(source.hosts, source.host.devices, source.host.devices * (CORES if gpus else 1), gpus)
@@ -45,7 +48,7 @@ def hosts_of(source: Cluster | Profile | None, devices: int) -> Hosts:
 
 @dataclass(frozen=True)
 class Launch:
-    """One command, the same on every host."""
+    """A torchrun command, the same on every host."""
 
     hosts: int
     processes: int  # on each host
@@ -68,22 +71,21 @@ class Launch:
                 f"a name has at most {room} lower-case letters, digits and inner dashes and begins with a letter, "
                 f"got {self.name!r}; try 'terapipe'"
             )
-
         if not self._words()[0]:
-            raise ValueError("a script is what torchrun starts, such as train.py or '-m terapipe train run.toml'")
+            raise ValueError("a script is what torchrun starts, for example train.py or '-m terapipe train run.toml'")
 
     def _words(self) -> list[str]:
         try:
             return split(self.script) or [""]
         except ValueError as error:
-            raise ValueError(f"a script is given in a shell's words, got {self.script!r}: {error}") from None
+            raise ValueError(f"a script is quoted as in a shell, got {self.script!r}: {error}") from None
 
     @property
     def port(self) -> str:
         return self.endpoint.rpartition(":")[2]
 
     def torchrun_lines(self) -> list[str]:
-        """What to type: one line for each distinct command."""
+        """The commands to type, one for each kind of host."""
         return [self._torchrun(self.endpoint, self.name)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,9 +98,9 @@ class Launch:
         return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.processes} {meet} {join(self._words())}"
 
     def slurm_script(self) -> str:
-        """For sbatch. One task per node: torchrun starts the others."""
+        """A batch script for sbatch. One task per node, in which torchrun starts the processes."""
         gpus = f"#SBATCH --gpus-per-node={self.processes}\n" if self.gpus else ""
-        # All names first, then their head: under pipefail, a head that closes a pipe early would end the script.
+        # Not `scontrol | head`: under pipefail, a head that closes the pipe early would end the script.
         first = 'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")\nfirst=$(head -n1 <<< "$nodes")\n\n'
         return f"""\
 #!/bin/bash
@@ -120,7 +122,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 """
 
     def kubernetes_job(self) -> str:
-        """For kubectl: a Service that gives pods names, and a Job with one pod for each host."""
+        """For kubectl: a Service that gives pods names, and a Job with one pod per host."""
         commands = "".join(f"              {line}\n" for line in self._in_pod())
         kind, resource = ("limits", "nvidia.com/gpu") if self.gpus else ("requests", "cpu")
         return f"""\
@@ -171,8 +173,8 @@ spec:
 """
 
     def _in_pod(self) -> list[str]:
-        """What a pod runs. torchrun asks DNS whether it is on the endpoint's host, and DNS may not know the pod yet."""
-        waits = f"join_timeout={PATIENCE},read_timeout={PATIENCE}"
+        """The commands of a pod. ``is_host`` tells which pod hosts the store: DNS may not know that yet."""
+        waits = f"join_timeout={JOIN_TIMEOUT},read_timeout={JOIN_TIMEOUT}"
         more = f' --rdzv-conf "is_host=$host,{waits}"'
         pick = 'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then host=true; else host=false; fi'
         command = "exec " + self._torchrun(f"{self.name}-0.{self.name}:{self.port}", self.name, more)
@@ -180,7 +182,7 @@ spec:
 
 
 def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:
-    """On as few hosts as share the layout's devices evenly; ``None`` if there are not so many."""
+    """On as few hosts as divide the layout's devices evenly. None if there are not enough hosts."""
     processes = _processes(layout, hosts)
     needed = layout.devices // processes
     if needed > hosts.count:
@@ -188,33 +190,33 @@ def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:
     return Launch(needed, processes, hosts.cores * processes // hosts.devices, hosts.gpus, **named)
 
 
-def uneven(layout: Layout, hosts: Hosts) -> str:
-    """Why there is no launch."""
+def why_uneven(layout: Layout, hosts: Hosts) -> str:
+    """Why ``launch_of`` returns None."""
     processes = _processes(layout, hosts)
     return (
-        f"every host starts equally many processes, a multiple of tensor: {layout} takes "
+        f"every host starts the same number of processes, a multiple of tp: {layout} takes "
         f"{layout.devices // processes} hosts with {processes} on each, there are {hosts.count} with "
         f"{hosts.devices} devices; take more hosts, or a layout with another number of devices"
     )
 
 
 def _processes(layout: Layout, hosts: Hosts) -> int:
-    """On each host: the most that divide the layout's devices and keep those of one operator on one host."""
+    """Per host: the largest number that divides the layout's devices and keeps tensor-parallel ranks on one host."""
     assert layout.tp <= hosts.devices
     return max(n for n in range(layout.tp, hosts.devices + 1, layout.tp) if layout.devices % n == 0)
 
 
-def told(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]:
-    """The lines that people read under a plan."""
+def instructions(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]:
+    """How to start a plan, for people."""
     several = launch.hosts > 1
     out = [f"To start it, on each of the {launch.hosts} hosts:" if several else "To start it:"]
     out += [f"  {line}" for line in launch.torchrun_lines()]
     if several and launch.endpoint == HOST0:
-        out.append("HOST0 stands for one of the hosts; --endpoint names it.")
+        out.append("HOST0 is a placeholder for one of the hosts; --endpoint names it.")
     if saved and " train " in f" {launch.script} ":
-        out.append(f"The run's file has plan.file = {json.dumps(str(saved))}, which brings the layout with it.")
+        out.append(f"The run's file sets plan.file = {json.dumps(str(saved))}, which also sets the layout.")
     elif saved:
         mesh = f"terapipe.device_mesh(Layout(dp={layout.dp}, pp={layout.pp}, tp={layout.tp}))"
-        shard = " The pipeline is made with shard=True." if layout.shard else ""
+        shard = " Build the Pipeline with shard=True." if layout.shard else ""
         out.append(f"{launch.script} loads {saved} with Plan.from_json, and makes the mesh with {mesh}.{shard}")
     return out

@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, and gives each its share of the cores."""
+"""Starts ranks on this machine and pins each to its share of the cores."""
 
 import ctypes
 import logging
@@ -19,21 +19,21 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.transport import local_rank, local_ranks
 
-PATIENCE = 3600  # seconds that processes asked to stop have to finish their step and save
+SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish their step and save
 
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """Calls ``function(*args)`` on so many processes, as torchrun would; the first rank's result."""
+    """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result."""
     return elastic_launch(_config(ranks), function)(*args)[0]
 
 
 def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: int) -> str:
-    """Runs ``python -m module arguments`` on so many processes, all again if one died, so many times.
+    """Runs ``python -m module arguments`` on ``ranks`` processes, and restarts all if one dies, ``restarts`` times.
 
-    How it ended: nothing to say, or why it did not go well. A signal to this process goes to them, once; they have time
-    to save and end. At a second one this process ends, and they with it (see ``end_with_parent``).
+    Returns why the run failed, or an empty string. The first signal to this process is passed on to the ranks, which
+    save and end. A second signal ends this process and with it the ranks (see ``end_with_parent``).
     """
-    config = _config(ranks, max_restarts=restarts, shutdown_timeout=PATIENCE)
+    config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
@@ -45,31 +45,31 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
 
 
 def record(error: Exception) -> None:
-    """Keeps why this rank fails for the process that started it, where torchelastic looks for it."""
+    """Writes this rank's error where torchelastic in the parent process reads it."""
     with suppress(OSError):
         get_error_handler().record_exception(error)
 
 
 def blame(failures: Mapping[int, ProcessFailure]) -> str:
-    """What ended a run, in one line: of several ranks that failed, the one whose failure the others only noticed.
+    """The cause of a failed run in one line. If several ranks failed, the one that the others only noticed.
 
-    What a signal ended may have been ended by torchelastic, after another rank had failed; so it is blamed only if the
-    others say that it was gone, or say nothing.
+    A rank that was ended by a signal may have been ended by torchelastic after another rank had failed. So it is blamed
+    only if the others report that it is gone, or report nothing.
     """
-    told = {rank: text for rank, f in sorted(failures.items()) if (text := _told(f))}
+    messages = {rank: text for rank, f in sorted(failures.items()) if (text := _message(f))}
     noticed = f"{PipelineError.__name__}: "
-    own = [f"rank {rank} stopped: {text}" for rank, text in told.items() if not text.startswith(noticed)]
-    heard = [_WAITS.split(text.removeprefix(noticed))[0] for text in told.values() if text.startswith(noticed)]
+    own = [f"rank {rank} stopped: {text}" for rank, text in messages.items() if not text.startswith(noticed)]
+    heard = [_WAITS.split(text.removeprefix(noticed))[0] for text in messages.values() if text.startswith(noticed)]
     ended = {rank: f"rank {rank} ended with {_exit(f.exitcode)}" for rank, f in sorted(failures.items())}
     gone = [text for rank, text in ended.items() if any(re.match(rf"rank {rank} (on .+? )?is gone", h) for h in heard)]
     by_signal = [text for rank, text in ended.items() if failures[rank].exitcode < 0]
     return next(iter([*own, *gone, *heard, *by_signal, *ended.values()]))
 
 
-_WAITS = re.compile(r"; rank \d+ (?:on .+? )?(?:waited|was waiting) ")  # who noticed it, in a PipelineError
+_WAITS = re.compile(r"; rank \d+ (?:on .+? )?(?:waited|was waiting) ")  # in a PipelineError: the rank that noticed
 
 
-def _told(failure: ProcessFailure) -> str:
+def _message(failure: ProcessFailure) -> str:
     data: Any = failure.error_file_data.get("message")
     return str(data["message"]) if isinstance(data, dict) and "extraInfo" in data and "message" in data else ""
 
@@ -79,8 +79,7 @@ def _exit(code: int) -> str:
 
 
 def _quiet() -> None:
-    """Keeps torchelastic's warnings from between our lines, which say the same. Who has set LOGLEVEL, its own switch,
-    to another level than its default gets what was asked for."""
+    """Silences torchelastic's warnings, which repeat our messages, unless LOGLEVEL (its own switch) was set."""
     for name in list(logging.root.manager.loggerDict):
         logger = logging.getLogger(name)
         if name.startswith("torch.distributed.elastic") and logger.level == logging.WARNING:
@@ -95,14 +94,14 @@ def _config(ranks: int, **more: Any) -> LaunchConfig:
 
 
 def end_with_parent() -> None:
-    """This process is sent SIGTERM when the one that started it ends in whatever way. Linux only."""
+    """Has this process get SIGTERM when its parent ends, however that ends. Linux only."""
     with suppress(OSError, AttributeError):
         set_death_signal = 1
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
 
 
 def take_cores() -> None:
-    """This process on its own share of the cores, with as many threads; before any other thread is started."""
+    """Pins this process to its share of the cores, with as many threads. Call it before other threads start."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // local_ranks())
@@ -113,8 +112,7 @@ def take_cores() -> None:
 
 
 def keep_memory() -> None:
-    """Tells glibc to keep freed memory: large tensors then do not come with fresh pages, which are slow to touch the
-    first time, in some steps and not in others."""
+    """Has glibc keep freed memory. Otherwise large tensors get fresh pages in some steps, which are slow to touch."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:

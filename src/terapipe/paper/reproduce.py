@@ -13,7 +13,7 @@ from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource
 
-UNLIMITED = 1 << 62  # the paper says nothing of memory
+UNLIMITED = 1 << 62  # the paper has no memory limit
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def errors(self) -> tuple[float, float, float]:
-        """Relative, of the step without slices, with slices, and of the speed-up."""
+        """Relative errors of the step without slices, with slices, and of the speed-up."""
         s = self.setting
         pairs = ((self.without.step_time, s.without), (self.sliced.step_time, s.sliced), (self.speedup, s.speedup))
         without, sliced, speedup = (ours / theirs - 1 for ours, theirs in pairs)
@@ -75,10 +75,10 @@ def evaluator_of(setting: Setting) -> PlanEvaluator:
 
 def row(setting: Setting) -> Row:
     """GPipe with microbatches of one sequence, and the planner's slices in the paper's order, one chunk per rank."""
-    bench = evaluator_of(setting)
-    whole = bench.evaluate(bench.plan("gpipe", 1, (TOKENS,)))
-    sliced = choose(bench.source, request_of(setting).fixed(order="terapipe", chunks=1)).estimate
-    scheme = bench.evaluate(bench.plan("terapipe", 1, setting.scheme)) if setting.scheme else None
+    evaluator = evaluator_of(setting)
+    whole = evaluator.evaluate(evaluator.plan("gpipe", 1, (TOKENS,)))
+    sliced = choose(evaluator.source, request_of(setting).fixed(order="terapipe", chunks=1)).estimate
+    scheme = evaluator.evaluate(evaluator.plan("terapipe", 1, setting.scheme)) if setting.scheme else None
     return Row(setting, whole, sliced, scheme)
 
 
@@ -87,14 +87,14 @@ def rows() -> list[Row]:
 
 
 def sweep(planned: float) -> list[dict[str, Any]]:
-    """Equal slices in setting 9, and the planner's."""
+    """Step times of setting 9 by number of equal slices, and with the planner's slices."""
     setting = SETTINGS[SWEPT - 1]
-    bench = evaluator_of(setting)
+    evaluator = evaluator_of(setting)
     points: list[dict[str, Any]] = [
         {
             "slices": count,
             "published": published,
-            "simulated": bench.evaluate(bench.plan("terapipe", 1, uniform(TOKENS, count, 1))).step_time,
+            "simulated": evaluator.evaluate(evaluator.plan("terapipe", 1, uniform(TOKENS, count, 1))).step_time,
         }
         for count, published in SWEEP.items()
     ]
@@ -102,5 +102,5 @@ def sweep(planned: float) -> list[dict[str, Any]]:
 
 
 def mean_error(found: list[Row]) -> float:
-    """Of all step times, with and without slices."""
+    """The mean absolute error of all step times, with and without slices."""
     return fmean(abs(error) for r in found for error in r.errors[:2])

@@ -1,19 +1,25 @@
-"""Charts of numbers: series as lines, values as bars."""
+"""Charts as SVG: lines, curves with bands, grouped bars, and time against memory."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from html import escape
+from itertools import pairwise
 from typing import NamedTuple
 
-from terapipe.reporting.drawing import box, document, line, path, text, text_width, ticks
-from terapipe.reporting.palette import TONES, series
-from terapipe.reporting.units import digits, seconds
+from terapipe.reporting.style import TONES, hsl, line_color
+from terapipe.reporting.svg import box, document, dot, line, path, staircase, text, text_width, ticks
+from terapipe.reporting.units import digits, memory, memory_unit, seconds
 
 _LEFT = 74
-_DOTTED = 40  # points up to which a curve shows each of them
+_DOTTED = 40  # most points of a curve of which each is a dot
+# The chart of time against memory.
+_WIDTH, _HEIGHT, _X0, _X1, _TOP, _BOTTOM = 960, 420, 84, 930, 34, 366
+_GOOD, _FITS = hsl(212, 0.66, 0.46), hsl(212, 0.6, 0.74)
+_SIZE = 12  # of names
 
 
 class Point(NamedTuple):
-    """Of a curve. One that stands for several has their mean as ``y``, and their lowest and highest."""
+    """A point of a curve. If it stands for several values, ``y`` is their mean, ``low`` and ``high`` their range."""
 
     x: float
     y: float
@@ -22,7 +28,7 @@ class Point(NamedTuple):
 
 
 def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260) -> str:
-    """One line for each series over 1, 2, 3, ..., with its last value written at its end."""
+    """One line per series over 1, 2, 3, ..., labeled with its last value."""
     values = [v for ys in shown.values() for v in ys if math.isfinite(v)]
     if not values:
         raise ValueError("a chart needs at least one finite value")
@@ -44,13 +50,13 @@ def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, he
     for index, (name, ys) in enumerate(shown.items()):
         points = [place(i, v) for i, v in enumerate(ys) if math.isfinite(v)]
         if points:
-            parts.append(path(points, series(index)))
+            parts.append(path(points, line_color(index)))
             last = next(v for v in reversed(ys) if math.isfinite(v))
-            ends.append((points[-1][1], f"{name} {digits(last)}".strip(), series(index)))
+            ends.append((points[-1][1], f"{name} {digits(last)}".strip(), line_color(index)))
     below = -math.inf
-    for y, words, colour in sorted(ends):  # apart from each other, also where the lines meet
+    for y, words, color in sorted(ends):  # labels stay apart where lines meet
         below = max(y, below + 14)
-        parts.append(text(right + 8, below + 4, words, fill=colour, size=12))
+        parts.append(text(right + 8, below + 4, words, fill=color, size=12))
     parts.append(text(_LEFT, height - 12, "1", anchor="middle", tone="faint", size=11))
     parts.append(text(right, height - 12, str(longest), anchor="middle", tone="faint", size=11))
     return document(width, height, parts, label)
@@ -68,17 +74,19 @@ def curves(
     width: int = 960,
     height: int = 300,
 ) -> str:
-    """Several series, each over its own x, which are whole numbers and named ``below``; the legend has their last
-    values. ``zero``: the scale begins there. What lies above ``top`` is drawn at the edge. ``unit`` is what
-    the scale counts in."""
+    """Several series, each over its own x. The legend has their last values.
+
+    x values are whole numbers, and ``below`` names their axis. With ``zero`` the y axis begins at 0. Values above
+    ``top`` are drawn at the edge. ``unit`` is the unit of the y axis.
+    """
     points = [p for series_ in shown.values() for p in series_]
     if not points or not all(math.isfinite(v) for p in points for v in p):
         raise ValueError(f"curves need at least one point and finite values, got {len(points)} points for {label!r}")
     legend, head = _legend(shown, label, form, width)
     left, right, bottom = 64.0, width - 14.0, height - 30.0
-    x_low, x_high = _apart(min(p.x for p in points), max(p.x for p in points))
+    x_low, x_high = _nonempty(min(p.x for p in points), max(p.x for p in points))
     y_low, y_high = min(p.low for p in points), min(top, max(p.high for p in points))
-    y_low, y_high = _apart(min(0.0, y_low) if zero else y_low, y_high)
+    y_low, y_high = _nonempty(min(0.0, y_low) if zero else y_low, y_high)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = left + (right - left) * (x - x_low) / (x_high - x_low)
@@ -94,19 +102,19 @@ def curves(
             x = min(place(tick, y_low)[0], right - text_width(f"{tick:,.0f}", 11) / 2 + 14)
             parts.append(text(x, height - 10, f"{tick:,.0f}", anchor="middle", tone="faint", size=11))
     for index, given in enumerate(shown.values()):
-        parts += _curve(given, place, series(index))
+        parts += _curve(given, place, line_color(index))
     return document(width, height, parts, label)
 
 
-def _apart(low: float, high: float) -> tuple[float, float]:
-    """Something to divide by, also where all values are the same."""
+def _nonempty(low: float, high: float) -> tuple[float, float]:
+    """A range that is not empty, even if all values are the same."""
     return (low, high) if high > low else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
 
 
 def _legend(
     shown: Mapping[str, Sequence[Point]], label: str, form: Callable[[float], str], width: float
 ) -> tuple[list[str], float]:
-    """The title, and under it each series with its last value, in as many rows as that takes; and where they end."""
+    """The title, and below it each series with its last value in as many rows as needed; and the y of their end."""
     parts, x, y = [text(0, 14, label, weight=600)], 0.0, 34.0
     for index, (name, points) in enumerate(shown.items()):
         if not points:
@@ -114,31 +122,30 @@ def _legend(
         words = f"{name} {form(points[-1].y)}".strip()
         if x and x + 18 + text_width(words, 12) > width:
             x, y = 0.0, y + 18
-        parts.append(box(x, y - 10, 12, 12, fill=series(index), round_=2))
+        parts.append(box(x, y - 10, 12, 12, fill=line_color(index), round_=2))
         parts.append(text(x + 18, y, words, tone="faint", size=12))
         x += 38 + text_width(words, 12)
     return parts, y + 16
 
 
-def _curve(points: Sequence[Point], place: Callable[[float, float], tuple[float, float]], colour: str) -> list[str]:
+def _curve(points: Sequence[Point], place: Callable[[float, float], tuple[float, float]], color: str) -> list[str]:
     parts = []
     if any(p.high > p.low for p in points):
         edge = [place(p.x, p.high) for p in points] + [place(p.x, p.low) for p in reversed(points)]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
-        look = f"fill='{colour}' fill-opacity='0.22' stroke='{colour}' stroke-opacity='0.3' stroke-width='0.8'"
+        look = f"fill='{color}' fill-opacity='0.22' stroke='{color}' stroke-opacity='0.3' stroke-width='0.8'"
         parts.append(f"<polygon points='{drawn}' {look}/>")
     line_ = [place(p.x, p.y) for p in points]
-    parts.append(path(line_, colour, width=1.6))
+    parts.append(path(line_, color, width=1.6))
     if len(points) <= _DOTTED:
-        dot = f"r='3' fill='{colour}' class='edge' stroke='{TONES['paper']}'/>"
-        parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' {dot}" for x, y in line_]
+        parts += [dot(x, y, 3, color) for x, y in line_]
     return parts
 
 
 def groups(
     shown: Mapping[str, Sequence[float]], names: Sequence[str], label: str, form: Callable[[float], str] = seconds
 ) -> str:
-    """For each row several bars under each other, one for each name, on one scale."""
+    """Grouped horizontal bars: a group per row, a bar per name, all on one scale."""
     width, row, gap = 960, 15, 12
     most = max((value for values in shown.values() for value in values), default=0.0)
     if not 0 < most < math.inf:
@@ -148,15 +155,141 @@ def groups(
     parts = [text(left, 14, label, weight=600)]
     x = float(left)
     for index, name in enumerate(names):
-        parts.append(box(x, 26, 12, 12, fill=series(index), round_=2))
+        parts.append(box(x, 26, 12, 12, fill=line_color(index), round_=2))
         parts.append(text(x + 18, 37, name, tone="faint", size=12))
         x += 42 + text_width(name, 12)
     y = 54.0
     for name, values in shown.items():
         parts.append(text(left - 12, y + len(values) * row / 2 + 4, name, anchor="end", tone="faint"))
         for index, value in enumerate(values):
-            parts.append(box(left, y, max(value * unit, 1), row - 2, fill=series(index), round_=2))
+            parts.append(box(left, y, max(value * unit, 1), row - 2, fill=line_color(index), round_=2))
             parts.append(text(left + value * unit + 7, y + row - 4, form(value), size=11))
             y += row
         y += gap
     return document(width, y + 6, parts, label)
+
+
+Place = tuple[float, float]
+
+
+class Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: "Box") -> float:
+        wide = min(self.right, other.right) - max(self.left, other.left)
+        high = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return wide * high if wide > 0 and high > 0 else 0.0
+
+
+def frontier(
+    points: Mapping[str, Place], front: Collection[str], x_label: str, y_label: str, budget: float | None = None
+) -> str:
+    """Step time against memory: each point is (bytes, seconds). ``front`` names the Pareto front of the points that
+    fit, through which a line is drawn. Points beyond the budget are pale."""
+    if not points:
+        raise ValueError("a frontier needs at least one point")
+    x_range, y_range = _range([x for x, _ in points.values()], budget), _range([y for _, y in points.values()])
+
+    def place(point: Place) -> Place:
+        x = _X0 + (_X1 - _X0) * (point[0] - x_range[0]) / (x_range[1] - x_range[0])
+        return x, _BOTTOM - (_BOTTOM - _TOP) * (point[1] - y_range[0]) / (y_range[1] - y_range[0])
+
+    parts = _scales(x_range, y_range, place, x_label, y_label)
+    limit = None
+    if budget is not None and x_range[0] <= budget <= x_range[1]:
+        limit = place((budget, 0))[0]
+        parts.append(line(limit, _TOP - 6, limit, _BOTTOM, tone="ink", dash="5 4"))
+        parts.append(text(limit + 6, _TOP + 4, f"budget {memory(budget)}", size=_SIZE))
+    corners = staircase(sorted(place(points[name]) for name in front))
+    if corners:
+        parts.append(path(corners, _GOOD, width=1.5))
+    # The front comes first when places for names are chosen, and last when points are drawn, on top of the others.
+    placed = {name: place(points[name]) for name in sorted(points, key=lambda name: name not in front)}
+    labels = label_boxes(placed, _obstacles(corners, limit))
+    for name, (x, y) in reversed(placed.items()):
+        fits = budget is None or points[name][0] <= budget
+        parts.append(_point(name, points[name], x, y, _GOOD if name in front else _FITS if fits else ""))
+        parts += _label(name, labels[name], x, y, tone="ink" if name in front else "faint" if fits else "pale")
+    return document(_WIDTH, _HEIGHT, parts, f"{y_label} against {x_label}")
+
+
+def _obstacles(corners: Sequence[Place], limit: float | None) -> list[Box]:
+    """Boxes around the lines that no name should cross."""
+    steps = [Box(min(a, c) - 2, min(b, d) - 2, max(a, c) + 2, max(b, d) + 2) for (a, b), (c, d) in pairwise(corners)]
+    return steps if limit is None else [*steps, Box(limit - 3, 0, limit + 3, _BOTTOM), Box(limit, 20, limit + 110, 46)]
+
+
+def label_boxes(placed: Mapping[str, Place], obstacles: Sequence[Box] = ()) -> dict[str, Box]:
+    """A box for each name: beside, above or below its point, farther away if it is crowded there."""
+    boxes: dict[str, Box] = {}
+    for name, (x, y) in placed.items():
+        # Keep clear of the other points, or the name would seem to be theirs.
+        others = [Box(a - 20, b - 7, a + 20, b + 7) for other, (a, b) in placed.items() if other != name]
+        taken = [*obstacles, *others, *boxes.values()]
+        candidates = list(_candidates(x, y, text_width(name, _SIZE)))
+        boxes[name] = min(candidates, key=lambda box: sum(map(box.overlap, taken)))  # the first of the least overlap
+    return boxes
+
+
+def _candidates(x: float, y: float, wide: float) -> list[Box]:
+    found = []
+    for away in (0, 14, 30, 46, 62, 78, 94):
+        for left, top in (
+            (x + 10 + away, y - 8),
+            (x - 10 - wide - away, y - 8),
+            (x - wide / 2, y - 26 - away),
+            (x - wide / 2, y + 10 + away),
+            (x + 6 + away, y - 22 - away),
+            (x + 6 + away, y + 6 + away),
+            (x - 6 - wide - away, y - 22 - away),
+            (x - 6 - wide - away, y + 6 + away),
+        ):
+            if left >= _X0 and left + wide <= _WIDTH - 4 and top >= _TOP - 24 and top + 16 <= _BOTTOM:
+                found.append(Box(left, top, left + wide, top + 16))
+    return found or [Box(x + 10, y - 8, x + 10 + wide, y + 8)]
+
+
+def _label(name: str, box: Box, x: float, y: float, tone: str) -> list[str]:
+    before = box.right <= x
+    edge, anchor = (box.right, "end") if before else (box.left, "start")
+    parts = [text(edge, box.bottom - 4, name, anchor=anchor, tone=tone, size=_SIZE, halo=True)]
+    near_x, near_y = min(max(x, box.left), box.right), min(max(y, box.top), box.bottom)
+    if abs(near_x - x) + abs(near_y - y) > 16:  # too far away to be read together
+        parts.insert(0, line(x, y, near_x, near_y, tone="pale"))
+    return parts
+
+
+def _point(name: str, point: Place, x: float, y: float, color: str) -> str:
+    """Without a color, a point that does not fit: pale, as the page defines it."""
+    title = escape(f"{name}: {memory(point[0])}, {seconds(point[1])}")
+    fill = f"class='edge' fill='{color}'" if color else f"class='edge pale' fill='{TONES['pale']}'"
+    circle = f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5.5' {fill} stroke='{TONES['paper']}'/>"
+    return f"<g><title>{title}</title>{circle}</g>"
+
+
+def _range(values: Sequence[float], extra: float | None = None) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if extra is not None and extra <= 2 * high:
+        low, high = min(low, extra), max(high, extra)
+    if 0 < low < 0.4 * high:
+        return 0.0, 1.06 * high
+    margin = 0.12 * (high - low) or 0.1 * high or 1.0
+    return low - margin, high + margin
+
+
+def _scales(x_range: Place, y_range: Place, place: Callable[[Place], Place], x_label: str, y_label: str) -> list[str]:
+    parts = []
+    for tick in ticks(*y_range, 4):
+        y = place((0, tick))[1]
+        parts.append(line(_X0, y, _X1, y))
+        parts.append(text(_X0 - 10, y + 4, seconds(tick), anchor="end", tone="faint", size=11))
+    for tick in ticks(*x_range, 5, memory_unit(x_range[1])):
+        x = place((tick, 0))[0]
+        parts.append(line(x, _BOTTOM, x, _BOTTOM + 5))
+        parts.append(text(x, _BOTTOM + 19, memory(tick), anchor="middle", tone="faint", size=11))
+    parts.append(text(_X0, 14, y_label, weight=600))
+    parts.append(text(_X1, _HEIGHT - 10, x_label, anchor="end", weight=600))
+    return parts

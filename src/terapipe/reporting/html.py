@@ -1,15 +1,15 @@
-"""A page that needs nothing but itself."""
+"""HTML elements and a self-contained page around them."""
 
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-# The browser is told to load nothing, so that a page can be passed on without a thought.
+# The browser loads nothing from elsewhere, so a page is safe to pass on.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def asset(name: str) -> str:
-    """A style sheet or script that lies beside this file."""
+    """A style sheet or script of this package."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
-    """``sections`` are headings with ready HTML or SVG under them; without a heading, the content alone."""
+    """``sections`` are pairs of a heading, which may be empty, and ready HTML or SVG."""
     body = "\n".join(_section(heading, content) for heading, content in sections)
     return (
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>\n"

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from terapipe.planning.slices import Plan
-from terapipe.reporting import html, svg, units
+from terapipe.reporting import charts, html, units
 
 if TYPE_CHECKING:
     from terapipe.search.evaluator import PlanEstimate
@@ -146,10 +146,7 @@ def cut(plan: Plan) -> str:
 
 
 def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
-    from terapipe.search.compare import pareto_front
-
-    front = {id(e) for e in pareto_front(e for e in comparison.rows if e.fits)}
-    yield table(comparison.rows, marked=front)
+    yield table(comparison.rows, marked={id(e) for e in comparison.front})
     yield "\n[dim]* no other that fits is both faster and smaller[/]"
     if comparison.budget:
         seconds = f"compared in {comparison.seconds:.1f} s"
@@ -162,7 +159,8 @@ def comparison_text(comparison: "Comparison") -> str:
 
 def comparison_chart(comparison: "Comparison") -> str:
     points = {e.title: (float(e.peak_bytes), e.step_time) for e in comparison.rows}
-    return svg.frontier(points, "peak memory per device", "step time", comparison.budget)
+    front = {e.title for e in comparison.front}
+    return charts.frontier(points, front, "peak memory per device", "step time", comparison.budget)
 
 
 def comparison_page(comparison: "Comparison", model: str) -> str:

@@ -1,27 +1,115 @@
-"""Pictures. Here timelines as bars; the charts come from their own files. Plain SVG, no dependencies."""
+"""SVG pictures without dependencies: the elements they are made of, timelines as bars, and conversion to PNG.
 
+Each element has its color as an attribute, for a picture that stands alone, and its tone as a class. The style sheet of
+a page overrides colors by class, so pictures follow the dark color scheme.
+"""
+
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
-from terapipe.reporting.charts import groups, lines
-from terapipe.reporting.drawing import box, document, line, text, text_width, ticks
-from terapipe.reporting.frontier import frontier
-from terapipe.reporting.palette import OPS, TONES, lightness, of_op, on
+from terapipe.reporting.style import OP_HUES, OP_NAMES, TONES, in_words, lightness, op_color, text_color
 from terapipe.reporting.units import seconds, share
-from terapipe.reporting.words import NAMES, in_words
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Event, Timeline
 
-__all__ = ["frontier", "groups", "lines", "timelines"]
-
+_FONT = "font-family='system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif'"
+_GLYPH = 0.56  # mean width of a character in font sizes, enough to keep labels apart
 _LEFT, _RIGHT, _HEAD = 74, 24, 30
 _TALL, _THIN, _BLOCK = 34.0, 5.0, 480.0  # heights of a row, and of all rows of a timeline with many ranks
-_ROOMY = 12.0  # rows of this height have names and numbers
+_ROOMY = 12.0  # rows at least this high have names and numbers
 _NARROW = 2.0  # bars narrower than this are drawn together
 
 
+def document(width: float, height: float, parts: Sequence[str], label: str = "") -> str:
+    idle = (
+        "<defs><pattern id='idle' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
+        f"<rect width='6' height='6' class='idle' fill='{TONES['idle']}'/>"
+        f"<line x1='0' y1='0' x2='0' y2='6' class='hatch' stroke='{TONES['hatch']}' stroke-width='2'/>"
+        "</pattern></defs>"
+    )
+    head = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
+        f"height='{height:.0f}' role='img' aria-label='{escape(label)}' {_FONT}>"
+    )
+    return "\n".join([head, idle, box(0, 0, width, height, tone="paper"), *parts, "</svg>"])
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    anchor: str = "start",
+    tone: str = "ink",
+    fill: str = "",
+    size: int = 13,
+    weight: int = 400,
+    halo: bool = False,
+) -> str:
+    """``fill`` is a fixed color, which no page overrides. A halo keeps lines off the letters."""
+    color = f"fill='{fill}'" if fill else f"class='{tone}{' edge' * halo}' fill='{TONES[tone]}'"
+    color += f" stroke='{TONES['paper']}' stroke-width='3' paint-order='stroke'" if halo else ""
+    style = f"font-size='{size}' text-anchor='{anchor}' font-weight='{weight}' {color}"
+    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(words)}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, *, tone: str = "", fill: str = "", round_: float = 0) -> str:
+    color = f"fill='{fill}'" if fill else f"class='{tone}' fill='{TONES[tone]}'"
+    corner = f" rx='{round_:g}'" if round_ else ""
+    return f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}'{corner} {color}/>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, tone: str = "line", dash: str = "") -> str:
+    dashes = f" stroke-dasharray='{dash}'" if dash else ""
+    place = f"x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'"
+    return f"<line {place} class='{tone}' stroke='{TONES[tone]}'{dashes}/>"
+
+
+def path(points: Sequence[tuple[float, float]], color: str, *, width: float = 2, extra: str = "") -> str:
+    drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f"<polyline points='{drawn}' fill='none' stroke='{color}' stroke-width='{width:g}' stroke-linejoin='round'"
+        f"{' ' + extra if extra else ''}/>"
+    )
+
+
+def dot(x: float, y: float, radius: float, color: str) -> str:
+    edge = f"class='edge' stroke='{TONES['paper']}'"
+    return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius:g}' fill='{color}' {edge}/>"
+
+
+def text_width(words: str, size: float) -> float:
+    return _GLYPH * size * len(words)
+
+
+def round_step(rough: float) -> float:
+    """The largest of 1, 2, 5 times a power of ten that is not above ``rough``."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return max(m for m in (1, 2, 5) if m * power <= rough * (1 + 1e-9)) * power
+
+
+def ticks(low: float, high: float, about: int, unit: float = 1.0) -> list[float]:
+    """Round multiples of ``unit`` from ``low`` to ``high``, at least ``about`` of them."""
+    step = round_step((high - low) / unit / about) * unit
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def staircase(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the step function through these points: a value holds until the next point."""
+    corners: list[tuple[float, float]] = []
+    for x, y in points:
+        corners += [(x, corners[-1][1])] if corners else []
+        corners.append((x, y))
+    return corners
+
+
 def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
-    """Several timelines under each other on one scale of time, so that lengths compare by eye."""
+    """Several timelines, one below the other, on one time scale."""
     span = max((t.makespan for t in drawn.values()), default=0.0)
     if span <= 0:
         raise ValueError("a picture needs a timeline with at least one computation")
@@ -41,22 +129,22 @@ def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
 
 
 def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
-    """One row for each rank, thinner and with fewer labels the more there are; and where they end."""
+    """One row per rank, and the y at which they end. Many ranks get thin rows and fewer labels."""
     ranks = timeline.plan.num_ranks
     row = _height(ranks)
     pitch = row + max(1.0, min(6.0, row / 5))
     every = next(n for n in (1, 2, 4, 8, 16, 32, 64) if n * pitch >= 15)
     end = timeline.makespan * unit
     parts = []
-    for rank, events in by_rank(timeline).items():
+    for rank, events in enumerate(timeline.by_rank):
         top = y + rank * pitch
         if rank % every == 0:
             parts.append(text(_LEFT - 12, top + row / 2 + 4, f"rank {rank}", anchor="end", tone="faint"))
         parts.append(box(_LEFT, top, end, row, fill="url(#idle)", round_=min(3, row / 4)))
-        owed = dict.fromkeys(OPS, 0.0)
+        pending = dict.fromkeys(OP_HUES, 0.0)
         for group in _grouped(events, unit):
             single = len(group) == 1
-            parts.append(_bar(group[0], timeline, top, row, unit) if single else _mixed(group, owed, top, row, unit))
+            parts.append(_bar(group[0], timeline, top, row, unit) if single else _mixed(group, pending, top, row, unit))
     return parts, y + ranks * pitch
 
 
@@ -64,16 +152,8 @@ def _height(ranks: int) -> float:
     return max(_THIN, min(_TALL, _BLOCK / ranks))
 
 
-def by_rank(timeline: Timeline) -> dict[int, list[Event]]:
-    """Each rank's computations."""
-    found: dict[int, list[Event]] = {rank: [] for rank in range(timeline.plan.num_ranks)}
-    for event in timeline.computations:
-        found[event.rank].append(event)
-    return found
-
-
 def _grouped(events: Sequence[Event], unit: float) -> Iterator[list[Event]]:
-    """Neighbours that would be too narrow to see are drawn as one bar, or a large run makes a picture of gigabytes."""
+    """Groups of events that are too narrow to see, each drawn as one bar: a large run would make gigabytes of SVG."""
     group: list[Event] = []
     for event in events:
         if group and ((event.end - group[0].start) * unit > _NARROW or (event.start - group[-1].end) * unit > 0.5):
@@ -89,27 +169,30 @@ def _bar(event: Event, timeline: Timeline, y: float, row: float, unit: float) ->
     slices = len(timeline.plan.grid[s.microbatch])
     light = lightness(s.number, slices)
     x, wide = _LEFT + event.start * unit, max((event.end - event.start) * unit, 0.5)
-    bar = box(x, y, wide, row, fill=of_op(op, light), round_=2.5 if row >= _ROOMY and wide > 5 else 0)
+    bar = box(x, y, wide, row, fill=op_color(op, light), round_=2.5 if row >= _ROOMY and wide > 5 else 0)
     if wide > 4:
         bar = bar.replace("/>", f" class='edge' stroke='{TONES['paper']}' stroke-width='0.7'/>")
     if row < _ROOMY:
         return bar
     number = str(s.number if slices > 1 else s.microbatch)
     fits = wide > 6 + 7 * len(number)
-    inside = text(x + wide / 2, y + row / 2 + 4, number, anchor="middle", fill=on(light), size=11) if fits else ""
+    inside = (
+        text(x + wide / 2, y + row / 2 + 4, number, anchor="middle", fill=text_color(light), size=11) if fits else ""
+    )
     title = escape(f"{in_words(event.action)}, {seconds(event.end - event.start)}")
     return f"<g><title>{title}</title>{bar}{inside}</g>"
 
 
-def _mixed(group: Sequence[Event], owed: dict[Op, float], y: float, row: float, unit: float) -> str:
-    """One bar for several, in the colour of the op that is owed most: along a row each op gets its share of them."""
+def _mixed(group: Sequence[Event], pending: dict[Op, float], y: float, row: float, unit: float) -> str:
+    """One bar for several events. Each op accumulates its share of time in ``pending``, and the op with most pending
+    time gives the color, so along a row the colors have the right proportions."""
     busy = sum(e.end - e.start for e in group)
     for event in group:
-        owed[event.action.op] += (event.end - event.start) / busy if busy else 0.0
-    op = max(owed, key=lambda op: owed[op])
-    owed[op] -= 1.0
+        pending[event.action.op] += (event.end - event.start) / busy if busy else 0.0
+    op = max(pending, key=lambda op: pending[op])
+    pending[op] -= 1.0
     long = group[-1].end - group[0].start
-    bar = box(_LEFT + group[0].start * unit, y, max(long * unit, 0.5), row, fill=of_op(op))
+    bar = box(_LEFT + group[0].start * unit, y, max(long * unit, 0.5), row, fill=op_color(op))
     return bar.replace("/>", f" opacity='{busy / long:.2f}'/>") if busy < 0.97 * long else bar
 
 
@@ -125,10 +208,36 @@ def _axis(span: float, unit: float, y: float) -> list[str]:
 def _legend(drawn: Collection[Timeline], width: int, y: float) -> list[str]:
     ops = {e.action.op for timeline in drawn for e in timeline.computations}
     parts, x = [], float(_LEFT)
-    for name, fill in [(NAMES[op], of_op(op)) for op in OPS if op in ops] + [("idle", "url(#idle)")]:
+    for name, fill in [(OP_NAMES[op], op_color(op)) for op in OP_HUES if op in ops] + [("idle", "url(#idle)")]:
         parts.append(box(x, y - 10, 22, 12, fill=fill, round_=2))
         parts.append(text(x + 30, y, name, tone="faint", size=12))
         x += 56 + text_width(name, 12)
     if any(_height(timeline.plan.num_ranks) >= _ROOMY for timeline in drawn):
         parts.append(text(width - _RIGHT, y, "numbers: slices", anchor="end", tone="faint", size=12))
     return parts
+
+
+def to_png(picture: str, scale: float = 2.0) -> bytes:
+    """An SVG picture as PNG, with ``scale`` pixels per SVG unit.
+
+    Needs the ``png`` extra. It brings its own font, so machines without fonts will do.
+    """
+    resvg, font = _extra("resvg_py"), _extra("font_roboto")
+    fonts = [str(Path(font.font_directory) / f"Roboto-{weight}.ttf") for weight in ("Regular", "Bold")]
+    rendered: bytes = resvg.svg_to_bytes(
+        svg_string=picture, zoom=scale, skip_system_fonts=True, font_files=fonts, sans_serif_family="Roboto"
+    )
+    return bytes(rendered)
+
+
+def require_png() -> None:
+    """Raises ValueError if the ``png`` extra is not installed. Called before long computations."""
+    for name in ("resvg_py", "font_roboto"):
+        _extra(name)
+
+
+def _extra(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ValueError(f"PNG pictures need the module {name}; pip install 'terapipe[png]'") from None

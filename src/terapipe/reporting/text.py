@@ -1,9 +1,9 @@
-"""A Timeline in a terminal."""
+"""A Timeline as text, for a terminal."""
 
 import math
 from string import ascii_uppercase, digits
 
-from terapipe.reporting.words import count
+from terapipe.reporting.units import count
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Timeline
 
@@ -11,10 +11,10 @@ _FORWARD, _BACKWARD, _WEIGHTS, _IDLE = digits, ascii_uppercase, "+", "·"
 
 
 def draw(timeline: Timeline, width: int = 100, scale: float | None = None, rows: int = 16) -> str:
-    """One line for each rank; ``scale`` is the time of the whole width, by default the timeline's own makespan.
+    """One line per rank. ``scale`` is the time of the whole width, by default the timeline's makespan.
 
-    Forwards show the last digit of their slice's number, backwards its letter (A for slice 0), idle time dots. Of more
-    than ``rows`` ranks the first and the last ones are shown.
+    A forward shows the last digit of its slice's number, a backward its letter (A is slice 0), a deferred weight
+    gradient a plus, idle time dots. Of more than ``rows`` ranks, the first and the last are shown.
     """
     span = scale or timeline.makespan
     if width < 1 or rows < 2 or span <= 0:
@@ -23,10 +23,10 @@ def draw(timeline: Timeline, width: int = 100, scale: float | None = None, rows:
         )
     ranks = timeline.plan.num_ranks
     columns = min(width, max(1, round(width * timeline.makespan / span)))
-    cells = {rank: [_IDLE] * columns for rank in _shown(ranks, rows)}
+    cells = {rank: [_IDLE] * columns for rank in _drawn_ranks(ranks, rows)}
     for event in timeline.computations:
         if event.rank in cells:
-            # A column shows what happens in its middle.
+            # A column shows the event at its middle.
             first, last = (math.ceil(t * width / span - 0.5) for t in (event.start, event.end))
             first, last = max(first, 0), min(last, columns)
             if first < last:
@@ -39,7 +39,7 @@ def draw(timeline: Timeline, width: int = 100, scale: float | None = None, rows:
     return "\n".join(lines)
 
 
-def _shown(ranks: int, rows: int) -> list[int]:
+def _drawn_ranks(ranks: int, rows: int) -> list[int]:
     if ranks <= rows:
         return list(range(ranks))
     return [*range((rows + 1) // 2), *range(ranks - rows // 2, ranks)]

@@ -1,4 +1,4 @@
-// The timeline of the page: bars on one canvas, and above it, on another, what the pointer is at.
+// The timeline of the page. One canvas has the bars; a second canvas above it highlights what the pointer is at.
 // All times are ticks, as in the data; `unpack` says how a bar is written there.
 "use strict";
 (() => {
@@ -12,7 +12,7 @@
   const MANY = 12;       // ranks, above which a run gets an axis of its own
   const CROWDED = 4000;  // transfers in view, above which none is drawn
   const runs = data.runs.map(prepare), whole = Math.max(...runs.map(run => run.end));
-  const tools = {};      // colours and pattern of the present colour scheme
+  const tools = {};      // colors and pattern of the present color scheme
   let view = [0, whole], width = 0, left = 60, withTransfers = false, at = null, pointer = null, asked = false;
 
   // ---- data
@@ -90,7 +90,7 @@
     Object.assign(tools, { ratio, height: y });
   }
 
-  function colours() {
+  function colors() {
     const style = getComputedStyle(document.documentElement);
     for (const name of ["paper", "ink", "faint", "line", "idle", "hatch"]) tools[name] = style.getPropertyValue(`--${name}`).trim();
     tools.css = [], tools.rgb = [];
@@ -471,9 +471,9 @@
     point(null);
     draw();
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours(); draw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colors(); draw(); });
   new ResizeObserver(() => { if (plot.clientWidth !== width) { layout(); draw(); } }).observe(plot);
-  colours();
+  colors();
   layout();
   draw();
 })();

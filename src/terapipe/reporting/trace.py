@@ -1,32 +1,31 @@
-"""Runs as a trace-event file, which chrome://tracing and ui.perfetto.dev open."""
+"""Runs as a trace-event file for Perfetto (ui.perfetto.dev, chrome://tracing)."""
 
 import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from terapipe.reporting.shown import Shown
-from terapipe.reporting.transfers import transfers
-from terapipe.reporting.words import NAMES, TRANSFERS
+from terapipe.reporting.style import OP_NAMES, TRANSFER_NAMES
+from terapipe.reporting.view import RunView, transfers
 from terapipe.scheduling.actions import COMPUTE
 from terapipe.scheduling.timeline import Event
 
 Record = dict[str, Any]
 
-_LANES = 64  # thread numbers set aside for each rank: its computations, then as many lanes of transfers as it needs
+_LANES = 64  # thread ids per rank: one for computations, the others for transfers
 
 
-def trace(shown: Sequence[Shown]) -> str:
-    """JSON: a process for each run; in it, for each rank, a thread that computes and lanes for its transfers."""
-    records = [record for pid, run in enumerate(shown, 1) for record in _run(pid, run)]
+def trace(runs: Sequence[RunView]) -> str:
+    """JSON with a process per run; per rank it has a thread of computations and threads (lanes) of transfers."""
+    records = [record for pid, run in enumerate(runs, 1) for record in _process(pid, run)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": records}, separators=(",", ":"))
 
 
-def _run(pid: int, shown: Shown) -> Iterator[Record]:
-    yield _named("process_name", pid, 0, shown.name)
+def _process(pid: int, run: RunView) -> Iterator[Record]:
+    yield _named("process_name", pid, 0, run.name)
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-    lanes = _lanes(shown)
-    ranks = shown.timeline.plan.num_ranks
+    lanes = _lanes(run)
+    ranks = run.timeline.plan.num_ranks
     threads = {rank * _LANES: f"rank {rank}" for rank in range(ranks)}
     threads |= {
         lane: f"rank {lane // _LANES} transfers" + (f" {lane % _LANES}" if lane % _LANES > 1 else "")
@@ -38,15 +37,15 @@ def _run(pid: int, shown: Shown) -> Iterator[Record]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
     for event, tid in lanes.items():
         yield _duration(pid, tid, event)
-    yield from _flows(pid, shown, lanes)
-    yield from _memory(pid, shown)
+    yield from _flows(pid, run, lanes)
+    yield from _memory(pid, run)
 
 
-def _lanes(shown: Shown) -> dict[Event, int]:
-    """The thread of each event. Viewers need the events of a thread to be apart, so transfers may take several."""
+def _lanes(run: RunView) -> dict[Event, int]:
+    """The thread of each event. Events of a thread must not overlap, so transfers may need several threads."""
     lanes: dict[Event, int] = {}
-    free: dict[int, list[float]] = {}  # for each rank, when each of its lanes of transfers is free again
-    for event in shown.timeline.events:
+    free: dict[int, list[float]] = {}  # per rank: when each of its transfer lanes is free again
+    for event in run.timeline.events:
         if event.action.op in COMPUTE:
             lanes[event] = event.rank * _LANES
             continue
@@ -60,7 +59,7 @@ def _lanes(shown: Shown) -> dict[Event, int]:
 
 def _duration(pid: int, tid: int, event: Event) -> Record:
     op, stage, s = event.action
-    name = NAMES.get(op) or TRANSFERS[op]
+    name = OP_NAMES.get(op) or TRANSFER_NAMES[op]
     return {
         "ph": "X",
         "name": f"{name} {s}",
@@ -79,10 +78,10 @@ def _duration(pid: int, tid: int, event: Event) -> Record:
     }
 
 
-def _flows(pid: int, shown: Shown, lanes: dict[Event, int]) -> Iterator[Record]:
-    """An arrow from each send to its receive. It binds to the event in which it lies, so both ends must be inside."""
+def _flows(pid: int, run: RunView, lanes: dict[Event, int]) -> Iterator[Record]:
+    """An arrow from each send to its receive. Viewers bind an end to the event around it, so both lie inside theirs."""
     numbers = count()
-    for send, receive in transfers(shown.timeline):
+    for send, receive in transfers(run.timeline):
         if send and receive:
             arrow = {"name": "transfer", "cat": "transfer", "id": f"{pid}.{next(numbers)}", "pid": pid}
             inside = (max(receive.start, min(send.start, receive.end)) + receive.end) / 2
@@ -90,8 +89,8 @@ def _flows(pid: int, shown: Shown, lanes: dict[Event, int]) -> Iterator[Record]:
             yield {"ph": "f", "bp": "e", **arrow, "tid": lanes[receive], "ts": _microseconds(inside)}
 
 
-def _memory(pid: int, shown: Shown) -> Iterator[Record]:
-    for rank, steps in enumerate(shown.memory):
+def _memory(pid: int, run: RunView) -> Iterator[Record]:
+    for rank, steps in enumerate(run.memory):
         for at, size in steps:
             yield {
                 "ph": "C",

@@ -1,4 +1,4 @@
-"""Numbers as people read them: seconds and bytes, three digits and a unit."""
+"""Numbers for people: seconds and bytes with three digits and a unit, shares, counts."""
 
 import math
 
@@ -17,12 +17,12 @@ def memory(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """``0.0834`` is "8.3%": idle time is often small, and then its tenths matter."""
+    """``0.0834`` is "8.3%". Small shares keep one decimal, because idle time is often small."""
     return f"{value:.1%}" if abs(value) < 0.0995 and value else f"{value:.0%}"
 
 
 def memory_unit(value: float) -> float:
-    """The unit in which ``memory`` writes this number of bytes: what an axis counts in."""
+    """The unit, in bytes, that ``memory`` uses for this number: the unit of an axis."""
     return next((size for size, _ in _SIZES if abs(value) >= size), 1.0)
 
 
@@ -35,9 +35,14 @@ def digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def count(number: int, noun: str) -> str:
+    """``count(2, "slice")`` is "2 slices"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _with_unit(value: float, units: tuple[tuple[float, str], ...]) -> str:
     if value == 0:
         return "0"
-    # A little below a unit counts as one, as it is rounded to: 999.9 ms is 1 s.
+    # 999.9 ms rounds to 1000 ms, so it is written as 1 s.
     size, name = next(((s, n) for s, n in units if abs(value) >= 0.9995 * s), units[-1])
     return f"{digits(value / size)} {name}"

@@ -1,14 +1,18 @@
 """What happened, or would happen, when: a simulated run and a measured run are both a Timeline."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
 
+from terapipe.planning.cost import Memory
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, Action
+
+Content = TypeVar("Content", str, bytes)
 
 
 class Event(NamedTuple):
@@ -71,3 +75,79 @@ class Timeline:
         if any(not 0 <= rank < plan.num_ranks or not 0 <= end - start < inf for rank, _, start, end in rows):
             raise ValueError(f"a timeline has events of ranks 0 to {plan.num_ranks - 1} that end after they begin")
         return cls(plan, tuple(Event(*row) for row in rows))
+
+    # Drawing. ``terapipe.reporting`` draws a Timeline and so imports this module: it is imported here when it is used.
+    # ``others`` are timelines to draw with this one on the same time scale, for example a measured step by its
+    # prediction: ``predicted.to_html("step.html", name="predicted", others={"measured": measured})``.
+
+    def to_text(self, width: int = 100) -> str:
+        """One line of text per rank. Digits are forwards, letters backwards, both by slice; dots are idle time."""
+        from terapipe.reporting.text import draw
+
+        return draw(self, width)
+
+    def to_svg(
+        self, path: Path | str | None = None, *, name: str = "step", others: Mapping[str, "Timeline"] = {}
+    ) -> str:
+        """An SVG picture with a row per rank, also written to ``path``."""
+        from terapipe.reporting.svg import timelines
+
+        return _written(path, timelines(self._with(name, others)))
+
+    def to_png(
+        self, path: Path | str | None = None, *, name: str = "step", others: Mapping[str, "Timeline"] = {}
+    ) -> bytes:
+        """The picture of ``to_svg`` as PNG, also written to ``path``. Needs ``pip install 'terapipe[png]'``."""
+        from terapipe.reporting.svg import to_png
+
+        return _written(path, to_png(self.to_svg(name=name, others=others)))
+
+    def to_perfetto(
+        self, path: Path | str | None = None, *, name: str = "step", others: Mapping[str, "Timeline"] = {}
+    ) -> str:
+        """A trace for ui.perfetto.dev or chrome://tracing (JSON), also written to ``path``."""
+        from terapipe.reporting.trace import trace
+        from terapipe.reporting.view import RunView
+
+        return _written(path, trace([RunView.of(*run) for run in self._with(name, others).items()]))
+
+    def to_html(
+        self,
+        path: Path | str | None = None,
+        *,
+        title: str = "Pipeline step",
+        name: str = "step",
+        others: Mapping[str, "Timeline"] = {},
+        memory: Memory | None = None,
+        budget: int | None = None,
+    ) -> str:
+        """A self-contained interactive page, also written to ``path``: timeline, idle time by cause, slices.
+
+        Given a memory model it also shows each rank's bytes over time, against a ``budget`` in bytes if there is one.
+        """
+        from terapipe.reporting.page import report
+        from terapipe.reporting.units import seconds, share
+        from terapipe.reporting.view import RunView
+
+        if budget is not None and memory is None:
+            raise ValueError(
+                f"a budget is drawn with curves of memory, got {budget} bytes and no memory model; give both"
+            )
+        runs = [RunView.of(*run, memory) for run in self._with(name, others).items()]
+        time, idle = seconds(self.makespan), share(self.idle)
+        lead = f"{self.plan.order} on {self.plan.num_ranks} ranks: {time} per step, {idle} idle"
+        return _written(path, report(title, lead, runs, budget=budget))
+
+    def _with(self, name: str, others: Mapping[str, "Timeline"]) -> dict[str, "Timeline"]:
+        if name in others:
+            raise ValueError(f"timelines in one drawing need different names, got {name!r} twice; give another name=")
+        return {name: self, **others}
+
+
+def _written(path: Path | str | None, content: Content) -> Content:
+    """The content, also written to the path if there is one."""
+    if path is not None:
+        from terapipe.files import write
+
+        write(Path(path), content)
+    return content

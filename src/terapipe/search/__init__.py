@@ -1,7 +1,6 @@
 """Choose: layout, order, slices and recomputation for a model, under a byte budget. No torch here."""
 
-from terapipe.search.compare import pareto_front
-from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request
 from terapipe.search.result import Comparison, PlanResult
 from terapipe.search.saved import SavedPlan

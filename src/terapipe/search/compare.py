@@ -59,12 +59,3 @@ def _evenly(found: Iterable[Candidate], choice: PlanEstimate) -> PlanEstimate:
         return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths))
 
     return hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // evaluator.tile)
-
-
-def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
-    """Those that no other beats in both time and memory, fastest first."""
-    kept: list[PlanEstimate] = []
-    for choice in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
-        if not kept or choice.peak_bytes < kept[-1].peak_bytes:
-            kept.append(choice)
-    return kept

@@ -1,5 +1,6 @@
 """One way to run a step, judged: its time by simulation, its memory by count."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -62,6 +63,15 @@ class PlanEstimate:
             "peak_bytes": self.peak_bytes,
             "fits": self.fits,
         }
+
+
+def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
+    """Those that no other beats in both time and memory, fastest first."""
+    kept: list[PlanEstimate] = []
+    for choice in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
+        if not kept or choice.peak_bytes < kept[-1].peak_bytes:
+            kept.append(choice)
+    return kept
 
 
 class PlanEvaluator:

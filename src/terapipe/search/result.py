@@ -13,7 +13,7 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.evaluator import PlanEstimate
+from terapipe.search.evaluator import PlanEstimate, pareto_front
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan, origin
 from terapipe.search.source import ClusterSource, Source
@@ -121,6 +121,11 @@ class Comparison:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def front(self) -> list[PlanEstimate]:
+        """The Pareto front of step time and peak memory, among those that fit."""
+        return pareto_front(e for e in self.rows if e.fits)
 
     @property
     def fastest(self) -> PlanEstimate:

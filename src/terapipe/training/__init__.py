@@ -1,1 +1,1 @@
-"""Many steps: data, optimizer, checkpoints, metrics, the loop."""
+"""Training runs: data, optimizer, checkpoints, logging, the loop."""

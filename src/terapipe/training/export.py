@@ -1,4 +1,4 @@
-"""A trained model in Hugging Face's format: such models as they are, and a GPT of ours as the GPT-2 that it is."""
+"""Export to the Hugging Face format: Hugging Face models as they are, our GPT as a GPT-2."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +8,32 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from terapipe.config import RunConfig
 from terapipe.files import put_in_place, recover
 from terapipe.modeling.gpt import GPT
 from terapipe.presets import GPTConfig
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import Reader, TensorsOnly
 from terapipe.runtime.checkpoint.state import alone_is_fine
+
+
+def check_export(config: RunConfig, shape: GPTConfig | None) -> None:
+    """Refuse an impossible checkpoints.export before training. ``shape`` is that of a preset."""
+    if not config.checkpoints.export:
+        return
+    if config.model.factory:
+        raise ValueError(
+            "checkpoints.export writes what Hugging Face can open, and model.factory it cannot; leave it out: "
+            "checkpoints are written in any case"
+        )
+    folder = Path(config.checkpoints.export).resolve()
+    if folder.is_file() or config.folder.resolve().is_relative_to(folder):
+        what = "a file" if folder.is_file() else "a folder that holds the run itself (logging.folder)"
+        raise ValueError(
+            f"checkpoints.export must be a folder of its own, which is replaced as a whole, got {folder}, {what}"
+        )
+    if config.model.preset and shape is not None:
+        check_gpt(shape)
 
 
 def check_gpt(shape: GPTConfig) -> None:
@@ -31,18 +51,18 @@ def check_gpt(shape: GPTConfig) -> None:
 def export_gpt(
     checkpoint: Path, shape: GPTConfig, dtype: torch.dtype, end: int, folder: Path, finish: Callable[[Path], None]
 ) -> None:
-    """From a checkpoint, by one process that has room for the whole model. ``finish`` adds to the folder before it is
-    put in place; what else is in it stays."""
+    """From a checkpoint, in one process that has memory for the whole model. ``finish`` adds files before the folder is
+    put in place. Other files in the folder stay."""
     from terapipe.runtime.checkpoint.hugging_face import write_beside
 
-    wrong = damage(checkpoint)
-    if wrong:
-        raise ValueError(f"the checkpoint {checkpoint} to be exported is damaged: {'; '.join(wrong)}")
+    problems = damage(checkpoint)
+    if problems:
+        raise ValueError(f"the checkpoint {checkpoint} to be exported is damaged: {'; '.join(problems)}")
     with torch.device("meta"):
-        names = GPT(shape).to(dtype).state_dict()
+        meta = GPT(shape).to(dtype).state_dict()
     if shape.tied:
-        names.pop("head.weight")
-    state = {name: torch.empty(x.shape, dtype=dtype) for name, x in names.items()}
+        meta.pop("head.weight")
+    state = {name: torch.empty(x.shape, dtype=dtype) for name, x in meta.items()}
     with alone_is_fine():
         load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
     folder = folder.resolve()
@@ -70,8 +90,8 @@ def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end:
     )
     model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
     model.to(dtype)
-    found = model.load_state_dict(dict(_renamed(state, shape)), strict=False)
-    assert not found.unexpected_keys and set(found.missing_keys) <= ({"lm_head.weight"} if shape.tied else set())
+    keys = model.load_state_dict(dict(_renamed(state, shape)), strict=False)
+    assert not keys.unexpected_keys and set(keys.missing_keys) <= ({"lm_head.weight"} if shape.tied else set())
     return model
 
 
@@ -87,20 +107,20 @@ _NAMES = {
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
-_TURNED = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 has these with inputs first
+_TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 stores these with inputs first
 
 
 def _renamed(state: dict[str, Tensor], shape: GPTConfig) -> list[tuple[str, Tensor]]:
-    found = []
+    renamed = []
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")
         prefix = ""
         if module.startswith("layers."):
             _, number, module = module.split(".", 2)
             prefix = f"transformer.h.{number}."
-        if module == "attention.qkv":  # ours has each head's queries, keys and values together
+        if module == "attention.qkv":  # ours stores queries, keys and values of each head together
             heads = tensor.view(shape.heads, 3, shape.head_size, *tensor.shape[1:])
             tensor = heads.transpose(0, 1).flatten(0, 2)
         new = f"{prefix}{_NAMES[module]}.{kind}"
-        found.append((new, tensor.T if new.endswith(_TURNED) else tensor))
-    return found
+        renamed.append((new, tensor.T if new.endswith(_TRANSPOSED) else tensor))
+    return renamed

@@ -1,4 +1,4 @@
-"""One run per folder: the first rank holds a lock on a file in it, which says who it is."""
+"""One run per folder: rank 0 locks a file in it, which names the process."""
 
 import errno
 import fcntl
@@ -19,13 +19,13 @@ FILE = "run.lock"
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock. ``ticks``, when it started, tells it from a later one of the same number."""
+    """The process that holds a lock. ``ticks``, its start time, tells it from a later process with the same pid."""
 
     host: str
     pid: int
     ticks: str
     since: str
-    job: str  # what torchrun calls the run, and how often it has started it again
+    job: str  # torchrun's id of the run, and the number of restarts
     restarts: int
 
     @classmethod
@@ -37,17 +37,17 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def is_gone(self) -> bool:
-        """As far as can be told from here: of another host, only if torchrun has started its run again."""
+        """As far as this host can tell. A process of another host is gone if torchrun has restarted its run."""
         if self.host == platform.node():
             return _ticks(self.pid) != self.ticks
         return bool(self.job) and self.job == job() and restarts() > self.restarts
 
 
 class Lock:
-    """As long as it is entered, no other process can enter one of the same folder. ``with Lock(folder): ...``
+    """``with Lock(folder): ...`` refuses a folder that another process has locked.
 
-    The kernel keeps the lock and lets go of it when the process ends in whatever way, also over NFS and between
-    containers. On file systems that know no locks, and for those that another host left, the file's text decides.
+    The kernel releases the lock however the process ends, also over NFS and between containers. On file systems without
+    locks, and for locks of another host, the contents of the file decide.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,12 +66,12 @@ class Lock:
         self._write(json.dumps(asdict(Holder.this())) + "\n")
         return self
 
-    def _refuse_second(self, locked: bool | None, found: Holder | None) -> None:
-        elsewhere = found is not None and found.host != platform.node()
-        told = found is not None and (locked is None or elsewhere) and not found.is_gone()
-        if locked is False or told:
+    def _refuse_second(self, locked: bool | None, holder: Holder | None) -> None:
+        elsewhere = holder is not None and holder.host != platform.node()
+        alive = holder is not None and (locked is None or elsewhere) and not holder.is_gone()
+        if locked is False or alive:
             raise ValueError(
-                f"one folder takes one run at a time, {self._path.parent} is in use by {found or 'another process'}; "
+                f"one folder takes one run at a time, {self._path.parent} is in use by {holder or 'another process'}; "
                 f"wait for it, stop it, or set another logging.folder; if it is surely gone, delete {self._path}"
             )
 
@@ -83,7 +83,7 @@ class Lock:
         self._file = None
 
     def _write(self, text: str) -> None:
-        """In place: the lock is on this file, and deleting it would let others lock another of its name."""
+        """In place: the lock is on this inode, and a new file of the same name would not be locked."""
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
@@ -91,7 +91,7 @@ class Lock:
 
 
 def _locked(file: BinaryIO) -> bool | None:
-    """Whether this process has the lock now; None where there are none."""
+    """Whether this process has the lock now; None if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -109,7 +109,7 @@ def _holder(file: BinaryIO) -> Holder | None:
 
 
 def _ticks(pid: int) -> str:
-    """When a process started, and since which boot that counts; nothing, if it is gone or is only waited for."""
+    """Boot id and start time of a process; empty if it is gone or a zombie."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The model of a run, from its configuration: not yet real, so that each rank makes only its own part."""
+"""The model of a run, from its configuration. It is on the meta device: each rank materializes only its stages."""
 
 import importlib
 import importlib.util
@@ -33,16 +33,16 @@ class Made:
 def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
     if config.preset:
         return _preset(config, data, vocab)
-    return _own(config, data, vocab) if config.factory else _hugging_face(config, vocab)
+    return _from_factory(config, data, vocab) if config.factory else _hugging_face(config, vocab)
 
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
-    """With as many tokens and positions as the data have, unless a shape says how many."""
+    """Vocabulary and positions are those that the data needs, unless the shape sets them."""
     shape = gpt_config(config.preset)
-    given = {item.partition("=")[0].strip() for item in config.preset.split(",")}
-    if "vocab" not in given:
+    keys = {item.partition("=")[0].strip() for item in config.preset.split(",")}
+    if "vocab" not in keys:
         shape = replace(shape, vocab=vocab)
-    if "max_seq_len" not in given:
+    if "max_seq_len" not in keys:
         shape = replace(shape, max_seq_len=max(shape.max_seq_len, data.seq_len))
     _check_vocab(shape.vocab, vocab, f"vocab={vocab} in model.preset")
     if shape.max_seq_len < data.seq_len:
@@ -70,7 +70,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         import transformers
 
         from terapipe import hf
-        from terapipe.modeling.hf.shape import shape_of
+        from terapipe.modeling.hf.gpt_shape import shape_of
         from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None
@@ -81,8 +81,8 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         decoder = hf.Decoder.from_pretrained(config.folder, dtype)
     else:
         path = Path(config.config)
-        found = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
-        decoder = hf.Decoder.from_config(found, config.seed, dtype)
+        hf_config = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
+        decoder = hf.Decoder.from_config(hf_config, config.seed, dtype)
     shape = shape_of(decoder)
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
     if config.recompute == "selective":
@@ -93,7 +93,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
     return Made(decoder, shape, split, identity, decoder.shortest, decoder.backend == "attention")
 
 
-# In a Hugging Face configuration, what may change without another model.
+# Keys of a Hugging Face configuration that do not change the model.
 _VOLATILE = (
     "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions",
     "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id",
@@ -101,43 +101,47 @@ _VOLATILE = (
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a Hugging Face configuration and those inside it."""
+    """A Hugging Face configuration without the keys that do not matter, also in nested configurations."""
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
     return {key: _identity(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def _own(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
-    function = _found(config.factory)
-    known = {"vocab": vocab, "tokens": data.seq_len, "seed": config.seed, "dtype": dtype_of(config)}
-    made = function(**{name: value for name, value in known.items() if name in inspect.signature(function).parameters})
-    if not isinstance(made, Splittable):
+def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
+    function = _import_function(config.factory)
+    arguments = {"vocab": vocab, "seq_len": data.seq_len, "seed": config.seed, "dtype": dtype_of(config)}
+    accepted = inspect.signature(function).parameters
+    result = function(**{name: value for name, value in arguments.items() if name in accepted})
+    if not isinstance(result, Splittable):
         raise ValueError(
             f"model.factory must return a model with num_layers, tied and stage(), as docs/guide.md describes; "
-            f"{config.factory} returned {type(made).__name__}"
+            f"{config.factory} returned {type(result).__name__}"
         )
     if config.recompute == "selective":
-        raise ValueError("selective recomputation is the model's own business; take recompute = 'full' or 'off'")
-    return Made(made, None, lambda stages: balance([1.0] * made.num_layers, stages), {"kind": "own"})
+        raise ValueError(
+            "model.recompute = 'selective' is for presets and Hugging Face models; with model.factory, set it to "
+            "'auto', 'off' or 'full'"
+        )
+    return Made(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
 
 
-def _found(place: str) -> Callable[..., Any]:
-    where, colon, name = place.rpartition(":")
+def _import_function(place: str) -> Callable[..., Any]:
+    source, colon, name = place.rpartition(":")
     if not colon:
         raise ValueError(f"model.factory is module:function or file.py:function, got {place!r}")
-    if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        if spec is None or spec.loader is None or not Path(where).is_file():
-            raise ValueError(f"model.factory: there is no file {where}")
+    if source.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        if spec is None or spec.loader is None or not Path(source).is_file():
+            raise ValueError(f"model.factory: there is no file {source}")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
         try:
-            module = importlib.import_module(where)
+            module = importlib.import_module(source)
         except ModuleNotFoundError as error:
             raise ValueError(f"model.factory: {error}; a file is given as path/to/file.py:function") from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"model.factory: {where} has no function {name!r}")
+        raise ValueError(f"model.factory: {source} has no function {name!r}")
     return function  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,6 @@
-"""AdamW over one rank's parameters: which decay, by which kernels, and float32 copies of those in half precision."""
+"""AdamW for the parameters of one rank, with float32 master weights for half precision; and the learning rate."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -10,28 +11,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from terapipe.config import OptimizerConfig
+from terapipe.config import LRConfig, OptimizerConfig
 from terapipe.modeling.dtensor import to_local
 
-CHUNK = 1 << 26  # values whose gradients are held in float32 at the same time
+CHUNK = 1 << 26  # maximum number of gradient values converted to float32 at a time
 
 
 def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
-    """Matrices decay, biases and norms do not; what is frozen is left out. Half precision has float32 masters."""
+    """Weight decay applies to matrices, not to biases and norms. Frozen parameters are left out."""
     trained = [p for _, p in named_parameters if p.requires_grad]
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for p in trained:  # torch's kernels for many tensors at once take no mixture of whole tensors and parts
+    for p in trained:  # torch's foreach kernels do not accept tensors and DTensors together
         groups.setdefault((p.ndim >= 2, isinstance(p, DTensor)), []).append(p)
-    made = [
+    param_groups = [
         {"params": ps, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), ps in groups.items()
     ]
     kind = MasterAdamW if any(_wide(p) != p.dtype for p in trained) else AdamW
     return kind(
-        made or [{"params": []}],  # nothing to train here: an optimizer that does nothing
+        param_groups or [{"params": []}],  # no parameters to train on this rank
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=_fused(trained, config, in_parts=kind is AdamW),
+        fused=_fused(trained, config, dtensors=kind is AdamW),
     )
 
 
@@ -40,12 +41,38 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _fused(parameters: list[nn.Parameter], config: OptimizerConfig, in_parts: bool) -> bool | None:
-    """None leaves the choice of another implementation to torch."""
+def learning_rate(step: int, config: LRConfig, optimizer: OptimizerConfig) -> float:
+    """A pure function of the step, counted from 0, so that a resumed run needs no scheduler state.
+
+    Peaks at the last warm-up step, ends at ``min_lr_ratio``.
+    """
+    if step < 0:
+        raise ValueError(f"steps are counted from 0, got {step}")
+    if step < config.warmup:
+        return optimizer.lr * (step + 1) / config.warmup
+    lowest = config.min_lr_ratio
+    return optimizer.lr * (lowest + (1.0 - lowest) * _height(step, config, optimizer.steps))
+
+
+def _height(step: int, config: LRConfig, steps: int) -> float:
+    """Height after the warm-up: 1 at the peak, 0 at the end."""
+    last, top = steps - 1, max(0, config.warmup - 1)
+    if config.kind == "wsd":
+        top = max(top, last - round(config.decay * steps))
+    if config.kind == "constant" or step <= top:
+        return 1.0
+    progress = min(1.0, (step - top) / max(1, last - top))
+    return 0.5 * (1.0 + math.cos(math.pi * progress)) if config.kind == "cosine" else 1.0 - progress
+
+
+def _fused(parameters: list[nn.Parameter], config: OptimizerConfig, dtensors: bool) -> bool | None:
+    """With None, torch chooses another implementation."""
     if config.fused == "off":
         return None
-    kinds = {(p.device.type, _wide(p), in_parts and isinstance(p, DTensor)): p for p in parameters}
-    lacking = [f"{dtype} on {device}" for (device, dtype, parts), p in kinds.items() if not _has_fused(p, parts)]
+    kinds = {(p.device.type, _wide(p), dtensors and isinstance(p, DTensor)): p for p in parameters}
+    lacking = [
+        f"{dtype} on {device}" for (device, dtype, is_dtensor), p in kinds.items() if not _has_fused(p, is_dtensor)
+    ]
     if lacking and config.fused == "on":
         raise ValueError(
             f"optimizer.fused = 'on' needs torch's fused AdamW for all parameters, which there is not for "
@@ -54,10 +81,10 @@ def _fused(parameters: list[nn.Parameter], config: OptimizerConfig, in_parts: bo
     return None if lacking else True
 
 
-def _has_fused(like: nn.Parameter, parts: bool) -> bool:
-    """Found out by trying."""
+def _has_fused(like: nn.Parameter, is_dtensor: bool) -> bool:
+    """Whether torch has the fused kernel. There is no query for it, so this runs one step."""
     x = torch.zeros(2, dtype=_wide(like), device=like.device)
-    if parts and isinstance(like, DTensor):
+    if is_dtensor and isinstance(like, DTensor):
         x = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
     x = nn.Parameter(x)
     x.grad = torch.ones_like(x)
@@ -69,13 +96,13 @@ def _has_fused(like: nn.Parameter, parts: bool) -> bool:
 
 
 def _wide(p: Tensor) -> torch.dtype:
-    """At least float32: the precision in which updates are added up."""
+    """The dtype of master weights and optimizer state: at least float32."""
     return torch.promote_types(p.dtype, torch.float32)
 
 
 class MasterAdamW(AdamW):
-    """AdamW for parameters in half precision, in which most updates would be rounded away: they are made to float32
-    copies, ``master`` in the state, of which the parameters are roundings. Whoever changes one must change both."""
+    """AdamW for parameters in half precision, where rounding would lose most updates. Updates are applied to float32
+    copies, ``master`` in the state; the parameters are rounded from them. Code that changes one must change both."""
 
     def __init__(
         self,
@@ -101,8 +128,8 @@ class MasterAdamW(AdamW):
         return loss
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """On local parts: every value is updated by itself."""
-        states = [self._made(p, group) for p in parameters]
+        """On local shards: AdamW is elementwise."""
+        states = [self._state_of(p, group) for p in parameters]
         masters = [to_local(state.get("master", p)) for p, state in zip(parameters, states, strict=True)]
         adamw(
             masters,
@@ -125,7 +152,7 @@ class MasterAdamW(AdamW):
             if "master" in state:
                 to_local(p).copy_(master)
 
-    def _made(self, p: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+    def _state_of(self, p: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if not state:
             master = p.detach().to(_wide(p))
@@ -138,7 +165,7 @@ class MasterAdamW(AdamW):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch has rounded the state to the parameters' precision.
+        # super() has converted the state to the dtype of the parameters.
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
         for name, p in zip(names, mine, strict=True):

@@ -1,4 +1,4 @@
-"""A training run on one rank: data, model, plan, pipeline, loop; and again with another plan if asked."""
+"""A training run on one rank: data, model, plan, pipeline, loop; repeated with a new plan if asked."""
 
 import json
 import os
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rich.console import Console
+from torch import Tensor
+from torch.optim import Optimizer
 
 from terapipe import files
 from terapipe.config import RunConfig
@@ -25,49 +27,49 @@ from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import Transport, local_device, rank_and_size, restarts
 from terapipe.training import planned as plans
-from terapipe.training.checkpoints import check_notes, clean, folder_of, newest_whole, path_of, steps
+from terapipe.training.checkpoint_folder import check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Data, open_data
-from terapipe.training.export import check_gpt, export_gpt
+from terapipe.training.export import check_export, export_gpt
 from terapipe.training.identity import Identity, compare, identity
 from terapipe.training.lock import Lock
 from terapipe.training.logging.display import Display
-from terapipe.training.logging.journal import Journal
 from terapipe.training.logging.metrics import Metrics
-from terapipe.training.logging.report import write_report
+from terapipe.training.logging.run_log import RunLog
+from terapipe.training.logging.run_report import write_report
 from terapipe.training.logging.terminal import Terminal
 from terapipe.training.model import Made, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
-from terapipe.training.randomness import seeded
-from terapipe.training.stopping import Stop
+from terapipe.training.rng_state import seed_rng
+from terapipe.training.signals import StopSignal
 from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
 
 T = TypeVar("T")
 
-ENDED = "ended.json"  # how the run ended: finished or stopped; not there while it runs, or if it failed
+ENDED = "ended.json"  # how the run ended: finished or stopped. Missing while it runs and if it failed
 
 
 def run_rank(config: RunConfig) -> int:
-    """What every process runs; the exit code."""
+    """Entry point of every process. Returns the exit code."""
     end_with_parent()
     if local_device().type == "cpu":
         take_cores()
     world: Transport | None = None
     code = 0
     with Terminal() if rank_and_size()[0] == 0 else nullcontext() as terminal:
-        stop = Stop(terminal.restore if terminal else lambda: None)
+        stop = StopSignal(terminal.restore if terminal else lambda: None)
         try:
             world = Transport(local_device(), timeout=config.failures.timeout)
             Run(config, world, stop).run()
         except Exception as error:
-            _tell(error, world)
+            _report_error(error, world)
             code = 1
     return _leave(code, world)
 
 
 def _leave(code: int, world: Transport | None) -> int:
-    """Where there are other ranks, at once: threads may wait for those that are gone, and gloo's groups, taken down at
-    the end of a process, now and then take it down with an error."""
+    """With several ranks, exit at once: threads may wait for ranks that are gone, and the destructors of gloo's process
+    groups occasionally abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     if world is not None and world.size > 1:
@@ -75,23 +77,23 @@ def _leave(code: int, world: Transport | None) -> int:
     return code
 
 
-def _tell(error: Exception, world: Transport | None) -> None:
-    """All ranks, and in words where they are enough, the user."""
+def _report_error(error: Exception, world: Transport | None) -> None:
+    """Tell all ranks, and print the error: without a traceback if the user can act on the message."""
     rank, several = (0, False) if world is None else (world.global_rank, world.size > 1)
     if world is not None and not isinstance(error, PipelineError):
         world.fail(Record(rank, f"{type(error).__name__}: {error}"))
     record(error)
     if isinstance(error, ValueError) and rank:
-        return  # the first rank has it too, or hears of it
+        return  # rank 0 has the same error, or is told of this one
     expected = isinstance(error, PipelineError | ValueError | OSError | NotFiniteError)
-    told = str(error) if expected else "".join(traceback.format_exception(error))
-    print(f"terapipe train: {f'rank {rank}: ' if several else ''}{told}", file=sys.stderr)
+    text = str(error) if expected else "".join(traceback.format_exception(error))
+    print(f"terapipe train: {f'rank {rank}: ' if several else ''}{text}", file=sys.stderr)
 
 
 class Run:
-    """``crew`` is all ranks, before they are a pipeline."""
+    """``world`` connects all ranks before there is a pipeline."""
 
-    def __init__(self, config: RunConfig, world: Transport, stop: Stop) -> None:
+    def __init__(self, config: RunConfig, world: Transport, stop: StopSignal) -> None:
         self._config, self._world, self._stop = config, world, stop
         self._is_main = world.global_rank == 0
         self._console = Console(quiet=not self._is_main, highlight=False)
@@ -107,7 +109,7 @@ class Run:
         self._on_first(self._check_begin)
         data = self._data()
         made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
-        self._check_export(made)
+        check_export(self._config, made.shape)
         self._on_first(lambda: self._check_same(identity(self._config, data, made)))
         planned = self._first_plan(made)
         while self._train(data, made, planned) is Outcome.REPLAN:
@@ -115,15 +117,15 @@ class Run:
             planned = self._by_measuring(made)
 
     def _check_same(self, now: Identity) -> None:
-        """Refuses a checkpoint of another model before anything is measured. A damaged one is dealt with later."""
-        saved, told = steps(self._checkpoints), self._config.checkpoints.resume
-        found = path_of(self._checkpoints, saved[-1]) if saved else Path(told)
-        if (saved or told not in ("auto", "off")) and is_whole(found, NOTES):
-            self._compare(read_notes(found), now, found)
+        """Refuse a checkpoint of another model before measuring. A damaged one is handled when it is loaded."""
+        saved, resume = steps(self._checkpoints), self._config.checkpoints.resume
+        checkpoint = path_of(self._checkpoints, saved[-1]) if saved else Path(resume)
+        if (saved or resume not in ("auto", "off")) and is_whole(checkpoint, NOTES):
+            self._compare(read_notes(checkpoint), now, checkpoint)
 
-    def _compare(self, notes: Mapping[str, Any], now: Identity, found: Path) -> list[str]:
-        own = found.parent.resolve() == self._checkpoints.resolve()
-        return compare(notes, now, found, own=own)
+    def _compare(self, notes: Mapping[str, Any], now: Identity, checkpoint: Path) -> list[str]:
+        own = checkpoint.parent.resolve() == self._checkpoints.resolve()
+        return compare(notes, now, checkpoint, own=own)
 
     def _begin(self) -> None:
         if self._is_main:
@@ -137,27 +139,10 @@ class Run:
         return open_data(config, folder)
 
     def _on_first(self, function: Callable[[], T]) -> T:
-        """What it returns on the first rank, on all of them; they hear of each other while it takes its time."""
+        """Call it on rank 0 and return its result on all ranks, which notice failures of each other meanwhile."""
         with ThreadPoolExecutor(1) as thread:
-            found = self._world.await_one(thread.submit(function) if self._is_main else None)
-        return cast(T, self._world.gather(found)[0])
-
-    def _check_export(self, made: Made) -> None:
-        if not self._config.checkpoints.export:
-            return
-        if self._config.model.factory:
-            raise ValueError(
-                "checkpoints.export writes what Hugging Face can open, and model.factory it cannot; leave it out: "
-                "checkpoints are written in any case"
-            )
-        export = Path(self._config.checkpoints.export).resolve()
-        if export.is_file() or self._config.folder.resolve().is_relative_to(export):
-            what = "a file" if export.is_file() else "a folder that holds the run itself (logging.folder)"
-            raise ValueError(
-                f"checkpoints.export must be a folder of its own, which is replaced as a whole, got {export}, {what}"
-            )
-        if self._config.model.preset and made.shape is not None:
-            check_gpt(made.shape)
+            result = self._world.await_one(thread.submit(function) if self._is_main else None)
+        return cast(T, self._world.gather(result)[0])
 
     # The plan
 
@@ -209,41 +194,49 @@ class Run:
     # Training
 
     def _train(self, data: Data, made: Made, planned: plans.Planned) -> Outcome:
-        config = self._config
-        layout = planned.layout
+        config, layout = self._config, planned.layout
         mesh = device_mesh(layout) if layout.dp * layout.tp > 1 else None
         pipe = Pipeline(made.model, planned.plan, mesh=mesh, shard=layout.shard, timeout=config.failures.timeout)
         if config.model.compile:
             self._compile(pipe)
         optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
-        random = seeded(config.data.seed, self._world.global_rank)
-        found, damaged = self._checkpoint()
-        verify = config.checkpoints.verify and found is not None and found.parent != self._checkpoints
-        notes = pipe.load(found, optimizer, extra=random, verify=verify) if found else {}
-        if found:
-            check_notes(notes, found)
+        random = seed_rng(config.data.seed, self._world.global_rank)
+        checkpoint, damaged = self._find_checkpoint()
+        notes = self._load(checkpoint, pipe, optimizer, random) if checkpoint else {}
         now = identity(config, data, made)
-        with self._journal(notes.get("step", 0)) as journal:
-            trainer = Trainer(config, pipe, optimizer, data, planned, journal, random, now)
-            if found:
-                changed = self._compare(notes, now, found)
+        with self._run_log(notes.get("step", 0)) as log:
+            trainer = Trainer(config, pipe, optimizer, data, planned, log, random, now)
+            if checkpoint:
+                changes = self._compare(notes, now, checkpoint)
                 trainer.resume(notes)
-                for wrong in damaged:
-                    trainer.say("damaged", wrong)
-                trainer.say("resumed", f"went on from {found}")
-                if changed:
-                    trainer.say("changed", "; ".join(changed))
+                self._announce_resume(trainer, checkpoint, damaged, changes)
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
                 trainer.say("export", f"writing a Hugging Face model to {config.checkpoints.export}")
-                kept = found if found and trainer.step == notes["step"] else path_of(self._checkpoints, trainer.step)
-                self._export(pipe, data, made, kept)
+                resumed = checkpoint if checkpoint and trainer.step == notes["step"] else None
+                self._export(pipe, data, made, resumed or path_of(self._checkpoints, trainer.step))
                 trainer.say("export", f"wrote model and tokenizer to {config.checkpoints.export}")
         if self._is_main:
             self._end(outcome, trainer.step)
-        with suppress(PipelineError):  # all is done: whoever left a moment too early did no harm
+        with suppress(PipelineError):  # everything is saved: a rank that has left early does no harm
             self._world.gather(None)
         return outcome
+
+    def _load(
+        self, checkpoint: Path, pipe: Pipeline, optimizer: Optimizer, random: dict[str, Tensor]
+    ) -> Mapping[str, Any]:
+        """The notes of the checkpoint. The files of the run's own checkpoints have been verified before."""
+        verify = self._config.checkpoints.verify and checkpoint.parent != self._checkpoints
+        notes = pipe.load(checkpoint, optimizer, extra=random, verify=verify)
+        check_notes(notes, checkpoint)
+        return notes
+
+    def _announce_resume(self, trainer: Trainer, checkpoint: Path, damaged: list[str], changes: list[str]) -> None:
+        for message in damaged:
+            trainer.say("damaged", message)
+        trainer.say("resumed", f"went on from {checkpoint}")
+        if changes:
+            trainer.say("changed", "; ".join(changes))
 
     def _compile(self, pipe: Pipeline) -> None:
         from terapipe.modeling.compiling import compile_layers
@@ -251,12 +244,12 @@ class Run:
         for stage in pipe.stages.values():
             compile_layers(stage)
 
-    def _checkpoint(self) -> tuple[Path | None, list[str]]:
-        """To go on from: the run's own newest whole one, or what it was told to begin with. And what is wrong with
-        newer ones."""
-        wanted = self._config.checkpoints
-        found, damaged = newest_whole(self._checkpoints, self._world, wanted.verify)
-        return found or (None if wanted.resume in ("auto", "off") else Path(wanted.resume)), damaged
+    def _find_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to resume from: the run's own newest whole one, or the one that the configuration names. And
+        messages about damaged ones."""
+        config = self._config.checkpoints
+        newest, damaged = newest_whole(self._checkpoints, self._world, config.verify)
+        return newest or (None if config.resume in ("auto", "off") else Path(config.resume)), damaged
 
     def _check_begin(self) -> None:
         folder = self._checkpoints
@@ -268,25 +261,25 @@ class Run:
             )
 
     @contextmanager
-    def _journal(self, step: int) -> Iterator[Journal]:
+    def _run_log(self, step: int) -> Iterator[RunLog]:
         config = self._config
         if not self._is_main:
-            yield Journal()
+            yield RunLog()
             return
-        named = config.model.preset or config.model.config or config.model.folder or config.model.factory
-        title = f"{config.folder.name}: {named}"
+        model = config.model.preset or config.model.config or config.model.folder or config.model.factory
+        title = f"{config.folder.name}: {model}"
         with Display(self._console, config.optimizer.steps, step, config.logging.every, title) as display:
             metrics = Metrics(config.folder, config.logging, step=step, settings=_flat(config), complain=display.say)
             try:
-                yield Journal(display, metrics)
+                yield RunLog(display, metrics)
             finally:
                 metrics.close()
 
-    def _export(self, pipe: Pipeline, data: Data, made: Made, saved: Path) -> None:
+    def _export(self, pipe: Pipeline, data: Data, made: Made, checkpoint: Path) -> None:
         folder, tokenizer = Path(self._config.checkpoints.export), data.tokenizer
         if self._config.model.preset and made.shape is not None:
             dtype = dtype_of(self._config.model)
-            self._on_first(partial(export_gpt, saved, made.shape, dtype, tokenizer.end, folder, tokenizer.save))
+            self._on_first(partial(export_gpt, checkpoint, made.shape, dtype, tokenizer.end, folder, tokenizer.save))
         else:
             from terapipe import hf
 

@@ -1,11 +1,13 @@
-"""The loop: batches, steps, evaluations, checkpoints, until all steps are done or somebody asks to stop."""
+"""The training loop: steps, evaluations and checkpoints, until all steps are done or a stop is requested."""
 
 import math
 import resource
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -13,21 +15,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terapipe import files
-from terapipe.config import RunConfig
+from terapipe.config import PlanConfig, RunConfig
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL
-from terapipe.training.checkpoints import Checkpoints, folder_of
-from terapipe.training.data.loader import Feed
+from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
+from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
-from terapipe.training.drift import Drift
-from terapipe.training.evaluator import Evaluator
+from terapipe.training.evaluation import Evaluator
 from terapipe.training.identity import NOTE, Identity, same_evaluation
-from terapipe.training.learning_rate import learning_rate
-from terapipe.training.logging.journal import Journal
-from terapipe.training.optimizer import set_lr
+from terapipe.training.logging.run_log import RunLog
+from terapipe.training.optimizer import learning_rate, set_lr
 from terapipe.training.planned import Planned
-from terapipe.training.randomness import restore, seeded, states
-from terapipe.training.stopping import Stop
+from terapipe.training.rng_state import rng_state, seed_rng, set_rng_state
+from terapipe.training.signals import StopSignal
 
 
 class Outcome(Enum):
@@ -37,21 +37,58 @@ class Outcome(Enum):
 
 
 class NotFiniteError(ArithmeticError):
-    """Loss or gradients that nothing can be learned from."""
+    """The loss or the gradients are NaN or infinite."""
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     loss: float
-    norm: float
+    grad_norm: float
     lr: float
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class StepTimeMonitor:
+    """Compares step times with the prediction of the plan. It reports once: only a new plan could change the result."""
+
+    WINDOW = 20  # steps whose median is compared, and steps between comparisons
+    WARMUP = 3  # first steps, which are slower and do not count
+
+    def __init__(self, predicted: float | None, config: PlanConfig) -> None:
+        self._predicted, self._config = predicted, config
+        self._times: deque[float] = deque(maxlen=self.WINDOW)
+        self._steps = 0
+        self.reported = False
+
+    def add(self, seconds: float) -> bool:
+        """Add the time of a step. Returns whether to compare now, the same on all ranks."""
+        self._steps += 1
+        if self._steps > self.WARMUP:
+            self._times.append(seconds)
+        enabled = self._predicted is not None and self._config.drift > 0 and not self.reported
+        return enabled and self._steps % self.WINDOW == 0
+
+    @property
+    def ratio(self) -> float:
+        """Measured to predicted time."""
+        assert self._predicted is not None
+        return median(self._times) / self._predicted
+
+    def report(self, ratio: float) -> str:
+        """A message if the ratio is out of bounds."""
+        if abs(ratio - 1.0) <= self._config.drift:
+            return ""
+        self.reported = True
+        remedy = (
+            "measuring again at the next checkpoint" if self._config.replan else "plan.replan = true would plan again"
+        )
+        return f"steps take {ratio:.2f} x the predicted {self._predicted:.3g} s; {remedy}"
 
 
 class Trainer:
-    """One rank's part in it. All ranks do the same things in the same order."""
+    """One rank of a training run. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -60,161 +97,163 @@ class Trainer:
         optimizer: Optimizer,
         data: Data,
         planned: Planned,
-        journal: Journal,
+        log: RunLog,
         random: dict[str, Tensor],
         identity: Identity,
     ) -> None:
-        """``random`` are the states of the generators, to be saved and gone on from; ``identity`` is saved, too."""
+        """``random`` are the tensors that random states are saved from and restored to; ``identity`` is saved, too."""
         self._config, self._pipe, self._optimizer = config, pipe, optimizer
-        self._planned, self._journal, self._random, self._identity = planned, journal, random, identity
+        self._planned, self._log, self._random, self._identity = planned, log, random, identity
         self._predicted = planned.step_time(config.optimizer.accumulate)
-        self._feed = Feed(data.train, config.data, pipe, shuffle=config.data.shuffle)
-        self._evaluator = Evaluator(config, pipe, data, journal)
-        self._checkpoints = Checkpoints(folder_of(config), config.checkpoints, journal.is_main, self.say)
-        self.step = self._begun = self._position = self._skipped = 0
+        self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle)
+        self._evaluator = Evaluator(config, pipe, data, log)
+        self._checkpoints = CheckpointFolder(folder_of(config), config.checkpoints, log.is_main, self.say)
+        self._step_times = StepTimeMonitor(self._predicted, config.plan)
+        self.step = self._first_step = 0
+        self._position = 0  # sequences since the start of training
+        self._skipped = 0  # steps in a row that were not finite
         self._best = math.inf
         self._eval_loss: float | None = None
-        self._drift = Drift(self._predicted, config.plan)
 
     @property
     def _rank(self) -> int:
         return self._pipe.transport.global_rank
 
-    # From start to end
-
-    def run(self, stop: Stop) -> Outcome:
+    def run(self, stop: StopSignal) -> Outcome:
         try:
             return self._run(stop)
         except Exception as error:
             self.say("failed", str(error))
             raise
 
-    def _run(self, stop: Stop) -> Outcome:
+    def _run(self, stop: StopSignal) -> Outcome:
         steps, every = self._config.optimizer.steps, self._config.checkpoints.every
         self._pipe.train()
         while self.step < steps:
-            began = time.perf_counter()
-            self._one_step(began)
+            self._one_step()
             due = bool(every) and self.step % every == 0
             improved = self._evaluate_if_due()
             self._checkpoints.poll()
-            if self._any(bool(stop.asked)):
-                self.say("stopped", f"asked to stop{f' by {stop.asked}' if stop.asked else ''}; saving")
+            if self._any(bool(stop.received)):
+                self.say("stopped", f"asked to stop{f' by {stop.received}' if stop.received else ''}; saving")
                 return self._end(Outcome.STOPPED)
             if self.step < steps and (due or (improved and self._config.checkpoints.best)):
-                replan = due and self._drift.seen and self._config.plan.replan
+                replan = due and self._step_times.reported and self._config.plan.replan
                 if self._save(wait=replan) and replan:
                     return Outcome.REPLAN
         return self._end(Outcome.FINISHED)
 
     def _end(self, outcome: Outcome) -> Outcome:
         self._checkpoints.finish()
-        if self.step > self._begun and not self._save(wait=True):
+        if self.step > self._first_step and not self._save(wait=True):
             raise OSError(
                 f"the run is at step {self.step}, which could not be saved in {self._checkpoints.folder}; make room "
                 "and start it again"
             )
         return outcome
 
-    def _any(self, mine: bool) -> bool:
-        flag = torch.tensor(int(mine), device=self._pipe.device)
+    def _any(self, local: bool) -> bool:
+        """Whether it is true on any rank."""
+        flag = torch.tensor(int(local), device=self._pipe.device)
         return bool(self._pipe.transport.all_reduce(flag, ALL))
 
     # One step
 
-    def _one_step(self, began: float) -> None:
-        made = self._learn()
-        self._skipped = 0 if made.finite else self._skipped + 1
+    def _one_step(self) -> None:
+        began = time.perf_counter()
+        result = self._optimize()
+        self._skipped = 0 if result.finite else self._skipped + 1
         self.step += 1
         seconds = time.perf_counter() - began
         tokens = self._config.data.batch_size * self._config.data.seq_len * self._config.optimizer.accumulate
         row: dict[str, Any] = {
             "step": self.step,
-            "loss": made.loss,
-            "lr": made.lr,
-            "grad_norm": made.norm,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
             "seconds": seconds,
             "tokens": self._position * self._config.data.seq_len,
             "tokens_per_second": tokens / seconds,
         }
-        if not made.finite:
+        if not result.finite:
             row["skipped"] = True
         if self._predicted is not None:
             row["predicted"] = self._predicted
         if self.step % self._config.logging.every == 0:
-            row |= self._looks()
-        self._journal.row(row)
-        if not made.finite:
-            self._refuse(made)
-        self._watch(seconds)
+            row |= self._inspect()
+        self._log.row(row)
+        if not result.finite:
+            self._handle_not_finite(result)
+        self._check_step_time(seconds)
 
-    def _learn(self) -> Step:
-        """Gradients of all batches of the step, every label weighing the same; clipped, applied if they are finite."""
-        wanted, feed = self._config.optimizer, self._feed
-        batches = [feed.at(self._position + i * self._config.data.batch_size) for i in range(wanted.accumulate)]
-        total = feed.count(batches)
-        losses = [self._pipe.step(*given, total=total).double() for given in batches]
-        self._position += wanted.accumulate * self._config.data.batch_size
-        norm = self._pipe.clip_grad_norm_(wanted.max_grad_norm) if wanted.max_grad_norm else self._pipe.grad_norm()
-        lr = learning_rate(self.step, self._config.lr, wanted)
-        made = Step(float(sum(losses)), float(norm), lr)
-        if made.finite:
+    def _optimize(self) -> StepResult:
+        """Accumulate and clip the gradients of a step, then update the parameters if they are finite."""
+        config, loader = self._config.optimizer, self._loader
+        batches = [loader.at(self._position + i * self._config.data.batch_size) for i in range(config.accumulate)]
+        num_labels = loader.count_labels(batches)  # every label of the step has the same weight
+        losses = [self._pipe.step(*batch, total=num_labels).double() for batch in batches]
+        self._position += config.accumulate * self._config.data.batch_size
+        norm = self._pipe.clip_grad_norm_(config.max_grad_norm) if config.max_grad_norm else self._pipe.grad_norm()
+        lr = learning_rate(self.step, self._config.lr, config)
+        result = StepResult(float(sum(losses)), float(norm), lr)
+        if result.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
         layout = self._planned.layout
-        # Replicas without shards make every gradient anew and add what was there before, so nothing is left there.
+        # Replicas without sharding compute new gradients and add the old ones, so keeping zeros would waste memory.
         self._pipe.zero_grad(set_to_none=layout.dp > 1 and not layout.shard)
-        return made
+        return result
 
-    def _refuse(self, made: Step) -> None:
-        """Never trains on what is not a number; the same on all ranks, which all have these numbers."""
-        what = f"loss {made.loss} and gradient norm {made.norm} at step {self.step}"
-        limit = self._config.failures.max_skipped
-        if self._config.failures.on_nan == "stop" or self._skipped >= limit:
-            many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
-            stops = self._config.failures.on_nan == "stop"
-            other = (
-                "leave such steps out with failures.on_nan = 'skip'"
-                if stops
-                else f"raise failures.max_skipped from {limit}"
-            )
-            raise NotFiniteError(
-                f"{what} are not finite{many}; nothing was learned from it. Go on from the last checkpoint with a "
-                f"smaller optimizer.lr, or {other}"
-            )
-        self.say("nan", f"{what} are not finite; the step is left out")
+    def _handle_not_finite(self, result: StepResult) -> None:
+        """Stop or report the skipped step. All ranks decide alike, because they have the same numbers."""
+        problem = f"loss {result.loss} and gradient norm {result.grad_norm} at step {self.step} are not finite"
+        failures = self._config.failures
+        if failures.on_nan == "skip" and self._skipped < failures.max_skipped:
+            self.say("nan", f"{problem}; the step is left out")
+            return
+        many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
+        remedy = (
+            "leave such steps out with failures.on_nan = 'skip'"
+            if failures.on_nan == "stop"
+            else f"raise failures.max_skipped from {failures.max_skipped}"
+        )
+        raise NotFiniteError(
+            f"{problem}{many}; nothing was learned from it. Go on from the last checkpoint with a smaller "
+            f"optimizer.lr, or {remedy}"
+        )
 
-    # Looking
+    # Logging
 
-    def _looks(self) -> dict[str, Any]:
+    def _inspect(self) -> dict[str, Any]:
+        """Write the timeline of the step; idle share and peak memory of all ranks, on rank 0."""
         timeline = self._pipe.timeline_on_first()
         memory = self._pipe.transport.collect(_peak_memory(self._pipe.device), ALL)
-        if not self._journal.is_main or timeline is None:
+        if not self._log.is_main or timeline is None:
             return {}
-        with suppress(OSError):  # the disk is full: metrics say so
+        with suppress(OSError):  # the disk is full; metrics report it
             files.write(self._config.folder / "timeline.json", timeline.to_json())
         return {"idle": timeline.idle, "memory": memory}
 
-    def _watch(self, seconds: float) -> None:
-        """Only the first rank's clock counts."""
-        if self._drift.due(seconds):
-            said = self._drift.judge(self._pipe.transport.gather(self._drift.ratio, ALL)[0])
-            if said:
-                self.say("drift", said)
+    def _check_step_time(self, seconds: float) -> None:
+        if self._step_times.add(seconds):
+            ratio_on_first = self._pipe.transport.gather(self._step_times.ratio, ALL)[0]
+            message = self._step_times.report(ratio_on_first)
+            if message:
+                self.say("drift", message)
 
     def say(self, event: str, message: str, step: int | None = None) -> None:
-        self._journal.row({"step": self.step if step is None else step, "event": event, "message": message})
+        self._log.row({"step": self.step if step is None else step, "event": event, "message": message})
 
     def _evaluate_if_due(self) -> bool:
         """Whether the loss is the lowest so far."""
         every = self._config.evaluation.every
         self._eval_loss = self._evaluator.run(self.step) if every and self.step % every == 0 else None
-        if self._eval_loss is None or not self._eval_loss < self._best:  # NaN is lower than nothing
+        if self._eval_loss is None or not self._eval_loss < self._best:  # also false for NaN
             return False
         self._best = self._eval_loss
         return True
 
-    # Saving and going on
+    # Saving and resuming
 
     def _save(self, *, wait: bool) -> bool:
         notes = {
@@ -226,20 +265,20 @@ class Trainer:
             "layout": str(self._planned.layout),
             NOTE: self._identity,
         }
-        for name, state in states(self._rank).items():
+        for name, state in rng_state(self._rank).items():
             self._random[name].copy_(state)
         return self._checkpoints.save(self._pipe, self._optimizer, self._random, notes, wait)
 
     def resume(self, notes: Mapping[str, Any]) -> None:
-        """After a checkpoint has been loaded into parameters, optimizer and ``random``."""
-        self.step = self._begun = notes["step"]
+        """Called after a checkpoint has been loaded into parameters, optimizer and ``random``."""
+        self.step = self._first_step = notes["step"]
         self._position, self._skipped = notes["position"], notes["skipped"]
         comparable = notes["best"] is not None and same_evaluation(notes, self._identity)
         self._best = notes["best"] if comparable else math.inf
         if notes["layout"] == str(self._planned.layout):
-            restore(self._random, self._rank)
-        else:  # other ranks, other parts: what they would have drawn is nobody's
-            seeded(self._config.data.seed + self.step, self._rank)
+            set_rng_state(self._random, self._rank)
+        else:  # the layout has changed, so the saved states do not apply
+            seed_rng(self._config.data.seed + self.step, self._rank)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -1,0 +1,1 @@
+"""Hugging Face causal LMs as pipeline stages. ``terapipe.hf`` is the public face."""

@@ -1,7 +1,8 @@
-"""The attention backend: transformers' interfaces for attention and masks, over the cache of slices.
+"""The attention backend: registers ``attend`` over a SliceCache as an attention implementation of transformers.
 
-A model that takes its attention from the interface needs no other change: its queries, keys and values arrive here with
-positions applied. Masks are never built: the mask interface returns a description, which transformers hands on.
+A model that takes its attention from transformers' interface needs no other change: its queries, keys and values arrive
+here with positions applied. Masks are never built: the mask interface returns a ``MaskSpec``, which transformers passes
+on to the attention.
 """
 
 from collections import Counter
@@ -19,31 +20,29 @@ from terapipe.modeling.cache import AttentionBlock, SliceCache, Span
 
 NAME = "terapipe"  # of the attention implementation
 
-Predicate = Callable[..., Any]  # whether a query sees a key: of batch, head and both places
-
-
-Backend = Literal["attention", "cache"]  # how a model is sliced: by attention(), or by the model's own cache
+Predicate = Callable[..., Any]  # (batch, head, query position, key position) -> whether the query sees the key
+Backend = Literal["attention", "cache"]  # what carries state between slices: ``attend`` or the model's own cache
 
 
 class UnsupportedModelError(ValueError):
-    """A model that cannot be cut in this way, with the reason."""
+    """A model, or a use of it, that would not be exact in stages and slices; the message says why."""
 
 
 class _SliceContext:
-    """The slice that is being computed. Layers are told apart by module and by how often it has been called."""
+    """The slice that is being computed. A layer is identified by its module and the number of calls of it so far."""
 
     def __init__(self, cache: SliceCache) -> None:
         self.cache = cache
         self.calls: Counter[nn.Module] = Counter()
 
 
-# One for the process, not for the thread: on a GPU, layers are recomputed in a thread of the backward's own.
+# Per process, not per thread: on a GPU, the backward recomputes layers in a thread of its own.
 _current: list[_SliceContext] = []
 
 
 @contextmanager
 def computing(cache: SliceCache) -> Iterator[Counter[nn.Module]]:
-    """Attention inside is that of the cache's current slice. Gives how often each module's was called."""
+    """Attention inside uses the cache's current slice. Yields the number of attention calls of each module."""
     _current.append(_SliceContext(cache))
     try:
         yield _current[-1].calls
@@ -57,11 +56,11 @@ def current() -> Any:
 
 
 class MaskSpec:
-    """What a mask would say: which keys a query sees, by their places in the sequence."""
+    """Which keys a query sees, by positions in the sequence; used in place of a mask."""
 
     def __init__(self, predicate: Predicate) -> None:
         self.predicate = predicate
-        self._blocks: list[AttentionBlock] | None = None  # the same for all layers of a forward
+        self._blocks: list[AttentionBlock] | None = None  # shared by all layers of a forward
 
     def blocks(self, cache: SliceCache, device: torch.device) -> list[AttentionBlock]:
         if self._blocks is None:
@@ -70,13 +69,13 @@ class MaskSpec:
         return self._blocks
 
     def _block(self, span: Span, cache: SliceCache, device: torch.device) -> AttentionBlock:
-        """Places count from the start of the document, as if it were alone: chunks begin with it."""
+        """Positions count from the start of the document, as if it were alone: chunked attention starts there."""
         zero = torch.zeros((), dtype=torch.int64, device=device)
         rows = torch.arange(span.first - span.start, span.last - span.start, device=device)[:, None]
         keys = torch.arange(span.last - span.start, device=device)[None]
         seen = torch.as_tensor(self.predicate(zero, zero, rows, keys), device=device)
         seen = (seen & (keys <= rows)).expand(len(rows), keys.shape[1])
-        oldest = int(seen.any(0).nonzero()[0])  # older keys are not touched at all
+        oldest = int(seen.any(0).nonzero()[0])  # older keys are not read at all
         return AttentionBlock(
             slice(span.first - cache.context, span.last - cache.context),
             slice(span.start + oldest, span.last),
@@ -85,8 +84,8 @@ class MaskSpec:
         )
 
 
-def describe(mask_function: Predicate = causal_mask_function, **_: Any) -> MaskSpec:
-    """In place of a mask."""
+def mask_spec(mask_function: Predicate = causal_mask_function, **_: Any) -> MaskSpec:
+    """What transformers calls to make a mask."""
     return MaskSpec(mask_function)
 
 
@@ -102,7 +101,7 @@ def slice_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention: (batch, tokens, heads, head size) from heads first."""
+    """What transformers calls as attention: from (batch, heads, tokens, head size) to (batch, tokens, heads, size)."""
     if not _current:
         raise UnsupportedModelError("this attention works on slices only: call the model through a Pipeline")
     now = _current[-1]
@@ -121,10 +120,10 @@ def slice_attention(
 
 
 def keep_outside() -> None:
-    """Keeps attention out of compiled layers from now on."""
+    """Excludes attention from compiled layers from now on."""
     outside = torch.compiler.disable(slice_attention)  # type: ignore[no-untyped-call]
     ALL_ATTENTION_FUNCTIONS.register(NAME, outside)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, slice_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, describe)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_spec)

@@ -1,9 +1,13 @@
-"""The general seam: the model's own cache, cut between slices.
+"""The cache backend: the model's own cache carries state between slices.
 
-To the model a slice is a part of a prompt, continued with what its cache holds of the parts before. After each slice
-every tensor in the cache is cut off from the graph that made it and goes on as a leaf; its gradient comes back the same
-way. Windows, biases, convolutions and recurrent states are then the model's own business. It keeps more than the
-attention backend does: for every slice the keys and values of all tokens up to it.
+For the model, a slice continues a prompt of which its cache holds the earlier part. After each slice, every tensor in
+the cache is detached and becomes a leaf for the next slice; in the backward, the leaf's gradient goes to the tensor:
+
+    slice 0 -> state --detach--> leaf -> slice 1 -> state --detach--> leaf -> slice 2
+               grad <----------- grad              grad <----------- grad
+
+So windows, biases, convolutions and recurrent states work as the model defines them. It needs more memory than the
+attention backend: every slice keeps the keys and values of all tokens up to it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,18 +23,19 @@ from terapipe.modeling.hf.attention_backend import UnsupportedModelError, comput
 
 
 class ViewCache(SliceCache):
-    """For the fast seam: what a model asks of a cache it is told, but keys and values go to ``attend`` alone."""
+    """For the attention backend: shows the model a cache that reports lengths but stores nothing. ``attend`` keeps keys
+    and values."""
 
     def __init__(self, seq_len: int, config: PretrainedConfig) -> None:
         super().__init__(seq_len)
-        self._view = _adapted(config, [_ExternalKV] * config.num_hidden_layers)
-        self.inputs: dict[int, Tensor] = {}  # of the stage, by the slice's context
+        self._view = _model_cache(config, [_ExternalKV] * config.num_hidden_layers)
+        self.inputs: dict[int, Tensor] = {}  # of the stage by context of the slice, for recomputation
 
     def states(self) -> Cache:
-        return _seen(self._view, self.context)
+        return _with_length(self._view, self.context)
 
     def backward(self, out: Tensor, gradient: Tensor) -> None:
-        with computing(self):  # layers may be computed again
+        with computing(self):  # for layers that are recomputed
             super().backward(out, gradient)
         del self.inputs[self.context]
 
@@ -40,8 +45,10 @@ class ViewCache(SliceCache):
 
 
 class LengthOnlyCache(Cache):
-    """All that a layer may ask of a cache in the fast seam. Transformers' own knows layers by their numbers, so that
-    compiled code would be one layer's only."""
+    """What a compiled layer sees of the cache with the attention backend: only its length.
+
+    The caches of transformers index layers by number, so code compiled with one would fit a single layer.
+    """
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -53,13 +60,13 @@ class LengthOnlyCache(Cache):
         return key_states, value_states
 
 
-def told(argument: Any) -> Any:
-    """A cache that is a layer's argument as one that only tells; any other argument as it is."""
+def length_only(argument: Any) -> Any:
+    """A cache as a ``LengthOnlyCache``; any other argument as it is."""
     return LengthOnlyCache(argument.get_seq_length()) if isinstance(argument, Cache) else argument
 
 
 class StateCache(SliceCache):
-    """A microbatch's states on a stage that holds some of the layers."""
+    """The model's cache for a microbatch, on a stage that holds some of the layers."""
 
     def __init__(self, seq_len: int, config: PretrainedConfig, held: range) -> None:
         super().__init__(seq_len)
@@ -68,7 +75,7 @@ class StateCache(SliceCache):
         self._next = 0
 
     def states(self) -> Cache:
-        """For the forward of the current slice, which must come after those before it."""
+        """The cache for the forward of the current slice. Slices come in order."""
         if self.has_documents:
             raise UnsupportedModelError(
                 "documents in one row need the attention backend; give each document its own row"
@@ -78,11 +85,11 @@ class StateCache(SliceCache):
         self._next = self.end
         if self.context == 0 or self._states is None:
             held = [number in self._held for number in range(self._config.num_hidden_layers)]
-            self._states = _adapted(self._config, [_StateLayer if here else _ExternalKV for here in held])
-        return _seen(self._states, self.context)
+            self._states = _model_cache(self._config, [_StateLayer if here else _ExternalKV for here in held])
+        return _with_length(self._states, self.context)
 
-    def cut(self) -> None:
-        """To be called after a slice's forward."""
+    def detach_states(self) -> None:
+        """Makes leaves of all state tensors. Called after a slice's forward."""
         for number in self._held:
             for name, holder, key, tensor in _tensors(vars(self._states.layers[number])):
                 if tensor.is_floating_point() and tensor.numel():
@@ -94,6 +101,7 @@ class StateCache(SliceCache):
 
 
 def _tensors(holder: dict[Any, Any], path: str = "") -> Iterator[tuple[str, dict[Any, Any], Any, Tensor]]:
+    """All tensors in nested dicts: their path, and the dict and key that hold them."""
     for key, value in list(holder.items()):
         if isinstance(value, Tensor):
             yield f"{path}{key}", holder, key, value
@@ -101,26 +109,33 @@ def _tensors(holder: dict[Any, Any], path: str = "") -> Iterator[tuple[str, dict
             yield from _tensors(value, f"{path}{key}.")
 
 
-def _adapted(config: PretrainedConfig, kinds: Sequence[type]) -> Any:
-    """Transformers' cache for this model, its layers changed to these kinds."""
+def _model_cache(config: PretrainedConfig, mixins: Sequence[type]) -> Any:
+    """Transformers' cache for this model, in which each layer gets a mixin that overrides some methods.
+
+    A model's cache has layers of several classes (full, sliding window, recurrent, ...), and models check for these
+    with isinstance. So a layer of class C becomes an instance of a new class (mixin, C) with the same attributes.
+    Layers with plain keys and values on this stage need no override.
+    """
     cache: Any = DynamicCache(config=config)
-    for i, (layer, kind) in enumerate(zip(cache.layers, kinds, strict=False)):
-        if kind is _ExternalKV or isinstance(layer, LinearAttentionLayer):
-            cache.layers[i] = object.__new__(type(kind.__name__, (kind, type(layer)), {}))
+    for i, (layer, mixin) in enumerate(zip(cache.layers, mixins, strict=False)):
+        if mixin is _ExternalKV or isinstance(layer, LinearAttentionLayer):
+            # __new__ alone: the constructor of C may take anything, and its attributes are copied.
+            cache.layers[i] = object.__new__(type(mixin.__name__, (mixin, type(layer)), {}))
             cache.layers[i].__dict__.update(vars(layer))
     return cache
 
 
-def _seen(cache: Any, seq_len: int) -> Cache:
+def _with_length(cache: Any, seq_len: int) -> Cache:
+    """The cache, after telling layers that store nothing how many tokens there were."""
     for layer in cache.layers:
         if isinstance(layer, _ExternalKV):
-            layer.seen(seq_len)
-    told: Cache = cache
-    return told
+            layer.set_length(seq_len)
+    result: Cache = cache
+    return result
 
 
 class _StateLayer:
-    """Transformers copies recurrent states into one place, which autograd would object to."""
+    """Mixin: keeps new recurrent states, where transformers copies them in place, which autograd does not permit."""
 
     def update_conv_state(
         self: Any, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -147,19 +162,19 @@ class _StateLayer:
 
 
 class _ExternalKV:
-    """A layer whose keys and values are kept elsewhere. It knows how many tokens there were: models ask any layer."""
+    """Mixin: a layer that stores nothing but knows its length, for which models may ask any layer."""
 
-    _seen = 0
+    _length = 0
 
-    def seen(self: Any, seq_len: int) -> None:
-        self._seen = seq_len
+    def set_length(self: Any, seq_len: int) -> None:
+        self._length = seq_len
         if hasattr(self, "cumulative_length"):
             self.cumulative_length = seq_len
         if isinstance(self, LinearAttentionLayer):
             self.has_previous_state = dict.fromkeys(self.has_previous_state, seq_len > 0)
 
     def get_seq_length(self) -> int:
-        return self._seen
+        return self._length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

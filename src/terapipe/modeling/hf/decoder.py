@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM, to be taken apart by a ``Pipeline``."""
+"""A Hugging Face causal LM that a ``Pipeline`` can split into stages."""
 
 from pathlib import Path
 from typing import Any
@@ -6,65 +6,68 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.modeling.hf.adapters import without_wrapper
 from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
-from terapipe.modeling.hf.check import BOUND, VerifyResult, check, recomputed_error
-from terapipe.modeling.hf.randomness import auxiliary_loss, untrainable
-from terapipe.modeling.hf.refusals import refuse_reentrant, refuse_unfit
+from terapipe.modeling.hf.decoder_stage import DecoderStage
+from terapipe.modeling.hf.refusals import auxiliary_loss, refuse_reentrant, refuse_unfit, untrainable, without_wrapper
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.shrink import shrunken, small_model
-from terapipe.modeling.hf.stage import DecoderStage
 from terapipe.modeling.hf.structure import AFTER, ModelStructure, find_structure, text_config
-from terapipe.modeling.hf.tensor_check import prove_tensor_parallel
 from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
+from terapipe.modeling.hf.verification import BOUND, VerifyResult, recomputed_error, refuse_inexact_tp, verify
 from terapipe.modeling.hf.weights import PretrainedWeights, RandomWeights, StageWeights, Weights, meta_model
 from terapipe.modeling.stage import TensorParallel
 from terapipe.presets import ModelSpec
 
 
 class Decoder:
-    """A causal LM that a ``Pipeline`` can take apart.
+    """A causal LM that a ``Pipeline`` can split into stages.
 
-    Stages share the weights of a model that has them, and leave it as it is otherwise; pass a model in the mode,
-    training or evaluation, that stages shall begin with. Of one on the meta device, as the two ways to make one below
-    build it, each stage makes its own part real. ``backend`` chooses how; by default a small copy of the model is cut
-    and compared with the whole, which tells what is exact, or refuses the model.
+    Stages share the weights of ``model`` and do not change it otherwise. They start in its mode, training or
+    evaluation. If the model is on the meta device, as ``from_config`` and ``from_pretrained`` build it, each stage
+    makes only its own weights real.
+
+    ``backend`` says what carries state between slices: "attention" (terapipe's attention over a cache of slices) or
+    "cache" (the model's own cache). By default both are verified on a small copy of the model, and the first that is
+    exact is used; the model is refused with an ``UnsupportedModelError`` if none is.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        parts: ModelStructure | None = None,
-        *,
-        backend: Backend | None = None,
-        weights: Weights | None = None,
-    ) -> None:
-        self._adapted = bool(getattr(model, "peft_config", None))
-        self._proved: set[int] = set()  # degrees of tensor parallel
+    def __init__(self, model: Any, *, backend: Backend | None = None) -> None:
+        self._has_adapters = bool(getattr(model, "peft_config", None))
         model = without_wrapper(model)
         refuse_unfit(model)
-        self.model: PreTrainedModel = model
-        self.weights = weights or RandomWeights()
-        self.shortest = 1  # tokens of a slice
-        self._verdict: VerifyResult | None = None
         if reason := auxiliary_loss(model.config):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut exactly: {reason}")
-        with torch.random.fork_rng(devices=[]):  # some models draw random numbers when run
-            small = shrunken(model.config)
+        self.model: PreTrainedModel = model
+        self._weights: Weights = RandomWeights()  # for a model on the meta device
+        self._verified: VerifyResult | None = None  # on a small copy
+        self._verified_tp: set[int] = set()  # degrees of tensor parallel
+        self.shortest = 1  # least tokens of a slice
+        with torch.random.fork_rng(devices=[]):  # some models draw random numbers when they run
             if backend is None:
-                verdict = self._verdict = check(type(model).__name__, small, kind=type(model))
-                if not verdict.exact:
-                    raise UnsupportedModelError(f"{verdict.model} cannot be cut exactly: {verdict.reason}")
-                backend, parts, self.shortest = verdict.backend, verdict.parts, verdict.shortest
-            self.parts: ModelStructure = (parts or find_structure(small_model(small, kind=type(model)))).of(model)
-        self.backend = backend
+                result = self._verify()
+                if not result.exact:
+                    raise UnsupportedModelError(f"{result.model} cannot be cut exactly: {result.reason}")
+                assert result.structure is not None
+                self.backend, structure, self.shortest = result.backend, result.structure, result.shortest
+            else:
+                small = small_model(shrunken(model.config), torch.float32, kind=type(model))
+                self.backend, structure = backend, find_structure(small)
+        self.structure: ModelStructure = structure.of(model)
         self._recomputes = model.is_gradient_checkpointing
         if self._recomputes:
             refuse_reentrant(model)
             self._check_recompute()
 
+    def _verify(self) -> VerifyResult:
+        """Verified on a small copy, once."""
+        if self._verified is None:
+            kind = type(self.model)
+            with torch.random.fork_rng(devices=[]):
+                self._verified = verify(kind.__name__, shrunken(self.model.config), kind=kind)
+        return self._verified
+
     def check_slices(self, shortest: int, recompute: bool) -> None:
-        """Refuses what this model cannot do, before the first step."""
+        """Refuses slices and recomputation that this model cannot do. Called before the first step."""
         name = type(self.model).__name__
         if shortest < self.shortest:
             raise UnsupportedModelError(
@@ -74,8 +77,8 @@ class Decoder:
             raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
-        """Refuses a step that would not be exact, alike on all ranks and before anything is sent. ``padded``: batches
-        may be shorter than they seem."""
+        """Refuses a step that would not be exact. All ranks call it, before anything is sent. ``padded``: batches may
+        have been filled up to a longer length."""
         name = type(self.model).__name__
         if documents and (reason := self._documents_refused()):
             raise UnsupportedModelError(
@@ -89,29 +92,26 @@ class Decoder:
             )
 
     def _documents_refused(self) -> str:
-        """Where the seam was chosen by the caller, the check is made now."""
-        if self._verdict is None:
-            with torch.random.fork_rng(devices=[]):
-                kind = type(self.model)
-                self._verdict = check(kind.__name__, shrunken(self.model.config), kind=kind)
-        if self._verdict.backend != self.backend:
+        """Why packed documents are refused, empty if they are not. Verifies now if the caller chose the backend."""
+        result = self._verify()
+        if result.backend != self.backend:
             return f"it uses the {self.backend} backend, which was not checked with them"
-        return self._verdict.documents_reason
+        return result.documents_reason
 
     def recompute_layers(self) -> None:
-        """Keeps only the inputs of layers: backwards compute them again, by the model's own gradient checkpointing.
-        That works in training mode only; in evaluation mode all is kept."""
+        """Turns on the model's own gradient checkpointing: only inputs of layers are kept, and the backward recomputes
+        the rest. It works in training mode only; in evaluation mode everything is kept."""
         self._check_recompute()
         self._recomputes = True
 
     def _check_recompute(self) -> None:
-        """Proved on a small copy, too, which takes another second."""
+        """Verifies it on a small copy, which takes another second."""
         reason = "it is cut through its own cache (cache backend), which they would change a second time"
         if self.backend == "attention":
             try:
-                worst = recomputed_error(shrunken(self.model.config), self.parts, type(self.model))
+                worst = recomputed_error(shrunken(self.model.config), self.structure, type(self.model))
                 reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
-            except Exception as error:  # whatever a model's own code raises
+            except Exception as error:  # whatever the model's own code raises
                 reason = str(error)
         if reason:
             raise UnsupportedModelError(
@@ -128,38 +128,46 @@ class Decoder:
         *,
         backend: Backend | None = None,
     ) -> "Decoder":
-        """With random weights, the same for the same seed however the model is split."""
-        return cls(meta_model(config, dtype), backend=backend, weights=RandomWeights(seed))
+        """With random weights, which depend on the seed and not on how the model is split."""
+        decoder = cls(meta_model(config, dtype), backend=backend)
+        decoder._weights = RandomWeights(seed)
+        return decoder
 
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None
     ) -> "Decoder":
-        """From a folder that ``save_pretrained`` wrote. As in transformers the model begins in evaluation mode."""
-        saved = PretrainedWeights(Path(folder), dtype)
-        return cls(meta_model(saved.config(), dtype), backend=backend, weights=saved)
+        """From a folder as ``save_pretrained`` writes it. As in transformers, the model is in evaluation mode.
+
+        Nothing is downloaded. For a model of the Hugging Face Hub, first run
+        ``hf download MODEL_ID --local-dir FOLDER``.
+        """
+        weights = PretrainedWeights(Path(folder), dtype)
+        decoder = cls(meta_model(weights.config(), dtype), backend=backend)
+        decoder._weights = weights
+        return decoder
 
     def planning_spec(self) -> ModelSpec:
-        from terapipe.modeling.hf.shape import shape_of
+        from terapipe.modeling.hf.gpt_shape import shape_of
 
         return ModelSpec(shape_of(self), self.shortest, self.backend == "attention")
 
     @property
     def num_layers(self) -> int:
-        return len(self.model.get_submodule(self.parts.layers))  # type: ignore[arg-type]
+        return len(self.model.get_submodule(self.structure.layers))  # type: ignore[arg-type]
 
     def products(self) -> tuple[list[float], float]:
-        """How many numbers of each layer, and of what comes after them, a token is multiplied with."""
+        """The number of parameters by which a token is multiplied: in each layer, and after the layers."""
         layers = [
             sum(p.numel() * self.visited(name) for name, p in layer.named_parameters())
-            for layer in self.model.get_submodule(self.parts.layers).children()
+            for layer in self.model.get_submodule(self.structure.layers).children()
         ]
         names = (name for name, p in self.model.named_parameters(remove_duplicate=False))
-        after = (name for name in names if self.parts.place(name.rpartition(".")[0]) == AFTER)
+        after = (name for name in names if self.structure.place(name.rpartition(".")[0]) == AFTER)
         return layers, float(sum(self.model.get_parameter(name).numel() for name in after))
 
     def visited(self, name: str) -> float:
-        """The share of a layer's parameter that a token is multiplied with: of experts, those that it is sent to."""
+        """The share of a layer's parameter that a token uses: 1, or for experts, the share that it is routed to."""
         config = text_config(self.model.config)
         keys = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((n for key in keys if (n := getattr(config, key, 0))), 0)
@@ -169,29 +177,29 @@ class Decoder:
 
     @property
     def tied(self) -> tuple[str, ...]:
-        return self.parts.tied
+        return self.structure.tied
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "DecoderStage":
+    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> DecoderStage:
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
         if tp is not None:
             self._check_tp(tp)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
-            model = self.weights.fill(model, StageWeights(model, self.parts, first, last))
-        with device:  # weights of zero take no memory where they are made, but would if moved there
-            stage = DecoderStage(model, self.parts, first, last, self.backend, self._recomputes).to(device)
+            model = self._weights.fill(model, StageWeights(model, self.structure, first, last))
+        with device:  # zeros that take no memory would take some when moved
+            stage = DecoderStage(model, self.structure, first, last, self.backend, self._recomputes).to(device)
         if tp is not None:
             stage.parallelize(tp)
         return stage
 
     def _check_tp(self, tp: TensorParallel) -> None:
-        """Refuses, on all devices that share operators alike, a plan of the model's own that is not exact."""
+        """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""
         degree, name = tp.mesh.size(), type(self.model).__name__
-        if self._adapted:
+        if self._has_adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
         refuse_uneven_heads(self.model, degree)
-        if degree not in self._proved:
-            cut = VerifyResult(name, self.backend, 0.0, self.shortest, "", self.parts)
-            prove_tensor_parallel(cut, shrunken(self.model.config), tp.mesh)
-            self._proved.add(degree)
+        if degree not in self._verified_tp:
+            result = VerifyResult(name, self.backend, 0.0, self.shortest, structure=self.structure)
+            refuse_inexact_tp(result, shrunken(self.model.config), tp.mesh)
+            self._verified_tp.add(degree)

@@ -1,21 +1,31 @@
-"""What a Hugging Face model may have been made into that stages would get wrong: refused by name."""
+"""Models that stages would get wrong, refused with the reason and a remedy."""
 
+import copy
+import re
 import weakref
 from types import MethodType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
+from terapipe.modeling.hf.structure import text_config
 
 FLAG = "gradient_checkpointing"
 LAYERDROP = ("layerdrop", "decoder_layerdrop")
+ATTENTION_DROPOUT = "^(local_|lsh_)?att[a-z_]*drop"  # not dropout after attention
+OTHER_RANDOMNESS = "^(?!att|local_att|lsh_att|.*layerdrop|encoder|classifier|summary).*(drop|jitter)"
+# Adapters of peft that change single modules, token by token: verified against the whole model in float64.
+LOCAL_ADAPTERS = """BOFT C3A DELORA FOURIERFT GLORA GRALORA HIRA HRA IA3 LN_TUNING LOHA LOKR LORA MISS OFT RANDLORA ROAD
+    SHIRA TRAINABLE_TOKENS VERA WAVEFT"""
+# Options of LoRA that depend on the whole sequence or on all adapters.
+GLOBAL_ADAPTER_OPTIONS = ("alora_invocation_tokens", "arrow_config")
 
 
 def refuse_unfit(model: Any) -> None:
-    """Before anything is made of the model."""
+    """Called before anything is made of the model."""
     _refuse_compiled(model)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -41,7 +51,7 @@ def refuse_unfit(model: Any) -> None:
 
 
 def _refuse_headless(model: PreTrainedModel) -> None:
-    """In transformers, what predicts tokens can also generate them, and no other model can."""
+    """In transformers, exactly the models that predict tokens can generate."""
     if not isinstance(model, GenerationMixin):
         raise UnsupportedModelError(
             f"a Decoder takes a causal LM, which {type(model).__name__} is not; load it with AutoModelForCausalLM"
@@ -62,14 +72,11 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_reentrant(model: nn.Module) -> None:
-    """A checkpoint that is reentrant sees a layer's arguments alone, and so no gradient for what a stage received."""
+    """A reentrant checkpoint sees only a layer's arguments, so a stage's input would get no gradient."""
     for module in model.modules():
-        again = getattr(module, "_gradient_checkpointing_func", None)
-        if (
-            getattr(module, FLAG, False)
-            and again is not None
-            and getattr(again, "keywords", {}).get("use_reentrant", True)
-        ):
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        reentrant = checkpoint is not None and getattr(checkpoint, "keywords", {}).get("use_reentrant", True)
+        if getattr(module, FLAG, False) and reentrant:
             raise UnsupportedModelError(
                 f"gradient checkpointing of {type(model).__name__} is reentrant, which stages cannot be; enable it "
                 'with gradient_checkpointing_kwargs={"use_reentrant": False}'
@@ -77,18 +84,92 @@ def refuse_reentrant(model: nn.Module) -> None:
 
 
 class LateCheckpointing:
-    """Notices gradient checkpointing that is switched on, in a stage or in the model that it was made of, after the
-    stage was made: it was not proved then, and the model's own does not reach its stages."""
+    """Refuses gradient checkpointing that was enabled, in a stage or its model, after the stage was made.
+
+    It was not verified then, and enabling it in the model does not reach the stage.
+    """
 
     def __init__(self, source: nn.Module, stage: nn.Module) -> None:
-        # Transformers sets it in all modules that know of it, so one of each model tells, quickly.
-        knowing = (next((m for m in model.modules() if hasattr(m, FLAG)), None) for model in (source, stage))
-        self._known = any(getattr(module, FLAG, False) for module in stage.modules())
-        self._watched = [weakref.ref(module) for module in knowing if module is not None]
+        # Transformers sets the flag in all modules that have it, so looking at one module per model is enough.
+        flagged = (next((m for m in model.modules() if hasattr(m, FLAG)), None) for model in (source, stage))
+        self._enabled = any(getattr(module, FLAG, False) for module in stage.modules())
+        self._watched = [weakref.ref(module) for module in flagged if module is not None]
 
     def refuse(self) -> None:
-        if not self._known and any(getattr(module(), FLAG, False) for module in self._watched):
+        if not self._enabled and any(getattr(module(), FLAG, False) for module in self._watched):
             raise UnsupportedModelError(
                 "gradient checkpointing was switched on after the pipeline was made; switch it on before, or call "
                 "Decoder.recompute_layers()"
             )
+
+
+# Randomness and losses of whole batches
+
+
+def untrainable(model: PreTrainedModel) -> str:
+    """Why a step in training mode would not be exact, with the remedy; empty if it is."""
+    numbers = {**_numbers(text_config(model.config)), **_dropouts(model)}
+    for name, value in numbers.items():
+        if value and re.search(ATTENTION_DROPOUT, name):
+            return f"dropout in attention is not supported, got {value} ({name}); set it to 0, or call eval()"
+    return ""
+
+
+def with_dropout(config: PretrainedConfig, probability: float = 0.1) -> PretrainedConfig:
+    """A copy of the configuration with all dropout and jitter that is not refused, to verify recomputation."""
+    config = copy.deepcopy(config)
+    for part in (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))):
+        for name in _numbers(part):
+            if re.search(OTHER_RANDOMNESS, name) and hasattr(part, name):
+                setattr(part, name, probability)
+    return config
+
+
+def auxiliary_loss(config: PretrainedConfig) -> str:
+    """Why a model with auxiliary losses is refused, with the remedy; empty if it has none."""
+    if getattr(text_config(config), "output_router_logits", False):
+        return "auxiliary losses are functions of whole batches; set output_router_logits to False to leave them out"
+    return ""
+
+
+def _numbers(config: PretrainedConfig) -> dict[str, float]:
+    """The numbers in a configuration and its sub-configurations, by name."""
+    numbers: dict[str, float] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            numbers |= _numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = value
+    return numbers
+
+
+def _dropouts(model: nn.Module) -> dict[str, Any]:
+    modules = ((name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout))
+    return {name.rpartition(".")[2]: p for name, p in modules if p}
+
+
+# Adapters of peft
+
+
+def without_wrapper(model: Any) -> Any:
+    """The model inside a ``PeftModel``, with the adapters in its modules; any other model as it is."""
+    adapters = getattr(model, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        _refuse_adapter(adapter)
+    return model.get_base_model() if adapters and hasattr(model, "get_base_model") else model
+
+
+def _refuse_adapter(adapter: Any) -> None:
+    kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+    if getattr(adapter, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"peft's {kind} adds virtual tokens in front of the sequence, which stages do not have; take an "
+            "adapter of modules, such as LORA"
+        )
+    if kind not in LOCAL_ADAPTERS.split():
+        raise UnsupportedModelError(
+            f"peft's {kind} is not known to be exact in stages; take one of {', '.join(LOCAL_ADAPTERS.split())}"
+        )
+    used = [option for option in GLOBAL_ADAPTER_OPTIONS if getattr(adapter, option, None)]
+    if used:
+        raise UnsupportedModelError(f"peft's {kind} with {' and '.join(used)} is not exact in stages; leave that out")

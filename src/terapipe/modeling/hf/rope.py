@@ -1,12 +1,15 @@
-"""Rotary embeddings whose frequencies depend on a sequence's length (dynamic NTK scaling, LongRoPE).
+"""Rotary embeddings whose frequencies depend on the sequence length (dynamic NTK scaling, LongRoPE).
 
-Transformers takes the largest position of a call for the length. The dynamic kind also remembers the longest call: one
-that is longer than the original length, but not the longest so far, is rotated as the longest was.
+Transformers takes the largest position of a call as the length. The dynamic kind also keeps state: after a long call,
+shorter calls (but longer than the original length) use the frequencies of the long one. Slices need neither: the length
+is that of the whole batch, and no call may depend on earlier ones. ``FixedLength`` does that.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -15,21 +18,20 @@ _ORIGINAL = "original_inv_freq"
 
 def depends_on_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
-    found = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(map(_by_length, found))
+    return any(map(_kind_depends_on_length, kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
-def _by_length(kind: Any) -> bool:
+def _kind_depends_on_length(kind: Any) -> bool:
     return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
 
 
-def within_reach(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
-    """The same configuration; where frequencies depend on the length, they change beyond so many tokens."""
+def with_original_length(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
+    """A copy of the configuration in which such frequencies change beyond ``seq_len`` tokens, for short tests."""
     config = copy.deepcopy(config)
     for part in (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))):
         rope = getattr(part, "rope_parameters", None) or {}
         for one in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
-            if _by_length(one.get("rope_type")):
+            if _kind_depends_on_length(one.get("rope_type")):
                 part.max_position_embeddings = seq_len if "dynamic" in one["rope_type"] else 4 * seq_len
                 one["original_max_position_embeddings"] = seq_len
                 if hasattr(part, "original_max_position_embeddings"):
@@ -37,19 +39,53 @@ def within_reach(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
     return config
 
 
-def forgotten(module: nn.Module) -> dict[str, Any]:
-    """Makes the module one that was never called. What it remembered."""
+class FixedLength:
+    """Hooks that make a rotary embedding compute for the length that ``length()`` returns; None leaves it alone.
+
+    Before the call, the module's state is reset and one position, ``length - 1``, is appended to the positions: the
+    largest position is then that of the whole sequence. After the call, the extra row is removed and the state
+    restored.
+    """
+
+    def __init__(self, module: nn.Module, length: Callable[[], int | None]) -> None:
+        self._length = length
+        self._state: dict[str, Any] = {}  # of the module, kept from the hook before a call to the one after
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        length = self._length()
+        if length is None:
+            return arguments, named
+        self._state = _reset(module)
+        positions = named["position_ids"] if "position_ids" in named else arguments[1]
+        positions = torch.cat([positions, torch.full_like(positions[..., :1], length - 1)], -1)
+        if "position_ids" in named:
+            return arguments, {**named, "position_ids": positions}
+        return (arguments[0], positions, *arguments[2:]), named
+
+    def _after(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        if self._length() is None:
+            return None
+        _set(module, self._state)
+        if isinstance(output, tuple):
+            return tuple(table[..., :-1, :] for table in output)
+        return output[..., :-1, :]
+
+
+def _reset(module: nn.Module) -> dict[str, Any]:
+    """Gives the module the state of one that was never called, and returns its previous state."""
     known = {**vars(module), **module._buffers}
     fresh: dict[str, Any] = {}
     for name in known:
-        if name.endswith(_ORIGINAL):  # one for each kind of layer
+        if name.endswith(_ORIGINAL):  # one per kind of layer
             kind = name.removesuffix(_ORIGINAL)
             fresh |= {f"{kind}inv_freq": known[name], f"{kind}max_seq_len_cached": module.original_max_seq_len}
-    remembered = {name: known[name] for name in fresh if name in known}
-    remember(module, fresh)
-    return remembered
+    previous = {name: known[name] for name in fresh if name in known}
+    _set(module, fresh)
+    return previous
 
 
-def remember(module: nn.Module, state: dict[str, Any]) -> None:
+def _set(module: nn.Module, state: dict[str, Any]) -> None:
     for name, value in state.items():
         setattr(module, name, value)

@@ -1,7 +1,9 @@
-"""Small copies of Hugging Face models: the features of the original, but few and narrow layers.
+"""Small copies of Hugging Face models: the features of the original, with few and narrow layers.
 
-A copy is built and run in a moment, so what holds for a model can be tried out before the model itself is loaded. What
-a copy has otherwise than the original is in ``DIFFERENCES``.
+A copy is built and run in a moment, so a model can be verified before it is loaded. ``DIFFERENCES`` lists how a copy
+differs from the original.
+
+    config of the original --_shallow--> few layers, one of each kind --_narrow--> small sizes --> config of the copy
 """
 
 import copy
@@ -16,16 +18,16 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-Scope = Mapping[str, Any]  # the original's values, also under transformers' common names, and those of its surroundings
+Scope = Mapping[str, Any]  # the original's values, also by common names, and those of enclosing configurations
 Rule = Callable[[Any, Scope], Any]
 
 LAYERS, HIDDEN, HEADS, POSITIONS, VOCAB = 4, 64, 4, 256, 97
 HEAD = HIDDEN // HEADS
-ROPE = 8  # in latent attention, the part of a head that knows its position
-SPREAD = 0.15  # standard deviation of matrices: attention is then far from uniform
-NOISE = 0.1  # on what is not drawn at random but has a value of its own, such as the weights of norms
+ROPE = 8  # in latent attention, the part of a head with rotary positions
+SPREAD = 0.15  # least standard deviation of matrices, so attention is far from uniform
+NOISE = 0.1  # standard deviation added to constant weights, such as those of norms
 
-# Values are brought down to these. What is missing, None or smaller stays as it is.
+# Upper bounds of values. What is missing, None or smaller stays as it is.
 AT_MOST = {
     POSITIONS: "max_position_embeddings n_ctx max_seq_len max_source_positions max_target_positions rel_extent",
     VOCAB: "encoder_hash_byte_group_vocab ngram_vocab_size_base position_bias_max_distance",
@@ -40,13 +42,13 @@ AT_MOST = {
     "mamba_d_state ssm_state_size state_size mamba_dt_rank time_step_rank linear_key_head_dim linear_head_dim "
     "adapter_rank laurel_rank gated_norm_rank hc_lowrank",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts index_block_size indexer_compress_ratio "
-    "attn_layer_period expert_layer_period decoder_sparse_step moe_layer_interval",  # periods as long as the copy
+    "attn_layer_period expert_layer_period decoder_sparse_step moe_layer_interval",  # periods up to the copy's layers
     3: "attn_layer_offset expert_layer_offset",
     2: "num_experts_per_tok moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group zero_expert_num "
     "n_groups mamba_n_groups o_groups index_n_heads indexer_n_heads index_topk_blocks split_ngram_parts",
     1: "topk_group num_nextn_predict_layers num_mtp_layers",
 }
-# What is scaled with the number of heads, with their size, and with the width of the model.
+# Values that scale with the number of heads, with their size, and with the width of the model.
 HEAD_COUNTS = """num_attention_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
     num_decoder_attention_heads attention_heads swa_num_attention_heads num_query_groups linear_num_heads
     linear_num_value_heads"""
@@ -59,32 +61,32 @@ WIDTHS = """hidden_size d_model embedding_dim embedding_size input_embedding_siz
 MAMBA_HEADS = "mamba_n_heads mamba_num_heads n_mamba_heads"
 MAMBA_SIZES = "mamba_d_head mamba_head_dim"
 
-# Layers are counted, or told apart by their numbers, by how many come first, or by how many come last.
+# Values about layers: their count, lists of their numbers, how many come first, how many come last.
 DEPTHS = """num_hidden_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers
     num_blocks n_layer n_layers"""
 LISTED = "mlp_only_layers moe_layers attn_layer_indices full_attn_idxs hybrid_layer_ids cross_attention_layers"
 FIRST = "first_k_dense_replace max_window_layers num_dense_layers moe_layer_start_index"
 LAST = "num_kv_shared_layers"
 
-# Not copied: what concerns only the original's weights, and what is worked out from the rest.
+# Not copied: values about the original's weights, and values that follow from others.
 UNSET = "quantization_config dtype torch_dtype transformers_version num_layers_per_stack mamba_headdim"
 
 
 class Difference(NamedTuple):
-    """Something that a small copy has otherwise, and what stands for it."""
+    """A feature that a small copy has in another form."""
 
     feature: str
     instead: str
-    names: str = "^$"  # of the configuration's values, as a regular expression
+    names: str = "^$"  # regular expression for names of configuration values
 
 
 DIFFERENCES = (
-    Difference("weights", "random, so spread that attention is far from uniform"),
+    Difference("weights", "random, with a spread that makes attention far from uniform"),
     Difference("dtype", "float64; float32 if the model knows no float64: rounding proves nothing", "dtype"),
     Difference(
         "sizes",
         "at least one layer of each kind, proportions kept; windows and chunks of 8 tokens, so that 29 go beyond",
-        # RULES has their names; these are lists of layers, and what is worked out from sizes.
+        # RULES has most names; these are lists of layers, and values that follow from sizes.
         "layer|pattern|block|vocab_size|^(head_dim|hidden_size)$",
     ),
     Difference(
@@ -98,8 +100,8 @@ DIFFERENCES = (
     Difference("token ids", "within a vocabulary of 97", "_token_id$|_index$"),
     Difference(
         "dropout and jitter",
-        "none, in training mode; dropout in attention and layerdrop are refused in training mode (randomness.py), the "
-        "rest draws anew for each slice",
+        "none, in training mode; dropout in attention and layerdrop are refused in training mode, other "
+        "dropout draws anew for each slice",
         "drop|jitter",
     ),
     Difference(
@@ -115,7 +117,7 @@ DIFFERENCES = (
     Difference("gradient checkpointing", "tested where it is switched on"),
 )
 
-# What the default configurations of these types lack to make a model, or one that has attention.
+# Values that the default configurations of these types need for a model to be built, or to have attention.
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048}
 LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -138,24 +140,24 @@ LACKING: dict[str, dict[str, Any]] = {
 
 
 def causal_lm_types() -> list[str]:
-    """All model types of which transformers has a causal language model."""
+    """All model types for which transformers has a causal LM."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """Of a type; of BERT and its kin, that of a decoder."""
+    """The default configuration of a type, as a decoder (for BERT and similar)."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no causal language model of type {model_type!r}; see causal_lm_types()")
     config = CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
     for part in (config, getattr(config, "text_config", None)):
         for name in ("is_decoder", "causal"):
             if hasattr(part, name):
-                setattr(part, name, True)  # without it, BERT and its kin see the tokens to come
+                setattr(part, name, True)  # otherwise BERT and similar models see later tokens
     return config
 
 
 def small_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, shrunken; of a model that takes more than text, the part for text."""
+    """The default configuration of a type, shrunken; of a multimodal model, its text part."""
     config = default_config(model_type)
     text = getattr(config, "text_config", None)
     return shrunken(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
@@ -167,12 +169,11 @@ def small_model(
     seed: int = 0,
     kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """A model of a shrunken configuration, by default its causal language model, with random weights; in training mode,
-    where it draws nothing at random."""
+    """A model of a shrunken configuration with random weights, in training mode; by default its causal LM."""
     make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The default way of computing experts knows no float64.
+        # The default implementation of experts does not run in float64.
         model = make(copy.deepcopy(config), dtype=dtype, experts_implementation="eager").train()
         for parameter in model.parameters():
             _spread(parameter.data)
@@ -181,7 +182,7 @@ def small_model(
 
 
 def _spread(weight: Tensor) -> None:
-    """Scale up what was drawn at random; move a little what was set to a value, such as a norm to one."""
+    """Scales up random weights, and adds noise to constant ones, such as norms."""
     std = weight.std().item() if weight.dim() > 1 else 0.0
     if 0 < std < SPREAD:
         weight.mul_(SPREAD / std)
@@ -192,44 +193,48 @@ def _spread(weight: Tensor) -> None:
 def shrunken(config: PretrainedConfig, *, layers: int | None = None) -> PretrainedConfig:
     """A small copy of a model's configuration: the same architecture and features, few and narrow layers.
 
-    It has at least so many layers, by default 4, and at least one of each kind that the model has.
+    It has at least ``layers`` layers, by default 4, and at least one of each kind that the model has.
     """
     if layers is not None and layers < 1:
         raise ValueError(f"a model has at least 1 layer, got layers={layers}")
     return _shrunken(config, {}, layers or LAYERS)
 
 
-def _shrunken(config: PretrainedConfig, surroundings: Scope, layers: int) -> PretrainedConfig:
-    """The copy of a configuration, or of a part of one."""
+def _shrunken(config: PretrainedConfig, enclosing: Scope, layers: int) -> PretrainedConfig:
+    """The copy of a configuration or sub-configuration, given the values of those around it."""
     common = {own: name for name, own in config.attribute_map.items()}
     values = {name: value for name, value in config.to_dict().items() if name not in UNSET.split()}
-    scope = {**surroundings, **values, **{common[name]: value for name, value in values.items() if name in common}}
+    scope = {**enclosing, **values, **{common[name]: value for name, value in values.items() if name in common}}
     small = {name: _narrow(name, value, scope, common) for name, value in _shallow(values, layers).items()}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PretrainedConfig)}
     return type(config).from_dict(small | {name: _shrunken(part, scope, layers) for name, part in parts.items()})
 
 
 def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """All values, for few layers as wide as before."""
+    """All values, for few layers that are as wide as before."""
     counts = [values[name] for name in DEPTHS.split() if values.get(name)]
     depth = counts[0] if counts else len(values.get("layers_block_type", ()))
     kept = _kept(values, depth, layers)
-    return {name: _cut(name, value, kept, depth) for name, value in values.items()}
+    return {name: _for_layers(name, value, kept, depth) for name, value in values.items()}
 
 
 def _kept(values: dict[str, Any], depth: int, layers: int) -> list[int]:
-    """Which layers to keep, in order: the first of each kind, then the second of each, and so on, then some again."""
+    """Numbers of the layers to keep: the first of each kind, then the second of each, and so on.
+
+    Two layers are of one kind if all values agree for a model that has only one or the other. Numbers repeat if the
+    model has fewer layers than the copy.
+    """
     seen: Counter[str] = Counter()
     ranked = []
     for layer in range(depth):
-        kind = repr([_cut(name, value, [layer], depth) for name, value in values.items()])
+        kind = repr([_for_layers(name, value, [layer], depth) for name, value in values.items()])
         ranked.append((seen[kind], layer))
         seen[kind] += 1
     return sorted(islice(cycle(layer for _, layer in sorted(ranked)), max(layers, len(seen))))
 
 
-def _cut(name: str, value: Any, kept: list[int], depth: int) -> Any:
-    """What is said of a model's layers, for those of them that are kept."""
+def _for_layers(name: str, value: Any, kept: list[int], depth: int) -> Any:
+    """A value about layers, for those that are kept; any other value as it is."""
     if name == "per_layer_config":
         return {new: value[old] for new, layer in enumerate(kept) for old in value if int(old) == layer}
     if name in LISTED.split() and value:
@@ -246,7 +251,12 @@ def _cut(name: str, value: Any, kept: list[int], depth: int) -> Any:
 
 
 def _narrow(name: str, value: Any, scope: Scope, common: Mapping[str, str]) -> Any:
-    """A value for narrow layers, by the rule for its name or the one for its common name."""
+    """A value for narrow layers.
+
+    A number is mapped by the rule for its name, or for its common name in transformers (``n_head`` is
+    ``num_attention_heads``). Dicts and lists are mapped item by item; a dict's own values are in scope for its items.
+    Names without a rule, and everything that is not a number, stay as they are.
+    """
     if isinstance(value, dict):
         inner = {**scope, **value}
         return {key: _narrow(str(key), item, inner, common) for key, item in value.items()}
@@ -264,7 +274,7 @@ def _rule(name: str) -> Rule | None:
 
 
 def _scaled(part: int, whole: int, small: int) -> int:
-    """The part that some whole had, of a small one: in steps of 8, and all of it only if it was all of the whole."""
+    """``small * part / whole`` in steps of 8, and equal to ``small`` only if ``part`` equals ``whole``."""
     size = max(8, 8 * round(part * small / whole / 8))
     return size if size != small or part == whole else size + (8 if part > whole else -8)
 
@@ -332,18 +342,18 @@ RULES: dict[str, Rule] = {
     "linear_num_key_heads": lambda value, scope: HEADS if value == scope["linear_num_value_heads"] else 2,
     "linear_value_head_dim": lambda value, scope: _scaled(value, scope["linear_key_head_dim"], 8),
     "original_max_position_embeddings": _original_positions,
-    # Values made for wide heads would make attention uniform.
+    # Scales for wide heads would make attention uniform.
     "query_pre_attn_scalar": _exactly(HEAD),
     "attention_multiplier": lambda value, scope: max(value, HEAD**-0.5),
-    "qk_dim_factor": lambda value, scope: max(value, 1.0),  # xLSTM rounds a smaller product up, but not everywhere
+    "qk_dim_factor": lambda value, scope: max(value, 1.0),  # xLSTM rounds smaller products up, but not everywhere
 }
-# Rules for lists as a whole; other lists are narrowed item by item.
+# Rules for whole lists; other lists are mapped item by item.
 LIST_RULES: dict[str, Rule] = {
     "short_factor": lambda value, scope: value[: _part_of_head(len(value), scope)],
     "long_factor": lambda value, scope: value[: _part_of_head(len(value), scope)],
     "mrope_section": _sections,
 }
-# Rules for many names at once: nothing random, no loss but the model's, and tokens within the vocabulary.
+# Rules by pattern: nothing random, no auxiliary loss, token ids within the vocabulary.
 PATTERNS: dict[str, Rule] = {
     "drop|jitter|aux_loss|z_loss|loss_weight": lambda value, scope: type(value)(0),
     "vocab_size": _at_most(VOCAB),

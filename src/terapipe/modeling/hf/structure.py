@@ -1,4 +1,4 @@
-"""How a Hugging Face decoder is built, found out by running a small one: its layers, what comes before and after."""
+"""The structure of a Hugging Face decoder, found by running a small one: its layers, and modules before and after."""
 
 import copy
 from collections import OrderedDict
@@ -14,24 +14,26 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 
-BEFORE, LAYERS, AFTER = "before", "layers", "after"  # where in a model a module is
-RETURNS = (0, 3, 2, 1)  # what a layer may return: a tensor, or a tuple of so many that begins with it
+BEFORE, LAYERS, AFTER = "before", "layers", "after"  # the place of a module in the forward
+RETURNS = (0, 3, 2, 1)  # what layers return: 0 is a tensor, n a tuple of n that begins with it
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """``before`` and ``after`` are modules with parameters of their own, by their names in the whole model."""
+    """Names of modules in the whole model. ``before`` and ``after`` have those that own parameters."""
 
     layers: str
     before: tuple[str, ...]
     after: tuple[str, ...]
-    returns: int
+    returns: int  # see RETURNS
     takes_positions: bool
-    tied: tuple[str, ...]  # the names of a parameter that both have
+    tied: tuple[str, ...]  # the names of a parameter that the first and the last stage share
 
     def place(self, name: str) -> str:
-        """Where a module with parameters is; what adapters add to a module, or wrap it with, is where that is.
-        Nowhere ("") if it is part of none: the model then has more than its configuration says."""
+        """The place of a module with parameters. What an adapter adds to a module has that module's place.
+
+        Empty if the place is unknown: the model then has more than its configuration says.
+        """
         around = f"{self.layers}."
         if name.startswith(around):
             return LAYERS
@@ -42,15 +44,15 @@ class ModelStructure:
         return BEFORE if name in self.before else AFTER
 
     def of(self, model: PreTrainedModel) -> "ModelStructure":
-        """The same for a model of which this describes a small copy. Weights may be tied, or untied, by hand."""
+        """The structure of a model of which this is the structure of a small copy. Only tied weights may differ."""
         known = {name: self.place(name) for name, m in model.named_modules() if _has_parameters(m)}
-        strange = [name for name, place in known.items() if not place]
-        if strange:
+        unknown = [name for name, place in known.items() if not place]
+        if unknown:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has parameters that its configuration does not describe, and of which it is "
-                f"unknown what stage needs them: {', '.join(strange[:3])}; remove them, or put them inside its layers"
+                f"{type(model).__name__} has parameters that its configuration does not describe, so it is "
+                f"unknown which stage needs them: {', '.join(unknown[:3])}; remove them, or put them inside its layers"
             )
-        return replace(self, tied=_across(model, self.layers, self.place))
+        return replace(self, tied=_tied_across_stages(model, self.layers, self.place))
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -58,11 +60,11 @@ def text_config(config: PretrainedConfig) -> Any:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """The list of as many modules as the configuration has layers."""
+    """The name of the ModuleList with as many modules as the configuration has layers."""
     count = text_config(model.config).num_hidden_layers
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     found = [name for name, length in lists.items() if length == count and "encoder" not in name.split(".")]
-    found = found or [name for name, length in lists.items() if length == count]  # a decoder made of an encoder
+    found = found or [name for name, length in lists.items() if length == count]  # a decoder that is named encoder
     if not found:
         raise UnsupportedModelError(f"no list of {count} layers was found in {type(model).__name__}")
     shallowest: str = min(found, key=lambda name: name.count("."))
@@ -70,7 +72,7 @@ def find_layers(model: PreTrainedModel) -> str:
 
 
 class PassThrough:
-    """Stands for the forward of a layer that another stage holds: hands on a tensor, as the layer's kind of result."""
+    """The forward of a layer that another stage holds: returns its input, or ``source()``, in the layer's form."""
 
     def __init__(self, returns: int, source: Callable[[], Tensor | None] = lambda: None) -> None:
         self.returns, self.source = returns, source
@@ -83,7 +85,7 @@ class PassThrough:
 
 
 def stub(layer: nn.Module, forward: PassThrough) -> nn.Module:
-    """A layer without its contents that keeps its attributes: models ask their layers what kind they are."""
+    """A layer without parameters, modules and hooks. It keeps other attributes: models ask layers for their kind."""
     empty = copy.copy(layer)
     hooks: dict[str, Any] = {name: OrderedDict() for name in layer.__dict__ if "_hooks" in name}
     contents: dict[str, Any] = {"_modules": {}, "_parameters": {}, "_buffers": {}, **hooks}
@@ -92,7 +94,10 @@ def stub(layer: nn.Module, forward: PassThrough) -> nn.Module:
 
 
 def with_layers(model: PreTrainedModel, layers: str, change: Callable[[int, nn.Module], nn.Module]) -> PreTrainedModel:
-    """A model that shares all modules with this one but its layers, which are changed."""
+    """A model that shares all modules with this one except its layers, which ``change`` maps.
+
+    Modules on the path to the layers are copied shallowly, so the given model is not changed.
+    """
     clone: Any = _shallow(model)
     *path, last = layers.split(".")
     holder = clone
@@ -113,7 +118,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def find_structure(small: PreTrainedModel) -> ModelStructure:
-    """From a small model of the same kind, on the CPU."""
+    """Tries what layers may return and whether the model takes positions, until a forward works."""
     layers = find_layers(small)
     faults = []
     for takes_positions in (True, False):
@@ -131,8 +136,8 @@ def _order(
     model: PreTrainedModel, layers: str, returns: int, takes_positions: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Which modules with parameters are called before the first layer and which after the last."""
-    stand_in = PassThrough(returns)
-    empty = with_layers(model, layers, lambda i, layer: stub(layer, stand_in))
+    pass_input = PassThrough(returns)
+    empty = with_layers(model, layers, lambda i, layer: stub(layer, pass_input))
     names = [name for name, module in empty.named_modules() if _has_parameters(module)]
     called: list[str] = []
     with _watched(
@@ -147,8 +152,8 @@ def _order(
     at = [i for i, name in enumerate(called) if name.startswith(f"{layers}.")]
     before = dict.fromkeys(called[: at[0]])
     after = dict.fromkeys(name for name in called[at[-1] + 1 :] if name not in before)
-    idle = [name for name in names if name not in called]
-    return (*before, *idle), tuple(after)
+    unused = [name for name in names if name not in called]
+    return (*before, *unused), tuple(after)
 
 
 @contextmanager
@@ -167,8 +172,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
 
-def _across(model: PreTrainedModel, layers: str, place: Callable[[str], str]) -> tuple[str, ...]:
-    """Names of the parameter that the first and the last stage share; one within a stage is that stage's own."""
+def _tied_across_stages(model: PreTrainedModel, layers: str, place: Callable[[str], str]) -> tuple[str, ...]:
+    """Names of the parameter that the first and the last stage share. Sharing within a stage needs no care."""
     found = []
     for names in shared_names(model):
         places = {name: _exact_place(name, layers, place) for name in names}
@@ -189,18 +194,18 @@ def _across(model: PreTrainedModel, layers: str, place: Callable[[str], str]) ->
 
 
 def _exact_place(name: str, layers: str, place: Callable[[str], str]) -> str:
-    """A layer is one of several, which may be on different stages."""
+    """Like ``place``, but with the number of the layer: layers may be on different stages."""
     module = name.rpartition(".")[0]
     where = place(module)
     return f"{LAYERS}.{module.removeprefix(f'{layers}.').partition('.')[0]}" if where == LAYERS else where
 
 
 def owned_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with modules and a configuration of its own, and with the same tensors."""
+    """A deep copy of modules and configuration that shares all tensors."""
     tensors = chain(model.parameters(), model.buffers())
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    except Exception as error:  # whatever a module that was put into the model raises
+    except Exception as error:  # whatever a module that was added to the model raises
         raise UnsupportedModelError(
             f"the modules of {type(model).__name__} cannot be copied, and stages need their own: {error}; undo what "
             "was added to the model"
@@ -208,7 +213,7 @@ def owned_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter that has several names."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, []).append(name)

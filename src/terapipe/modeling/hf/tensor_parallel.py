@@ -14,29 +14,29 @@ from terapipe.modeling.dtensor import laid_out_like, to_local
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.structure import ModelStructure, shared_names, text_config
 
-SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each device sees its own heads
+SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each rank sees its own heads
 
 
 def refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
-    """Refuses a model without a plan, and heads that cannot be split in equal parts."""
+    """Refuses a model without a plan, and heads that the degree does not divide."""
     name, plan = type(model).__name__, model.tp_plan
     if not plan:
-        raise UnsupportedModelError(f"{name} has no tp_plan of its own; take tensor 1")
+        raise UnsupportedModelError(f"{name} has no tp_plan of its own; take tp 1")
     config = text_config(model.config)
     heads = getattr(config, "num_attention_heads", None) or degree
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     per_rank: Any = get_kv_heads_per_rank
     if any(per_rank(plan, count, degree) is None for count in (heads, kv_heads)):
         raise UnsupportedModelError(
-            f"{name} has {heads} heads of queries and {kv_heads} of keys and values, which cannot be split over "
-            f"{degree} devices in equal parts; take a tensor degree that divides both"
+            f"{name} has {heads} heads of queries and {kv_heads} of keys and values, which cannot be split evenly "
+            f"over {degree} ranks; take a tp that divides both"
         )
 
 
-def parallelize(model: PreTrainedModel, parts: ModelStructure, mesh: DeviceMesh) -> None:
-    """Changes the model of a stage; its parameters then share no memory with those that they are made of."""
+def parallelize(model: PreTrainedModel, structure: ModelStructure, mesh: DeviceMesh) -> None:
+    """Changes the model of a stage. Its parameters then no longer share memory with the whole model."""
     refuse_uneven_heads(model, mesh.size())
-    plan = _plan(model, parts)
+    plan = _plan(model, structure)
     ties = shared_names(model)
     summed = [name for name, style in plan.items() if style == SUMMED]
     rest = {name: style for name, style in plan.items() if name not in summed}
@@ -48,23 +48,23 @@ def parallelize(model: PreTrainedModel, parts: ModelStructure, mesh: DeviceMesh)
             _sum_gradients(module, mesh)
 
 
-def _plan(model: PreTrainedModel, parts: ModelStructure) -> dict[str, str]:
-    """The model's own. A tied weight is split in both its places or in none, or its gradients could not be summed."""
+def _plan(model: PreTrainedModel, structure: ModelStructure) -> dict[str, str]:
+    """The model's tp_plan. A tied weight is split in both places or in none; else its gradients could not be added."""
     plan = dict(model.tp_plan)
-    ends = [name.rpartition(".")[0] for name in parts.tied]
+    ends = [name.rpartition(".")[0] for name in structure.tied]
     if any(end not in plan for end in ends):
         plan = {name: style for name, style in plan.items() if name not in ends}
     return plan
 
 
 def _tie_again(model: PreTrainedModel, ties: list[list[str]]) -> None:
-    """Each of a shared parameter's modules was given its own."""
+    """Undoes that each module of a shared parameter got its own copy."""
     for names in ties:
         first, *others = (model.get_parameter(name) for name in names)
         for name, other in zip(names[1:], others, strict=True):
             if getattr(other, "placements", None) != getattr(first, "placements", None):
                 raise UnsupportedModelError(
-                    f"its tp_plan shares out {name} otherwise than {names[0]}, with which it is one weight"
+                    f"its tp_plan splits {name} differently from {names[0]}, which is the same weight"
                 )
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = first
@@ -82,8 +82,11 @@ def _own_parameters(model: nn.Module) -> None:
 
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """For norms of which each device sees its own heads. Transformers would sum what a parameter has accumulated after
-    each backward, and so count earlier slices several times; this sums what each adds."""
+    """All-reduces gradients of norms of which each rank sees its own heads.
+
+    Transformers would reduce the accumulated gradient after each backward, which counts earlier slices several times.
+    This reduces what each backward adds.
+    """
     plain, hooked = module.forward, set()
 
     def total(gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A Hugging Face model of which only a stage's part is made real; the rest stays on the meta device."""
+"""Makes a stage's part of a Hugging Face model real. The rest stays on the meta device."""
 
 import copy
 import hashlib
@@ -17,13 +17,13 @@ from terapipe.modeling.hf.structure import AFTER, BEFORE, ModelStructure, shared
 
 LISTED = 12  # names in a message
 
-Tensors = dict[str, Any]  # a module's own, by name: parameters or buffers, some of them None
+Tensors = dict[str, Any]  # parameters or buffers of a module by name, some of them None
 
 
 def meta_model(
     config: PretrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """A whole model on the meta device; by default the causal LM of this configuration."""
+    """A whole model on the meta device, by default the causal LM of the configuration."""
     make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = make(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
@@ -32,13 +32,13 @@ def meta_model(
 
 
 class StageWeights:
-    """What a stage needs of a model, by the names of modules."""
+    """Which modules of a model a stage needs weights of."""
 
-    def __init__(self, model: PreTrainedModel, parts: ModelStructure, first: int, last: int) -> None:
-        self._parts, self._layers, self._held = parts, f"{parts.layers}.", range(first, last)
-        ends = last == len(model.get_submodule(parts.layers))  # type: ignore[arg-type]
-        self._others = {*((BEFORE,) if first else ()), *(() if ends else (AFTER,))}
-        # A stage that holds a weight under one of several names gets the modules of all: transformers then ties them
+    def __init__(self, model: PreTrainedModel, structure: ModelStructure, first: int, last: int) -> None:
+        self._structure, self._layers, self._held = structure, f"{structure.layers}.", range(first, last)
+        is_last = last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
+        self._elsewhere = {*((BEFORE,) if first else ()), *(() if is_last else (AFTER,))}
+        # A stage that holds a tied weight under one of its names gets it under all of them: transformers then ties them
         # as in a whole model, and a file may have the weight under any of the names. It costs no memory.
         self.tied = [names for names in shared_names(model) if any(self._holds(_module(name)) for name in names)]
         self._shared = {_module(name) for names in self.tied for name in names}
@@ -47,13 +47,13 @@ class StageWeights:
         return name in self._shared or self._holds(name)
 
     def has_buffers(self, name: str) -> bool:
-        """All but those of other stages' layers: they are small, and some serve every layer."""
-        return name in self._shared or self._is_near(name)
+        """All but those of other stages' layers: buffers are small, and some are used by every layer."""
+        return name in self._shared or self._not_in_other_layers(name)
 
     def _holds(self, name: str) -> bool:
-        return self._parts.place(name) not in self._others and self._is_near(name)
+        return self._structure.place(name) not in self._elsewhere and self._not_in_other_layers(name)
 
-    def _is_near(self, name: str) -> bool:
+    def _not_in_other_layers(self, name: str) -> bool:
         layer = name.removeprefix(self._layers).partition(".")[0]
         return not name.startswith(self._layers) or int(layer) in self._held
 
@@ -68,35 +68,35 @@ def _some(names: list[str]) -> str:
 
 
 class Weights(Protocol):
-    """Where a model's weights come from."""
+    """The source of a model's weights."""
 
-    def fill(self, model: PreTrainedModel, share: StageWeights) -> PreTrainedModel:
-        """A model like this one on the meta device, of which the share is real, on the CPU."""
+    def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
+        """A copy of this model on the meta device, of which the wanted weights are real, on the CPU."""
 
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """By the model's own rule for each module, with random numbers of the module's own, seeded with its name in the
-    whole model: the same seed gives the same weights however the model is split."""
+    """By the model's own ``_init_weights``. Each module is seeded with its name in the whole model, so a seed gives the
+    same weights however the model is split."""
 
     seed: int = 0
 
-    def fill(self, model: PreTrainedModel, share: StageWeights) -> PreTrainedModel:
+    def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
         model = copy.deepcopy(model)
-        _allocate(model, share)
-        tied = {model.get_parameter(name) for names in share.tied for name in names}
+        _allocate(model, wanted)
+        tied = {model.get_parameter(name) for names in wanted.tied for name in names}
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             for name, module, owner in _children_first("", model, model):
-                if share.has_buffers(name):
+                if wanted.has_buffers(name):
                     self._init_weights(name, module, owner)
                 for parameter in tied.intersection(module.parameters(recurse=False)):
-                    parameter._is_hf_initialized = True  # type: ignore[attr-defined] # other modules leave it so
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined] # other modules then leave it alone
         _check_set(model)
         return model
 
     def _init_weights(self, name: str, module: nn.Module, owner: PreTrainedModel) -> None:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
-        # Not torch.manual_seed, which would also seed the devices.
+        # Not torch.manual_seed, which would also seed all devices.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
         owner._init_weights(module)  # type: ignore[no-untyped-call]
 
@@ -104,22 +104,22 @@ class RandomWeights:
 def _children_first(
     name: str, module: nn.Module, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Each module and the model within the model that it belongs to, which knows how to initialise it."""
+    """Each module with the innermost PreTrainedModel around it, whose ``_init_weights`` initializes it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for step, child in module.named_children():
         yield from _children_first(f"{name}.{step}" if name else step, child, owner)
     yield name, module, owner
 
 
-def _allocate(model: PreTrainedModel, share: StageWeights) -> None:
-    made: dict[Tensor, nn.Parameter] = {}  # tied ones are made once
+def _allocate(model: PreTrainedModel, wanted: StageWeights) -> None:
+    made: dict[Tensor, nn.Parameter] = {}  # tied parameters are made once
     for name, module in model.named_modules():
-        parameters: Tensors = module._parameters if share.has_parameters(name) else {}
+        parameters: Tensors = module._parameters if wanted.has_parameters(name) else {}
         for key, tensor in parameters.items():
             if tensor is not None and tensor not in made:
                 made[tensor] = nn.Parameter(_unset(tensor), tensor.requires_grad)
             parameters[key] = made.get(tensor)
-        buffers: Tensors = module._buffers if share.has_buffers(name) else {}
+        buffers: Tensors = module._buffers if wanted.has_buffers(name) else {}
         buffers.update({key: _unset(tensor) for key, tensor in buffers.items() if tensor is not None})
 
 
@@ -133,15 +133,15 @@ def _check_set(model: PreTrainedModel) -> None:
     unset = [name for name, t in real if t.min().isnan()]
     if unset:
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not initialise {_some(unset)} after it was built on the meta device; "
+            f"{type(model).__name__} does not initialize {_some(unset)} after it was built on the meta device; "
             "load weights with Decoder.from_pretrained, or build the whole model and pass it to Decoder"
         )
 
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """From a folder, by transformers' own ``from_pretrained``: it reads lazily, and only what the model seems to have.
-    So its names and formats are transformers' business."""
+    """From a folder, by transformers' ``from_pretrained``, which handles names and formats of weights. It reads only
+    weights that the model has, so it gets a model without those of other stages."""
 
     folder: Path
     dtype: torch.dtype | None = None
@@ -149,66 +149,89 @@ class PretrainedWeights:
     def config(self) -> PretrainedConfig:
         if not (self.folder / "config.json").is_file():
             raise ValueError(
-                f"a saved model is a folder with a file config.json, got {str(self.folder)!r}; nothing is downloaded "
-                "here, so fetch the model first"
+                f"a pretrained model is a folder with a config.json, got {str(self.folder)!r}; nothing is downloaded "
+                "here: for a model of the Hugging Face Hub, first run `hf download MODEL_ID --local-dir FOLDER` and "
+                "pass FOLDER"
             )
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
         assert isinstance(config, PretrainedConfig)
         return config
 
-    def fill(self, model: PreTrainedModel, share: StageWeights) -> PreTrainedModel:
-        kind, aside = type(model), list[Aside]()
-        part: Any = _partial(kind, share, aside)
-        found, info = part.from_pretrained(
+    def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
+        kind, hidden = type(model), list[_Hidden]()
+        partial: Any = _partial_class(kind, wanted, hidden)
+        loaded, info = partial.from_pretrained(
             self.folder, config=model.config, dtype=self.dtype, local_files_only=True, output_loading_info=True
         )
-        self._check(found, info["missing_keys"], share)
-        found.__class__ = kind
-        for attributes, held, left_out in aside:
-            for key in left_out:
-                del attributes[key]
-            held.update(left_out)
-        assert isinstance(found, PreTrainedModel)
-        return found
+        self._check(loaded, info["missing_keys"], wanted)
+        loaded.__class__ = kind
+        for one in hidden:
+            one.show()
+        assert isinstance(loaded, PreTrainedModel)
+        return loaded
 
-    def _check(self, found: PreTrainedModel, missing: set[str], share: StageWeights) -> None:
+    def _check(self, loaded: PreTrainedModel, missing: set[str], wanted: StageWeights) -> None:
         if missing:
             raise ValueError(
                 f"a saved model must hold all its weights, {self.folder} lacks {_some(sorted(missing))}; "
                 "save the model again, or correct config.json"
             )
-        for names in share.tied:
-            if len({found.get_parameter(name) for name in names}) > 1:
+        for names in wanted.tied:
+            if len({loaded.get_parameter(name) for name in names}) > 1:
                 raise ValueError(
                     f"by its config.json {self.folder} has one weight for {' and '.join(names)}, but the saved ones "
                     "differ; set tie_word_embeddings to false in config.json"
                 )
 
 
-Aside = tuple[Tensors, Tensors, Tensors]  # a module's attributes, its parameters or buffers, those left out of them
+# How a stage's part is loaded. ``from_pretrained`` builds the model on the meta device, looks at its state dict for the
+# weights to read, and initializes what files do not have. So parameters of other stages must not be in the state dict,
+# but code of the model that touches them must still find them:
+#
+#     module._parameters["weight"]  --hide-->  module.__dict__["weight"]    while loading
+#                                   <--show--                               afterwards, still on the meta device
 
 
-def _partial(kind: type[PreTrainedModel], share: StageWeights, aside: list[Aside]) -> type[PreTrainedModel]:
-    """A class that makes models without what the share leaves out, which is put aside."""
+@dataclass(frozen=True)
+class _Hidden:
+    """Parameters or buffers of a module that are plain attributes while the model is loaded."""
+
+    attributes: dict[str, Any]  # of the module
+    registered: Tensors  # its _parameters or _buffers
+    tensors: Tensors
+
+    @classmethod
+    def hide(cls, module: nn.Module, registered: Tensors) -> "_Hidden":
+        tensors = dict(registered)
+        registered.clear()
+        module.__dict__.update(tensors)
+        return cls(module.__dict__, registered, tensors)
+
+    def show(self) -> None:
+        for key in self.tensors:
+            del self.attributes[key]
+        self.registered.update(self.tensors)
+
+
+def _partial_class(kind: type[PreTrainedModel], wanted: StageWeights, hidden: list[_Hidden]) -> type[PreTrainedModel]:
+    """A subclass whose instances hide what the stage does not want, right after they are built. ``from_pretrained`` is
+    a class method that builds the instance itself, so there is no other place to do it."""
 
     def build(self: Any, *arguments: Any, **named: Any) -> None:
         kind.__init__(self, *arguments, **named)
-        aside.extend(_set_aside(self, share))
+        hidden.extend(_hide_unwanted(self, wanted))
         ties = self.all_tied_weights_keys.items()
-        self.all_tied_weights_keys = {a: b for a, b in ties if share.has_parameters(_module(a))}
-        self._keys_to_ignore_on_load_unexpected = {"."}  # files have all stages' weights
+        self.all_tied_weights_keys = {a: b for a, b in ties if wanted.has_parameters(_module(a))}
+        self._keys_to_ignore_on_load_unexpected = {"."}  # files have the weights of all stages
 
-    # By another name transformers would take it for custom code, and would not convert the names of weights.
-    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {"__init__": build, **same})
+    # With another name, transformers would take it for custom code and not convert names of weights.
+    same_name = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__init__": build, **same_name})
 
 
-def _set_aside(model: PreTrainedModel, share: StageWeights) -> Iterator[Aside]:
-    """Makes plain attributes of parameters and buffers: models still find them to initialise, on the meta device."""
+def _hide_unwanted(model: PreTrainedModel, wanted: StageWeights) -> Iterator[_Hidden]:
     for name, module in model.named_modules():
-        for held, has in ((module._parameters, share.has_parameters), (module._buffers, share.has_buffers)):
-            if not has(name):
-                left_out: Tensors = dict(held)
-                held.clear()
-                module.__dict__.update(left_out)
-                yield module.__dict__, held, left_out
+        if not wanted.has_parameters(name):
+            yield _Hidden.hide(module, module._parameters)
+        if not wanted.has_buffers(name):
+            yield _Hidden.hide(module, module._buffers)

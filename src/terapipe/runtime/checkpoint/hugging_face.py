@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from terapipe.files import beside, copy_others, flush_files, naming, put_in_place, recover
-from terapipe.modeling.hf.stage import DecoderStage
+from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.weights import meta_model
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.transport import ALL

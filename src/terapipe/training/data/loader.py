@@ -1,4 +1,4 @@
-"""The part of the data that this rank needs, batch by batch."""
+"""Batches for one rank: only the sequences of its replica, and only the tensors that its stages need."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -8,56 +8,50 @@ from torch import Tensor
 from terapipe.config import DataConfig
 from terapipe.modeling.stage import fill_batch
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.training.data.batches import Batches
+from terapipe.training.data.batches import Batches, DocumentStarts
 from terapipe.training.data.token_file import TokenFile
 
-Starts = tuple[tuple[int, ...], ...] | None
 
-
-class Given(NamedTuple):
-    """What a step is given: tokens only where they are needed."""
+class Batch(NamedTuple):
+    """Arguments of ``Pipeline.step``. Ranks between the first and the last stage have no tokens."""
 
     ids: Tensor | None
     labels: Tensor | None
-    documents: Starts
+    documents: DocumentStarts | None
 
 
-class Feed:
-    """A replica takes its rows of every batch; of its pipeline only the ends read tokens."""
+class BatchLoader:
+    """Reads this replica's rows of each batch."""
 
     def __init__(self, file: TokenFile, config: DataConfig, pipe: Pipeline, *, shuffle: bool) -> None:
-        self._batches = Batches(file, config.seq_len, config.packing, shuffle, config.seed)
-        self._pipe, self._batch, self._mine = pipe, config.batch_size, pipe.plan.batch_size
+        self._sequences = Batches(file, config.seq_len, config.packing, shuffle, config.seed)
+        self._pipe, self._batch_size, self._local_size = pipe, config.batch_size, pipe.plan.batch_size
 
-    def __len__(self) -> int:
-        """Sequences of an epoch."""
-        return len(self._batches)
-
-    def at(self, position: int) -> Given:
+    def at(self, position: int) -> Batch:
         """The batch that begins with this sequence, counted from the start of training."""
-        return self._given(position + self._pipe.dp_rank * self._mine, self._mine)
+        return self._read(position + self._pipe.dp_rank * self._local_size, self._local_size)
 
-    def once(self, batches: int) -> Iterator[Given]:
-        """Each sequence once, so many batches at most (0: all), the last one filled up."""
-        stop = len(self) if not batches else min(len(self), batches * self._batch)
-        for position in range(0, stop, self._batch):
-            first = position + self._pipe.dp_rank * self._mine
-            yield self._given(first, max(0, min(self._mine, stop - first)))
+    def once(self, max_batches: int) -> Iterator[Batch]:
+        """Every sequence once, up to ``max_batches`` batches (0: all). The last batch is filled up."""
+        total = len(self._sequences)
+        stop = min(total, max_batches * self._batch_size) if max_batches else total
+        for position in range(0, stop, self._batch_size):
+            first = position + self._pipe.dp_rank * self._local_size
+            yield self._read(first, max(0, min(self._local_size, stop - first)))
 
-    def _given(self, first: int, count: int) -> Given:
-        missing = self._mine - count
+    def _read(self, first: int, count: int) -> Batch:
+        missing = self._local_size - count
         if not (self._pipe.is_first or self._pipe.is_last):
-            return Given(None, None, _filled(self._batches.documents(first, count), missing))
-        rows = self._batches.rows(first, count)
-        ids, labels = fill_batch(rows.ids, rows.labels, self._mine)
-        return Given(ids, labels, _filled(rows.documents, missing))
+            return Batch(None, None, _filled(self._sequences.documents(first, count), missing))
+        ids, labels, documents = self._sequences.read(first, count)
+        return Batch(*fill_batch(ids, labels, self._local_size), _filled(documents, missing))
 
-    def count(self, batches: Iterable[Given]) -> int:
-        """Labels that count in all replicas' parts of these; known where the loss is computed."""
+    def count_labels(self, batches: Iterable[Batch]) -> int:
+        """Labels in these batches over all replicas. 0 on ranks that do not compute the loss."""
         if not self._pipe.is_last:
             return 0
-        return self._pipe.count_labels(*(given.labels for given in batches if given.labels is not None))
+        return self._pipe.count_labels(*(batch.labels for batch in batches if batch.labels is not None))
 
 
-def _filled(starts: Starts, missing: int) -> Starts:
-    return None if starts is None else starts + ((0,),) * missing
+def _filled(documents: DocumentStarts | None, missing: int) -> DocumentStarts | None:
+    return None if documents is None else documents + ((0,),) * missing

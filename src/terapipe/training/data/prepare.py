@@ -1,4 +1,4 @@
-"""Texts become token files: once, and again only if something that they depend on has changed."""
+"""Tokenize the texts of a run into token files, unless they are up to date."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 from terapipe.config import DataConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
-from terapipe.training.data.readers import find, pieces
-from terapipe.training.data.token_file import FORMAT, META, STARTS, TOKENS, Origin, TokenFile, open_data, wanted
-from terapipe.training.data.token_writer import Progress, Writer
-from terapipe.training.data.tokenizer import make
-from terapipe.training.data.tokenizer_files import FILES
+from terapipe.training.data.hf_tokenizer import TOKENIZER_FILES
+from terapipe.training.data.text_reader import find_files, read_documents
+from terapipe.training.data.token_file import FORMAT, META, STARTS, TOKENS, Origin, TokenFile, open_data, split_names
+from terapipe.training.data.token_writer import Progress, TokenWriter
+from terapipe.training.data.tokenizer import make_tokenizer
 
 Say = Callable[[str], None]
 
@@ -22,10 +22,10 @@ Say = Callable[[str], None]
 def prepare(
     config: DataConfig, folder: Path, progress: Progress = lambda tokens: None, say: Say = lambda message: None
 ) -> None:
-    """Writes the token files and the tokenizer that the configuration asks for, unless they are there.
+    """Write the token files and the tokenizer, unless they are up to date.
 
-    One process does it, before any calls ``open_data``. ``progress`` is told how many tokens are written so far,
-    ``say`` which files were damaged.
+    One process calls it before any process calls ``open_data``. ``progress`` gets the number of tokens written so far,
+    ``say`` a message about each damaged file.
     """
     sources = _fingerprint(config)
     if not _is_ready(config, folder, sources, say):
@@ -34,15 +34,15 @@ def prepare(
 
 
 def _fingerprint(config: DataConfig) -> str:
-    """Of all that the tokens depend on."""
+    """A hash of everything that the tokens depend on."""
     spec = config.tokenizer
-    known: list[Any] = [FORMAT, config.field, spec, config.vocab if spec == "train" else 0]
-    known += [0.0 if config.eval else config.eval_share]
-    known += [[_stamp(file) for path in find(names) for file in _files(path)] for names in (config.train, config.eval)]
+    inputs: list[Any] = [FORMAT, config.field, spec, config.vocab if spec == "train" else 0]
+    inputs += [0.0 if config.eval else config.eval_share]
+    for patterns in (config.train, config.eval):
+        inputs.append([_stamp(file) for path in find_files(patterns) for file in _files(path)])
     if spec not in ("bytes", "train"):
-        names = (*FILES, "config.json")
-        known.append([_stamp(Path(spec).expanduser() / name) for name in names])
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        inputs.append([_stamp(Path(spec).expanduser() / name) for name in (*TOKENIZER_FILES, "config.json")])
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def _files(path: Path) -> list[Path]:
@@ -56,36 +56,35 @@ def _stamp(file: Path) -> tuple[str, int, int]:
     return str(file.resolve()), stat.st_size, stat.st_mtime_ns
 
 
-def _contents(folder: Path) -> str:
-    """A hash of what the files in a folder hold."""
-    found = hashlib.sha256()
+def _content_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
     for file in _files(folder) if folder.is_dir() else ():
-        found.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _is_ready(config: DataConfig, folder: Path, sources: str, say: Say) -> bool:
     for name in ("tokenizer", "train", "eval"):
         recover(folder / name)
-    there = [folder / name for name in wanted(config) if _is_ours(folder / name)]
-    damaged = {path: wrong for path in there if (wrong := damage(path, sums=config.verify))}
-    for path, wrong in damaged.items():
-        say(f"the token file {path} is damaged: {'; '.join(wrong)}; it is made again from the texts")
-    if damaged or len(there) < len(wanted(config)):
+    existing = [folder / name for name in split_names(config) if _is_token_file(folder / name)]
+    damaged = {path: problems for path in existing if (problems := damage(path, sums=config.verify))}
+    for path, problems in damaged.items():
+        say(f"the token file {path} is damaged: {'; '.join(problems)}; it is written again from the texts")
+    if damaged or len(existing) < len(split_names(config)):
         return False
     try:
-        origins = {TokenFile.open(path).origin for path in there}
+        origins = {TokenFile.open(path).origin for path in existing}
     except ValueError:
         return False
-    tokenizer = _contents(folder / "tokenizer")
+    tokenizer = _content_hash(folder / "tokenizer")
     if config.tokenizer == "train" and (folder / "tokenizer").exists():
-        known = {origin.tokenizer for origin in origins if origin.sources == sources}
-        _check_tokenizer(folder / "tokenizer", known - {tokenizer})
+        used = {origin.tokenizer for origin in origins if origin.sources == sources}
+        _check_tokenizer(folder / "tokenizer", used - {tokenizer})
     return origins == {Origin(sources, tokenizer)}
 
 
 def _check_tokenizer(folder: Path, others: set[str]) -> None:
-    """The same texts, but not the tokenizer that was trained on them: it would be used as it is."""
+    """The texts have not changed, but the tokenizer trained on them has: it must not be used."""
     if others:
         raise ValueError(
             f"the tokenizer in {folder} is not the one that made the tokens beside it: it is damaged or was edited; "
@@ -97,32 +96,35 @@ def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -
     if config.eval_share >= 1 and not config.eval:
         raise ValueError(f"data.eval_share must leave documents to train on, got {config.eval_share}; try 0.01")
     for name in ("train", "eval"):
-        _check_ours(folder / name)
-    train = find(config.train)
-    tokenizer = make(
-        config.tokenizer, config.vocab, lambda: (p.text for p in pieces(train, config.field)), folder / "tokenizer"
+        _check_replaceable(folder / name)
+    paths = find_files(config.train)
+    tokenizer = make_tokenizer(
+        config.tokenizer,
+        config.vocab,
+        lambda: (part.text for part in read_documents(paths, config.field)),
+        folder / "tokenizer",
     )
-    origin = Origin(sources, _contents(folder / "tokenizer"))
-    main = Writer(folder / "train", tokenizer, origin)
-    main.add_all(train, config.field, progress)
-    written = [main]
+    origin = Origin(sources, _content_hash(folder / "tokenizer"))
+    train = TokenWriter(folder / "train", tokenizer, origin)
+    train.add_all(paths, config.field, progress)
+    writers = [train]
     if config.eval:
-        written.append(Writer(folder / "eval", tokenizer, origin))
-        written[1].add_all(find(config.eval), config.field, lambda tokens: progress(main.size + tokens))
+        writers.append(TokenWriter(folder / "eval", tokenizer, origin))
+        writers[1].add_all(find_files(config.eval), config.field, lambda tokens: progress(train.size + tokens))
     elif config.eval_share:
-        written.append(Writer(folder / "eval", tokenizer, origin))
-        main.move_end(written[1], config.eval_share)
+        writers.append(TokenWriter(folder / "eval", tokenizer, origin))
+        train.move_end(writers[1], config.eval_share)
     else:
-        shutil.rmtree(folder / "eval", ignore_errors=True)  # it would not be that of this training data
-    for writer in written:
+        shutil.rmtree(folder / "eval", ignore_errors=True)  # left by other training data
+    for writer in writers:
         writer.close()
 
 
-def _is_ours(folder: Path) -> bool:
-    """A token file, even if one of its files is lost."""
+def _is_token_file(folder: Path) -> bool:
+    """Also if one of its files is missing."""
     return sum((folder / name).exists() for name in (TOKENS, STARTS, META, MANIFEST)) > 1
 
 
-def _check_ours(folder: Path) -> None:
-    if folder.exists() and not _is_ours(folder) and any(folder.iterdir()):
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not _is_token_file(folder) and any(folder.iterdir()):
         raise ValueError(f"{folder} is to hold tokens, but holds something else; set another data.cache")

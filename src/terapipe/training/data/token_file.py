@@ -1,4 +1,9 @@
-"""Token files: what is trained on, encoded once, then read through memory maps."""
+"""Token files: documents as tokens, written once, then read through memory maps.
+
+The cache of ``datasets`` does not replace them. Batches read any range of tokens, for which Arrow's record batches are
+no contiguous array; ``datasets`` would be imported by every rank (over a second and 130 MB each); and its cache has no
+checksums.
+"""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +16,7 @@ from numpy.typing import NDArray
 
 from terapipe.config import DataConfig
 from terapipe.runtime.checkpoint.manifest import Sum, damage, read_manifest
-from terapipe.training.data.tokenizer import Tokenizer, load
+from terapipe.training.data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 2
 TOKENS, STARTS, META = "tokens.bin", "documents.npy", "meta.json"
@@ -19,7 +24,7 @@ TOKENS, STARTS, META = "tokens.bin", "documents.npy", "meta.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """What token files were made from, as hashes: if either differs, they are made anew."""
+    """Hashes of what a token file was made from. If one of them changes, the file is written again."""
 
     sources: str
     tokenizer: str
@@ -27,7 +32,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A folder of documents as tokens, one after the other, each with the tokenizer's end token at its end."""
+    """A folder with the tokens of all documents, each followed by the tokenizer's end token."""
 
     folder: Path
     dtype: str
@@ -38,15 +43,15 @@ class TokenFile:
 
     @staticmethod
     def open(folder: Path) -> "TokenFile":
-        """Looks at sizes only: a rank that needs no tokens reads none."""
+        """Checks sizes only, so that ranks without the first or last stage read no tokens."""
         if not folder.is_dir():
             raise ValueError(f"{folder} holds no token file; prepare the data first")
-        wrong = damage(folder, sums=False)
-        if not wrong:
+        problems = damage(folder, sums=False)
+        if not problems:
             text = (folder / META).read_bytes()
-            wrong = [] if Sum().add(text) == read_manifest(folder)[META] else [f"{META} does not match its checksum"]
-        if wrong:
-            raise ValueError(f"{folder} holds a token file that is damaged: {'; '.join(wrong)}; delete it")
+            problems = [] if Sum().add(text) == read_manifest(folder)[META] else [f"{META} does not match its checksum"]
+        if problems:
+            raise ValueError(f"{folder} holds a token file that is damaged: {'; '.join(problems)}; delete it")
         meta = json.loads(text)
         if meta.pop("format") != FORMAT:
             raise ValueError(f"{folder} holds a token file of another version; delete it")
@@ -71,17 +76,17 @@ class Data:
 
 
 def open_data(config: DataConfig, folder: Path) -> Data:
-    """What ``prepare`` wrote."""
-    files = {name: TokenFile.open(folder / name) for name in wanted(config)}
+    """Open what ``prepare`` wrote."""
+    files = {name: TokenFile.open(folder / name) for name in split_names(config)}
     for name, file in files.items():
         if config.packing != "padded" and file.num_tokens < config.seq_len:
-            more = "data.eval, or a larger data.eval_share," if name == "eval" else "data.train"
+            remedy = "data.eval, or a larger data.eval_share," if name == "eval" else "data.train"
             raise ValueError(
                 f"a sequence has {config.seq_len} tokens (data.seq_len), but the {name} data only {file.num_tokens} in "
-                f"{file.num_documents} documents; give more as {more} or shorter sequences"
+                f"{file.num_documents} documents; give more as {remedy} or shorter sequences"
             )
-    return Data(files["train"], files.get("eval"), load(config.tokenizer, folder / "tokenizer"))
+    return Data(files["train"], files.get("eval"), load_tokenizer(config.tokenizer, folder / "tokenizer"))
 
 
-def wanted(config: DataConfig) -> list[str]:
+def split_names(config: DataConfig) -> list[str]:
     return ["train", "eval"] if config.eval or config.eval_share else ["train"]

@@ -1,4 +1,4 @@
-"""Token files as they are written: texts are encoded some at a time, and memory stays bounded."""
+"""Writes token files. Texts are encoded a few at a time, so memory use is bounded."""
 
 import io
 import json
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from terapipe.files import beside, flush_files, naming, put_in_place
 from terapipe.runtime.checkpoint.manifest import Sum, write_manifest
-from terapipe.training.data.pieces import Piece
-from terapipe.training.data.readers import pieces
+from terapipe.training.data.text_reader import DocumentPart, read_documents
 from terapipe.training.data.token_file import FORMAT, META, STARTS, TOKENS, Origin, TokenFile
 from terapipe.training.data.tokenizer import Tokenizer
 
@@ -25,8 +24,8 @@ BATCH = 2**21  # characters encoded at a time
 Progress = Callable[[int], None]
 
 
-class Writer:
-    """A token file as it grows, beside the place where it will be."""
+class TokenWriter:
+    """Writes a token file to a temporary folder beside its place; ``close`` renames it."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, origin: Origin) -> None:
         self._folder, self._tokenizer, self._origin = folder, tokenizer, origin
@@ -36,15 +35,15 @@ class Writer:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self.size = 0
-        self._sums = [Sum()]  # of the tokens after each append: some of them may be moved away again
+        self._sums = [Sum()]  # checksums of the file after each append, for ``move_end``
 
     def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
         start = 0
-        for batch in _batches(pieces(paths, field)):
+        for parts in _batches(read_documents(paths, field)):
             tokens: list[int] = []
-            for ids, piece in zip(self._tokenizer.encode([p.text for p in batch]), batch, strict=True):
+            for ids, part in zip(self._tokenizer.encode([p.text for p in parts]), parts, strict=True):
                 tokens += ids
-                if piece.ends and self.size + len(tokens) > start:  # there are texts without tokens
+                if part.is_last and self.size + len(tokens) > start:  # a text may have no tokens
                     tokens.append(self._tokenizer.end)
                     self._starts.append(start)
                     start = self.size + len(tokens)
@@ -61,45 +60,45 @@ class Writer:
         self.size += len(tokens)
         self._sums.append(self._sums[-1].add(tokens.data))
 
-    def move_end(self, other: "Writer", share: float) -> None:
-        """The last documents, about this share of the tokens, become the other file's."""
+    def move_end(self, other: "TokenWriter", share: float) -> None:
+        """Move the last documents, about this share of the tokens, to the other file."""
         starts = np.asarray(self._starts, np.int64)
-        place = _place(starts, self.size, share)
+        border = _border(starts, self.size, share)
         path = self._partial / TOKENS
-        other._append(np.memmap(path, self._dtype, "r", offset=place * self._dtype.itemsize))
-        other._starts = array("q", [0, *(starts[starts > place] - place).tolist()])
-        self._sums = [_up_to(place * self._dtype.itemsize, self._sums, path)]
-        os.truncate(path, place * self._dtype.itemsize)
-        self.size, self._starts = place, array("q", starts[starts < place].tolist())
-        if place not in starts:  # in the middle of a document
+        other._append(np.memmap(path, self._dtype, "r", offset=border * self._dtype.itemsize))
+        other._starts = array("q", [0, *(starts[starts > border] - border).tolist()])
+        self._sums = [_sum_of_first(border * self._dtype.itemsize, self._sums, path)]
+        os.truncate(path, border * self._dtype.itemsize)
+        self.size, self._starts = border, array("q", starts[starts < border].tolist())
+        if border not in starts:  # inside a document
             self._append(np.asarray([self._tokenizer.end], self._dtype))
 
     def close(self) -> None:
         starts = io.BytesIO()
         np.save(starts, np.asarray(self._starts, np.int64))
-        made = TokenFile(
+        file = TokenFile(
             self._folder, self._dtype.str, self._tokenizer.vocab, self.size, len(self._starts), self._origin
         )
-        meta = {"format": FORMAT, **asdict(made)}
+        meta = {"format": FORMAT, **asdict(file)}
         del meta["folder"]
-        texts = {STARTS: starts.getvalue(), META: (json.dumps(meta, indent=1) + "\n").encode()}
-        for name, text in texts.items():
+        contents = {STARTS: starts.getvalue(), META: (json.dumps(meta, indent=1) + "\n").encode()}
+        for name, content in contents.items():
             with naming(self._partial / name):
-                (self._partial / name).write_bytes(text)
-        sums = {TOKENS: self._sums[-1], **{name: Sum().add(text) for name, text in texts.items()}}
+                (self._partial / name).write_bytes(content)
+        sums = {TOKENS: self._sums[-1], **{name: Sum().add(content) for name, content in contents.items()}}
         with naming(self._partial):
             write_manifest(self._partial, sums)
             flush_files(self._partial)
         put_in_place(self._folder, self._partial)
 
 
-def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Some at a time: a tokenizer works on several at once, and memory stays bounded."""
-    batch: list[Piece] = []
+def _batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
+    """Several parts at a time: tokenizers encode them in parallel."""
+    batch: list[DocumentPart] = []
     length = 0
-    for piece in found:
-        batch.append(piece)
-        length += len(piece.text)
+    for part in parts:
+        batch.append(part)
+        length += len(part.text)
         if length >= BATCH:
             yield batch
             batch, length = [], 0
@@ -107,16 +106,16 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _up_to(size: int, sums: list[Sum], path: Path) -> Sum:
-    """The checksum of the file's beginning, from the nearest that was taken while it was written."""
-    nearest = max(found for found in sums if found.size <= size)
+def _sum_of_first(size: int, sums: list[Sum], path: Path) -> Sum:
+    """The checksum of the first bytes of a file, continued from the nearest one that is known."""
+    nearest = max(known for known in sums if known.size <= size)
     with path.open("rb") as file:
         file.seek(nearest.size)
         return nearest.add(file.read(size - nearest.size))
 
 
-def _place(starts: NDArray[np.int64], size: int, share: float) -> int:
-    """Where the last share begins: with a document, or within one if there are too few to come near."""
-    wanted = max(1, min(round(size * (1 - share)), size - 2))
-    nearest = int(starts[np.abs(starts - wanted).argmin()])
-    return nearest if nearest and abs(nearest - wanted) <= share * size / 2 else wanted
+def _border(starts: NDArray[np.int64], size: int, share: float) -> int:
+    """Where the last share begins: at the nearest document, or inside one if no document begins near it."""
+    target = max(1, min(round(size * (1 - share)), size - 2))
+    nearest = int(starts[np.abs(starts - target).argmin()])
+    return nearest if nearest and abs(nearest - target) <= share * size / 2 else target

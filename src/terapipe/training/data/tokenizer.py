@@ -1,41 +1,45 @@
-"""Tokenizers: bytes, a Hugging Face folder, or one trained on the data."""
+"""Tokenizers: bytes, a Hugging Face folder, or a byte-level BPE trained on the data."""
 
+import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from terapipe.files import beside, put_in_place, recover
-from terapipe.training.data.bpe import train
-from terapipe.training.data.hf_tokenizer import FastTokenizer, SlowTokenizer
-from terapipe.training.data.tokenizer_files import END, read, write, write_config
+from terapipe.training.data.hf_tokenizer import END, FastTokenizer, SlowTokenizer, read_json, write_config, write_json
+from terapipe.training.data.text_reader import import_extra, split_text
 
-MARK = "made.json"  # in a folder that ``make`` wrote: from what
+MARK = "made.json"  # in a folder that ``make_tokenizer`` wrote: the keys it was made from
+SAMPLE = 50_000_000  # characters to train a tokenizer on
+LONGEST_WORD = 100  # characters, while training a tokenizer
+# Every tokenizer folder has a file with one of these names; some kinds have no vocabulary file.
+FILE_PATTERNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
-    """Texts to numbers and back."""
+    """Converts texts to token ids and back."""
 
     @property
     def vocab(self) -> int:
-        """All tokens are below it."""
+        """All token ids are below it."""
 
     @property
     def end(self) -> int:
         """The token that ends a document."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each, with none added at its ends."""
+        """The token ids of each text, without special tokens added."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, without tokens that stand for none."""
+        """The text, without special tokens."""
 
     def save(self, folder: Path) -> None:
-        """As files that ``transformers.AutoTokenizer`` opens; what else is in the folder stays."""
+        """Write files that ``transformers.AutoTokenizer`` opens. Other files in the folder stay."""
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and one token more."""
+    """The bytes of UTF-8, and an end token."""
 
     vocab, end = 257, 256
 
@@ -46,10 +50,10 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """As a byte-level BPE without merges, which is the same."""
+        """As an equivalent byte-level BPE without merges."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         end = {"id": self.end, "content": END, "single_word": False, "lstrip": False, "rstrip": False}
-        whole = {
+        tokenizer = {
             "version": "1.0",
             "added_tokens": [{**end, "normalized": False, "special": True}],
             "pre_tokenizer": level,
@@ -57,55 +61,51 @@ class ByteTokenizer:
             "model": {"type": "BPE", "vocab": {c: byte for byte, c in enumerate(_characters())}, "merges": []},
         }
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "tokenizer.json", whole)
+        write_json(folder / "tokenizer.json", tokenizer)
         write_config(folder, END)
 
 
 def _characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: its own, if that is a visible one of Latin-1."""
+    """The character that byte-level tokenizers write for each byte: the byte itself if Latin-1 prints it."""
     others = iter(range(256, 512))
-    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("ÿ") + 1)} - {0xAD}
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("ÿ") + 1)} - {0xAD}
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def load(spec: str, folder: Path) -> Tokenizer:
-    """The tokenizer that ``make`` left in the folder; or the one in any folder."""
+def load_tokenizer(spec: str, folder: Path) -> Tokenizer:
+    """The tokenizer saved in a folder. ``spec`` is the value of data.tokenizer."""
     if spec == "bytes":
         return ByteTokenizer()
     return FastTokenizer(folder) if (folder / "tokenizer.json").is_file() else SlowTokenizer(folder)
 
 
-def make(spec: str, vocab: int, texts: Callable[[], Iterator[str]], folder: Path) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` asks for, saved to the folder.
+def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], folder: Path) -> Tokenizer:
+    """Make the tokenizer that data.tokenizer asks for and save it to the folder.
 
-    One that was trained there before is taken again, even if the texts have changed: a model that knows its tokens
-    may go on being trained. To train another, delete the folder.
+    A tokenizer that was trained there before is used again, even if the texts have changed, so that the training of its
+    model can continue. To train a new one, delete the folder.
     """
     mark = {"tokenizer": spec, "vocab": vocab} if spec == "train" else {"tokenizer": spec}
     recover(folder)
-    if spec == "train" and read(folder / MARK) == mark:
-        return load(spec, folder)
+    if spec == "train" and read_json(folder / MARK) == mark:
+        return load_tokenizer(spec, folder)
     source = Path(spec).expanduser()
     if spec not in ("bytes", "train"):
         _check_folder(source)
         if folder.exists() and source.samefile(folder):
-            return load(spec, folder)
+            return load_tokenizer(spec, folder)
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is to hold a tokenizer, but holds something else; set another data.cache")
     partial = beside(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if spec == "train":
-        train(vocab, texts(), partial)
+        _train(vocab, texts(), partial)
     else:
-        load(spec, source).save(partial)
-    write(partial / MARK, mark)
+        load_tokenizer(spec, source).save(partial)
+    write_json(partial / MARK, mark)
     put_in_place(folder, partial)
-    return load(spec, folder)
-
-
-# The names of files that a tokenizer may be made of; a few kinds have no vocabulary, but all have some of these.
-_NAMES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "special_tokens_map.json")
+    return load_tokenizer(spec, folder)
 
 
 def _check_folder(folder: Path) -> None:
@@ -115,9 +115,41 @@ def _check_folder(folder: Path) -> None:
             f"the model), got {str(folder)!r}, and there is no such folder in {Path.cwd()}; one from the Hub must be "
             f"downloaded before: hf download NAME --local-dir FOLDER"
         )
-    if not any(True for name in _NAMES for _ in folder.glob(name)):
+    if not any(True for pattern in FILE_PATTERNS for _ in folder.glob(pattern)):
         raise ValueError(
             f"{folder} holds no tokenizer (there is no tokenizer.json, vocab.json, tokenizer.model or the like), and a "
             "model knows only the tokens that it was trained with; save its tokenizer there, or set data.tokenizer to "
             'its folder; "bytes" and "train" are for models that begin with random weights'
         )
+
+
+def _train(vocab: int, texts: Iterable[str], folder: Path) -> None:
+    """Train a byte-level BPE, which can encode any text."""
+    if vocab < 257:
+        raise ValueError(f"a tokenizer has at least 257 entries, one for each byte and the end, got data.vocab {vocab}")
+    tools: Any = import_extra("tokenizers", "data", "a tokenizer that is trained")
+    level = {"add_prefix_space": False}
+    tokenizer = tools.Tokenizer(tools.models.BPE())
+    tokenizer.pre_tokenizer = tools.pre_tokenizers.ByteLevel(**level)
+    tokenizer.decoder = tools.decoders.ByteLevel(**level)
+    trainer = tools.trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=sorted(tools.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(texts), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_config(folder, END)
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    """The first texts. Long words are broken, because training time grows with the length of the longest word."""
+    taken = 0
+    for text in texts:
+        for part in split_text(text):
+            yield re.sub(rf"\S{{{LONGEST_WORD}}}", r"\g<0>\n", part)
+            taken += len(part)
+            if taken >= SAMPLE:
+                return

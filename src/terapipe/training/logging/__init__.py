@@ -1,1 +1,1 @@
-""""""
+"""What a run writes and shows: metrics, the display on a terminal, the report."""

@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a panel that is kept up to date on a terminal, plain lines elsewhere."""
+"""The output of a run: a live panel on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from terapipe.reporting.units import digits, seconds, share
-from terapipe.training.logging.panel import bar, extremes, number, values
+from terapipe.training.logging.display_panel import bar, extremes, number, values
 
 _RECENT = 50  # rows whose mean or median is shown
 _STYLES = {"nan": "bold red", "failed": "bold red", "drift": "yellow", "stopped": "yellow"}
@@ -35,7 +35,7 @@ _COLUMNS: dict[str, Callable[[Any], str]] = {
 
 
 class Display:
-    """Takes the rows that also go to the files. What a row lacks, or what is not finite, is left out."""
+    """Shows the rows that are also written to files. Missing values and values that are not finite are left out."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class Display:
     ) -> None:
         self._console, self._total, self._every, self._title, self._clock = console, total, every, title, clock
         self._step = start
-        self._known: dict[str, Any] = {}  # the latest value of each key, and what follows from several rows
+        self._known: dict[str, Any] = {}  # the latest value of each key, and values computed from several rows
         self._losses: deque[float] = deque(maxlen=_RECENT)
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._pace: deque[tuple[float, int]] = deque([(clock(), start)], maxlen=2 * _RECENT)
-        self._widths: dict[str, int] = {}  # of the columns of plain lines
+        self._widths: dict[str, int] = {}  # of columns in plain lines
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            # Its thread draws what it was last given, so it never sees values that are just changing.
+            # Live draws in a thread. It gets finished views, so it never sees values that are being changed.
             self._live = Live(self._view(), console=self._console, refresh_per_second=4)
             self._live.start()
         else:
@@ -70,15 +70,15 @@ class Display:
             self._live = None
 
     def say(self, message: str, style: str = "") -> None:
-        """Above the panel, or as a line of its own."""
-        with suppress(OSError):  # of a log file on a full disk: training is worth more than its lines
+        """Print a line, above the panel if there is one."""
+        with suppress(OSError):  # output to a file on a full disk must not stop training
             self._console.print(Text(self._printable(message), style=style), soft_wrap=self._live is None)
 
     def row(self, row: Mapping[str, Any]) -> None:
         row = {key: value for key, value in row.items() if _is_known(value)}
         step = row.get("step", self._step)
         self._remember(row, step)
-        self._tell(row, step)
+        self._announce(row, step)
         if self._live is not None:
             self._live.update(self._view())
         elif "seconds" in row and (step % self._every == 0 or step == self._total):
@@ -102,15 +102,15 @@ class Display:
             known["recent"] = fmean(self._losses)
         self._seconds.append(row["seconds"])
         known["median"] = median(self._seconds)
-        if "tokens_per_second" in row and known["median"]:  # of the same steps as the time beside it
+        if "tokens_per_second" in row and known["median"]:  # from the same steps as the median time
             known["tokens_per_second"] = row["tokens_per_second"] * row["seconds"] / known["median"]
         if row.get("predicted"):
             known["forecast"] = f"{seconds(row['predicted'])} ({known['median'] / row['predicted']:.2f} x)"
         if row.get("skipped"):
             known["left_out"] = known.get("left_out", 0) + 1
 
-    def _tell(self, row: Mapping[str, Any], step: int) -> None:
-        """What is told once: on a terminal it scrolls by above the panel, which has the checkpoints itself."""
+    def _announce(self, row: Mapping[str, Any], step: int) -> None:
+        """Print events, evaluations and samples. The panel shows checkpoints itself."""
         if "event" in row and not (self._live and row["event"] == "checkpoint"):
             self.say(f"step {step}  {_event(row)}", _STYLES.get(row["event"], ""))
         if "eval_loss" in row:
@@ -121,14 +121,14 @@ class Display:
             self.say("\n".join(f"  | {line}" for line in str(row["sample"]).split("\n")), "dim")
 
     def _left(self) -> str:
-        """By the wall clock, so that evaluations and checkpoints count; nothing before the first step."""
+        """Remaining time by the wall clock, which includes evaluations and checkpoints; empty before the first step."""
         (began, first), (now, last) = self._pace[0], self._pace[-1]
         if last <= first:
             return ""
         return str(timedelta(seconds=round((now - began) / (last - first) * (self._total - last))))
 
     def _line(self, row: Mapping[str, Any], step: int) -> str:
-        """Each value under the one before; a column that once had a value keeps its place when it has none."""
+        """Values are aligned with those of the line before. A column that has had a value keeps its place."""
         row = {**row, "left": self._left()}
         cells = {key: form(row[key]) for key, form in _COLUMNS.items() if row.get(key) not in (None, [], "")}
         for key, cell in cells.items():
@@ -146,10 +146,12 @@ class Display:
         )
 
     def _printable(self, text: str) -> str:
-        """Generated text may hold anything: nothing in it may move the cursor, or be more than the output can write."""
-        shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+        """Generated text can contain anything: replace control characters and what the output cannot encode."""
+        printable = "".join(
+            c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4)
+        )
         encoding = self._console.encoding
-        return shown.encode(encoding, "replace").decode(encoding)
+        return printable.encode(encoding, "replace").decode(encoding)
 
 
 def _is_known(value: Any) -> bool:

@@ -1,0 +1,92 @@
+"""Facts about ranks, hosts and links, as plain data. No torch here: the doctor must run where torch does not load."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank and its host. A new field needs a default, because hosts may have different releases."""
+
+    rank: int
+    host: str
+    addresses: tuple[str, ...]  # that the host's own name resolves to
+    local_ranks: int
+    versions: Mapping[str, str]
+    needs: Mapping[str, str]  # version specifiers by the same names, for example "<3,>=2.9"
+    gloo: bool
+    nccl: bool
+    gpus: int
+    kernels: tuple[str, ...]  # dtypes whose fast attention kernel passed its self-test
+    fallbacks: tuple[str, ...]  # why the other dtypes use plain attention
+    cores: tuple[int, ...]  # CPU affinity of this rank
+    all_cores: int
+    threads: int
+    load: float  # 1-minute load average
+    memory: int  # free bytes
+    shared_memory: int | None
+    files: int | None  # limit on open files, None if there is none
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between rank 0 and another rank."""
+
+    rank: int
+    latency: float
+    rate: float  # bytes per second
+    clock: float  # seconds by which the other rank's clock is ahead
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The facts of all ranks, and what happened when they worked together."""
+
+    size: int  # expected number of ranks
+    ranks: tuple[Facts, ...]  # those that arrived
+    links: tuple[Link, ...] = ()
+    where: str = ""  # the address of the rendezvous
+    failure: str = ""  # why the ranks could not work together
+    failed_at: str = "work"  # or "start" or "meet"
+    timeout: float = 30.0
+    port: int | None = None  # the port to give torchrun; None under torchrun
+    blocked: str = ""  # why the port cannot be bound
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "Examination":
+        """From parsed JSON. Unknown fields are ignored."""
+        known = {f.name for f in fields(Facts)}
+        ranks = []
+        for row in found["ranks"]:
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items() if k in known}
+            ranks.append(Facts(**values))
+        links = (Link(**row) for row in found.get("links", ()))
+        return cls(**{**found, "ranks": _short_host_names(ranks), "links": tuple(links)})
+
+    @property
+    def hosts(self) -> dict[str, list[Facts]]:
+        found: dict[str, list[Facts]] = {}
+        for facts in self.ranks:
+            found.setdefault(facts.host, []).append(facts)
+        return found
+
+    @property
+    def absent(self) -> list[int]:
+        return sorted(set(range(self.size)) - {facts.rank for facts in self.ranks})
+
+    @property
+    def met(self) -> bool:
+        return not self.absent and not self.failure
+
+    @property
+    def several_hosts(self) -> bool:
+        return len(self.hosts) > 1 or any(self.size > facts.local_ranks for facts in self.ranks)
+
+
+def _short_host_names(ranks: Sequence[Facts]) -> tuple[Facts, ...]:
+    """Without node numbers, if host names alone are unique."""
+    names = {facts.host: facts.host.partition(" (node ")[0] for facts in ranks}
+    if len(set(names.values())) < len(names):
+        return tuple(ranks)
+    return tuple(replace(facts, host=names[facts.host]) for facts in ranks)

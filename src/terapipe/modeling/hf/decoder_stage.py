@@ -1,0 +1,266 @@
+"""Some layers of a Hugging Face causal LM: the model's own forward, without the layers of other stages.
+
+A stage is a copy of the whole model in which other stages' modules are empty. Layers of other stages pass their input
+through; other modules (embedding, head, norms) have weights of zero. With layers 2 and 3 of 6:
+
+    model.forward:   embedding -> 0 -> 1 -> [2 -> 3] -> 4 -> 5 -> norm -> head
+                     zeros        pass      real        pass     not called
+                                         ^         ^
+                              _inject: x from      _capture: the output
+                              the stage before     for the next stage
+
+So whatever the model does around its layers (positions, masks, rotary embeddings), it does itself. The last stage calls
+the model a second time with all layers passing through, for what comes after the layers (``_Head``).
+
+The copy shares its tensors with the model, which is not changed: several pipelines can be made of one model.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.hf.attention_backend import (
+    NAME,
+    Backend,
+    UnsupportedModelError,
+    computing,
+    current,
+    keep_outside,
+)
+from terapipe.modeling.hf.cache_backend import StateCache, ViewCache, length_only
+from terapipe.modeling.hf.refusals import LateCheckpointing
+from terapipe.modeling.hf.rope import FixedLength, depends_on_length
+from terapipe.modeling.hf.structure import (
+    BEFORE,
+    LAYERS,
+    ModelStructure,
+    PassThrough,
+    owned_copy,
+    stub,
+    text_config,
+    with_layers,
+)
+from terapipe.modeling.hf.tensor_parallel import parallelize
+from terapipe.modeling.stage import IGNORE, TensorParallel
+
+_PREFIX = "model."
+
+
+@dataclass
+class _Call:
+    """One call of the model, for the hooks inside it."""
+
+    rope_length: int  # of the longest document of the batch
+    received: Tensor | None = None  # from the stage before, for the first layer
+    output: Tensor | None = None  # of the last layer
+
+
+class _Head:
+    """What the model does after its layers: the model with all layers passing through the given hidden states.
+
+    Not a Module: it shares its modules with the stage's model, and a stage must not list them twice.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: ModelStructure) -> None:
+        self._hidden: Tensor | None = None
+        pass_hidden = PassThrough(structure.returns, lambda: self._hidden)
+        self._model: Any = with_layers(model, structure.layers, lambda i, layer: stub(layer, pass_hidden))
+
+    def __call__(self, hidden: Tensor, **inputs: Tensor) -> Tensor:
+        self._hidden = hidden
+        try:
+            logits: Tensor = self._model(use_cache=False, **inputs).logits
+        finally:
+            self._hidden = None
+        return logits
+
+
+class DecoderStage(nn.Module):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        first: int,
+        last: int,
+        backend: Backend | None,
+        recomputes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.structure, self.first, self.last = structure, first, last
+        self.is_first, self.is_last = first == 0, last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
+        self._vocabulary = _vocabulary(model)
+        pass_input = PassThrough(structure.returns)
+
+        def own_or_stub(i: int, layer: nn.Module) -> nn.Module:
+            return layer if first <= i < last else stub(layer, pass_input)
+
+        self.model: Any = with_layers(owned_copy(model), structure.layers, own_or_stub)
+        if backend == "attention":
+            self.model.set_attn_implementation(NAME)
+        if recomputes and not self.model.is_gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self._late_checkpointing = LateCheckpointing(model, self.model)
+        embedding: Any = self.model.get_input_embeddings()
+        self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])
+        self._empty_modules()
+        self._call: _Call | None = None  # while the model is called
+        self._add_hooks()
+        self._head = _Head(self.model, structure) if self.is_last else None
+
+    def _add_hooks(self) -> None:
+        for module in self.model.modules():
+            if depends_on_length(module):
+                FixedLength(module, self._rope_length)
+        layers = self.blocks
+        if not self.is_first:
+            layers[0].register_forward_pre_hook(self._inject, with_kwargs=True)
+        layers[-1].register_forward_hook(self._capture)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.structure.layers))[self.first : self.last]
+
+    def _empty_modules(self) -> None:
+        """Replaces parameters of other stages' modules, also those of adapters, by zeros that take no memory."""
+        for name, module in self.model.named_modules():
+            weights = {k: p for k, p in module._parameters.items() if p is not None}
+            if not weights or self._holds(self.structure.place(name)):
+                continue
+            module._parameters = {k: None for k in module._parameters if k not in weights}
+            zeros = {k: torch.zeros((), dtype=p.dtype).expand(p.shape) for k, p in weights.items()}
+            module._buffers.update(zeros)
+            module._non_persistent_buffers_set |= zeros.keys()
+
+    def _holds(self, place: str) -> bool:
+        return place == LAYERS or (self.is_first if place == BEFORE else self.is_last)
+
+    # Hooks inside the model
+
+    def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Gives the first layer what the stage before sent, in place of what the model computed from zeros."""
+        # A layer that is recomputed in the backward runs outside of a call; the cache has its input.
+        received = self._call.received if self._call else current().inputs[current().context]
+        if "hidden_states" in named:
+            return arguments, {**named, "hidden_states": received}
+        return (received, *arguments[1:]), named
+
+    def _capture(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._call:
+            self._call.output = output[0] if isinstance(output, tuple) else output
+
+    def _rope_length(self) -> int | None:
+        """Frequencies are those of the longest document of the batch, as in transformers, whatever the slice."""
+        return self._call.rope_length if self._call else None
+
+    def parallelize(self, tp: TensorParallel) -> None:
+        """Tensor parallel, by the model's own plan."""
+        parallelize(self.model, self.structure, tp.mesh)
+
+    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call instead of a layer's compiled forward: see compiling.py."""
+        if self.backend == "cache":
+            raise UnsupportedModelError(
+                f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (cache "
+                "backend); leave compiling off"
+            )
+        keep_outside()
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            return forward(*map(length_only, arguments), **{name: length_only(x) for name, x in named.items()})
+
+        return call
+
+    # As a Stage
+
+    @property
+    def vocabulary(self) -> tuple[int | None, int | None]:
+        return self._vocabulary
+
+    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        self._late_checkpointing.refuse()
+        base = self.model.get_submodule(self.structure.layers.partition(".")[0])
+        call = self._call = _Call(cache.longest, received=x)
+        try:
+            inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
+            if isinstance(cache, StateCache):
+                base(**inputs, **self._positions(cache, x), past_key_values=cache.states(), use_cache=True)
+                cache.detach_states()
+            else:
+                assert isinstance(cache, ViewCache)
+                cache.inputs[cache.context] = x
+                with computing(cache) as calls:
+                    base(**inputs, **self._positions(cache, x), past_key_values=cache.states(), use_cache=False)
+                if sum(calls.values()) < self.last - self.first:
+                    raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
+        finally:
+            self._call = None
+        assert call.output is not None
+        return call.output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By all that the model does after its layers, for example norms, scaling and softcaps."""
+        assert self._head is not None
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        inputs = {"inputs_embeds": self._zeros(hidden)}
+        if self.structure.takes_positions:
+            inputs["position_ids"] = positions
+        self._call = _Call(hidden.shape[1])
+        try:
+            logits = self._head(hidden, **inputs)
+        finally:
+            self._call = None
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Embeddings of as many tokens: the model wants some, and its first layer here gets others."""
+        dtype = next(self.parameters()).dtype
+        return torch.zeros(*like.shape[:2], self._width, dtype=dtype, device=like.device)
+
+    def _positions(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
+        if not self.structure.takes_positions:
+            if cache.has_documents:
+                raise UnsupportedModelError(
+                    "the model takes no positions, which must restart with documents; give each its row"
+                )
+            return {}
+        return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
+
+    def make_cache(self, size: int, seq_len: int) -> SliceCache:
+        config = text_config(self.model.config)
+        if self.backend == "attention":
+            return ViewCache(seq_len, config)
+        return StateCache(seq_len, config, range(self.first, self.last))
+
+    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
+        return (size, length, int(text_config(self.model.config).hidden_size))
+
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {name.removeprefix(_PREFIX): value for name, value in super().state_dict(*arguments, **named).items()}
+
+    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under their names in the whole model."""
+        for name, parameter in super().named_parameters(*arguments, **named):
+            yield name.removeprefix(_PREFIX), parameter
+
+
+def _vocabulary(model: PreTrainedModel) -> tuple[int | None, int | None]:
+    """The rows of embedding and head, if they are matrices."""
+    ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return _rows(ends[0]), _rows(ends[1])
+
+
+def _rows(module: nn.Module | None) -> int | None:
+    """Of the weight of an embedding or a head, or of what an adapter wraps."""
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None

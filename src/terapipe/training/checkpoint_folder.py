@@ -1,0 +1,169 @@
+"""The folder with the checkpoints of a run: list them, find the one to resume from, save, remove old ones."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terapipe import files
+from terapipe.config import CheckpointConfig, RunConfig
+from terapipe.files import recover
+from terapipe.runtime.checkpoint.reader import NOTES
+from terapipe.runtime.checkpoint.state import Saving, verify_files
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.transport import ALL, Transport
+
+NAME = re.compile(r"step-(\d{8})")
+BEST = "best.json"
+
+
+def folder_of(config: RunConfig) -> Path:
+    return config.folder / "checkpoints"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints. Whether their files are intact is checked by ``newest_whole``."""
+    names = (NAME.fullmatch(f.name) for f in folder.glob("step-*") if f.is_dir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def newest_whole(folder: Path, world: Transport, verify: bool) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint without damaged files, and messages about newer ones, which are renamed so that they are
+    not counted among those to keep.
+
+    All ranks call it together and get the same result.
+    """
+    damaged: dict[Path, str] = {}
+    for step in reversed(world.gather(steps(folder), ALL)[0]):
+        path = path_of(folder, step)
+        problem = verify_files(path, world) if verify else ""
+        if not problem:
+            if world.global_rank == 0:
+                _set_aside(damaged)
+            return path, [f"{problem}; it was renamed to {_aside(old).name}" for old, problem in damaged.items()]
+        damaged[path] = problem
+    if damaged:
+        raise ValueError(
+            f"none of the {len(damaged)} checkpoints in {folder} is whole: {'; '.join(damaged.values())}. Restore one "
+            "of them, or move them away to begin anew"
+        )
+    return None, []
+
+
+def _set_aside(damaged: Iterable[Path]) -> None:
+    for path in damaged:
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.rename(_aside(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"damaged-{path.name}")
+
+
+def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
+    """Refuse notes that are not those of a training run, or not of the step that the folder is named after."""
+    kinds = {"step": int, "position": int, "skipped": int, "layout": str, "best": float | int | None}
+    invalid = [name for name, kind in kinds.items() if not isinstance(notes.get(name, ...), kind)]
+    if invalid:
+        raise ValueError(
+            f"the checkpoint {folder} must have the notes of a training run, but its {NOTES} has no valid "
+            f"{', '.join(invalid)}; resume from a checkpoint that terapipe train wrote"
+        )
+    name = NAME.fullmatch(folder.name)
+    if name and int(name[1]) != notes["step"]:
+        raise ValueError(f"the checkpoint {folder} is of step {notes['step']}; rename it, or move it away")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def clean(folder: Path) -> None:
+    """Remove what a crash left behind, and restore a checkpoint that was being replaced."""
+    for old in folder.glob("step-*.old"):
+        recover(old.with_suffix(""))
+    for leftover in folder.glob("step-*.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+class CheckpointFolder:
+    """Saves checkpoints. All ranks have one; rank 0 removes old checkpoints."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, is_main: bool, say: Callable[..., None]) -> None:
+        """``say`` is called with an event name, a message and, if it is not the current one, the step."""
+        self.folder, self._config, self._is_main, self._say = folder, config, is_main, say
+        self._saving: tuple[Mapping[str, Any], Saving] | None = None
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest evaluation loss so far."""
+        try:
+            best = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
+            return int(best["step"]), float(best["eval_loss"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(
+        self, pipe: Pipeline, optimizer: Optimizer, extra: Mapping[str, Tensor], notes: Mapping[str, Any], wait: bool
+    ) -> bool:
+        """All ranks call it together. False if it failed, for example on a full disk: training continues.
+
+        With ``wait`` the checkpoint is complete on return, otherwise it may be written in the background.
+        """
+        self.finish()
+        step = int(notes["step"])
+        folder = path_of(self.folder, step)
+        try:
+            if wait or not self._config.background:
+                pipe.save(folder, optimizer, extra=extra, notes=notes)
+                self._saved(notes)
+            else:
+                self._saving = notes, pipe.save_in_background(folder, optimizer, extra=extra, notes=notes)
+        except OSError as error:
+            self._failed(step, error)
+            return False
+        return True
+
+    def poll(self) -> None:
+        """Finish a save in the background if it is done."""
+        if self._saving is not None and self._saving[1].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a save in the background."""
+        if self._saving is None:
+            return
+        notes, saving = self._saving
+        self._saving = None
+        try:
+            saving.result()
+        except OSError as error:
+            self._failed(int(notes["step"]), error)
+        else:
+            self._saved(notes)
+
+    def _saved(self, notes: Mapping[str, Any]) -> None:
+        step, loss = int(notes["step"]), notes.get("eval_loss")
+        self._say("checkpoint", f"saved {path_of(self.folder, step)}", step)
+        if not self._is_main:
+            return
+        if loss is not None and loss == notes["best"]:
+            files.write(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
+        kept = {self.best[0]} if self._config.best and self.best else set()
+        for old in steps(self.folder)[: -self._config.keep] if self._config.keep else ():
+            if old not in kept:
+                self._remove(path_of(self.folder, old))
+
+    def _remove(self, path: Path) -> None:
+        """Rename before deleting, so that an incomplete checkpoint never has the name of a complete one."""
+        removed = path.with_name(path.name + ".removed")
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _failed(self, step: int, error: OSError) -> None:
+        self._say("failed", f"step {step} could not be saved, training goes on: {error}")

@@ -1,0 +1,66 @@
+"""Evaluation with the training pipeline: loss, perplexity and a sample of generated text."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from terapipe.config import RunConfig
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.training.data.loader import BatchLoader
+from terapipe.training.data.token_file import Data
+from terapipe.training.logging.run_log import RunLog
+
+PROMPT = 32  # tokens, if the configuration has no prompt
+CONTEXT = 256  # last tokens that the next one is predicted from
+
+
+class Evaluator:
+    def __init__(self, config: RunConfig, pipe: Pipeline, data: Data, log: RunLog) -> None:
+        self._config, self._pipe, self._data, self._log = config.evaluation, pipe, data, log
+        self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False) if data.eval else None
+        self._num_labels: int | None = None
+
+    def run(self, step: int) -> float | None:
+        """The loss, or None if there is no evaluation data. All ranks call it together."""
+        self._pipe.eval()
+        loss = None if self._loader is None else self._loss(self._loader)
+        if loss is not None:
+            perplexity = math.exp(loss) if loss < 700 else math.inf
+            self._log.row({"step": step, "eval_loss": loss, "perplexity": perplexity})
+        if self._config.sample:
+            self._log.row({"step": step, "sample": self._sample(step)})
+        self._pipe.train()
+        return loss
+
+    def _loss(self, loader: BatchLoader) -> float:
+        if self._num_labels is None:  # the batches are always the same
+            self._num_labels = loader.count_labels(loader.once(self._config.batches))
+        batches = loader.once(self._config.batches)
+        losses = [self._pipe.evaluate(*batch, total=self._num_labels).double() for batch in batches]
+        return float(sum(losses))
+
+    def _sample(self, seed: int) -> str:
+        config, tokenizer = self._config, self._data.tokenizer
+        if config.prompt:
+            ids = tokenizer.encode([config.prompt])[0]
+        else:
+            ids = (self._data.eval or self._data.train).tokens[:PROMPT].tolist()
+        return tokenizer.decode(ids + self._generate(ids, seed))
+
+    @torch.no_grad()
+    def _generate(self, prompt: list[int], seed: int) -> list[int]:
+        """The tokens after the prompt, up to the end token. The same on all ranks, which call it together."""
+        generator = torch.Generator().manual_seed(seed)
+        ids: list[int] = []
+        while len(ids) < self._config.sample and ids[-1:] != [self._data.tokenizer.end]:
+            context = torch.tensor([(prompt + ids)[-CONTEXT:]])
+            logits = self._pipe.next_token_logits(context)[0].float().cpu()
+            ids.append(_next_token(logits, self._config.temperature, generator))
+        return ids
+
+
+def _next_token(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))

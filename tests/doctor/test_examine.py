@@ -1,0 +1,119 @@
+"""What the doctor finds out about a rank and its links, without other processes."""
+
+import socket
+import time
+from dataclasses import fields
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from terapipe.doctor import environment, examine, links
+from terapipe.doctor.facts import Examination, Facts
+from terapipe.modeling import kernels
+from terapipe.modeling.kernels import CpuFlashKernel
+
+
+def test_facts_are_what_the_diagnosis_reads() -> None:
+    found = environment.facts(3)
+    assert set(found) == {field.name for field in fields(Facts)}
+    assert found["rank"] == 3
+    assert set(found["needs"]) == {"python", "torch", "numpy"} < set(found["versions"])
+    assert ">=" in found["needs"]["torch"]
+    assert found["cores"]
+    assert found["memory"] > 0
+
+
+def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment._kernels() == (["float32", "bfloat16"], [])
+    kernels._trusted.cache_clear()
+    monkeypatch.setattr(CpuFlashKernel, "schemas", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
+    passed, fallbacks = environment._kernels()
+    kernels._trusted.cache_clear()
+    assert passed == []
+    assert len(fallbacks) == 2
+    assert "expected (query)" in fallbacks[0]
+    assert "Falling back" not in fallbacks[0]
+
+
+def test_a_port_is_free_or_taken() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "in use" in examine.blocked(port)
+    assert examine.blocked(port) == ""
+
+
+def lengths_sent(rate: float, share: float) -> tuple[list[int], dict[str, float]]:
+    """Over a link that brings so many bytes per second, with a clock that is ahead."""
+    sent: list[int] = []
+
+    def echo(length: int, following: int) -> tuple[float, float]:
+        assert not sent or sent[-1] == length, "a message is as long as the one before has said"
+        sent.append(following)
+        time.sleep(2 * 8 * length / rate)
+        return 8 * length / rate, 7.0
+
+    return sent, links.measure_link(echo, share)
+
+
+def test_messages_grow_as_long_as_there_is_time() -> None:
+    sent, found = lengths_sent(rate=1e12, share=30.0)
+    assert max(sent) == max(links.LENGTHS)
+    assert sent[-1] == 0, "the other one must know the end"
+    assert found == {"latency": pytest.approx(8e-12), "rate": pytest.approx(1e12), "clock": 7.0}
+    sent, found = lengths_sent(rate=1e6, share=0.2)
+    assert links.LENGTHS[0] <= max(sent) < 2**17, "a megabyte would have taken two seconds"
+    assert found["rate"] == pytest.approx(1e6)
+
+
+def store() -> dist.Store:
+    made = dist.HashStore()
+    made.set_timeout(timedelta(seconds=5))
+    return made
+
+
+def test_a_rank_that_does_not_come_is_known_by_its_number() -> None:
+    shared = store()
+    shared.set("facts/1", "{}")
+    found = examine._first(shared, 3, timeout=0.1)
+    assert [row.get("rank") for row in found["ranks"]] == [0, None]
+    assert "links" not in found
+    assert shared.get("go") == b"no"
+
+
+def test_where_the_first_rank_does_not_come_the_second_says_so() -> None:
+    found = examine._other(store(), 1, 3, timeout=0.1)
+    assert found is not None
+    assert found["failure"] == "rank 0 did not arrive within 0.1 s"
+    assert found["failed_at"] == "meet"
+    assert examine._other(store(), 2, 3, timeout=0.1) is None
+
+
+def test_failures_of_all_ranks_come_together() -> None:
+    shared = store()
+    for rank, failure in enumerate(("timed out", "no eth9", "timed out")):
+        shared.set(f"failure/{rank}", failure)
+    assert examine._failures(shared, 3) == "rank 0 and 2: timed out; rank 1: no eth9"
+
+
+def test_a_rank_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object) -> None:
+        raise ChildFailedError("examine", {1: ProcessFailure(1, 99, -9, "none")})
+
+    monkeypatch.setattr(examine, "launch", launch)
+    examination = Examination.from_dict(examine.alone(2, 29500, 1.0))
+    assert examination.failure == "rank 1 died with exit code -9"
+    assert examination.failed_at == "start"
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        ("[enforce fail at /a/b/device.cc:84] ifa != nullptr. No address for: x", "No address for: x"),
+        ("[/pytorch/gloo/pair.cc:534] Connection closed by peer", "Connection closed by peer"),
+        ("timed out\nException raised from somewhere", "timed out"),
+    ],
+)
+def test_errors_are_put_plainly(said: str, plain: str) -> None:
+    assert links.first_line(RuntimeError(said)) == plain
