@@ -195,6 +195,13 @@ def test_a_stage_may_rename_its_modules() -> None:
         assert torch.equal(stage.seen, torch.ones(2, dtype=torch.float64)), "both stages have their copy"
 
 
+class Forgetful(Renaming):
+    """Whose state has not all of its buffers."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: x for name, x in super().state_dict(*args, **kwargs).items() if name != "seen"}
+
+
 class Colliding(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -208,6 +215,13 @@ def test_names_that_cannot_be_taken_are_refused() -> None:
 
     with pytest.raises(ValueError, match="must not have the names of Pipeline's own attributes, got 'step'"):
         Pipeline(Model(), Plan((1,), LENGTHS, (0, 4)))
+
+    class Lacking(RenamingModel):
+        def stage(self, first: int, last: int, device: torch.device) -> nn.Module:
+            return Forgetful(self.model.stage(first, last, device), first, last)
+
+    with pytest.raises(ValueError, match="state_dict of Forgetful must have the entries"):
+        Pipeline(Lacking(), Plan((1,), LENGTHS, (0, 1, 4), "terapipe", chunks=2))
 
     class Doubled(RenamingModel):
         def stage(self, first: int, last: int, device: torch.device) -> nn.Module:

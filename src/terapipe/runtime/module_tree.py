@@ -54,7 +54,7 @@ class ModelPart(nn.Module):
         held = self.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, buffer in persistent_buffers(self.stages.values()):  # two stages may have their own copies
-                if buffer is not held[name]:
+                if name in held and buffer is not held[name]:
                     buffer.copy_(held[name])
         return found
 
@@ -127,6 +127,11 @@ def _renamed_tree(stage: nn.Module, names: list[tuple[str, str]]) -> nn.Module:
     old, new = nn.Module.state_dict(stage, keep_vars=True), stage.state_dict(keep_vars=True)
     if [id(x) for x in old.values()] == [id(x) for x in new.values()]:  # tells the names of buffers, too
         names = [*names, *zip(old, new, strict=True)]
+    elif len(old) > len(names):
+        raise ValueError(
+            f"state_dict of {type(stage).__name__} must have the entries that nn.Module gives it, in its order, under "
+            f"their names in the whole model; got {len(new)} names for {len(old)} entries"
+        )
     tree, placed = nn.Module(), set[tuple[str, str]]()
     for name, told in names:
         (path, _, attribute), (wanted, _, last) = name.rpartition("."), told.rpartition(".")
