@@ -73,6 +73,7 @@ PRESETS: dict[str, GPTConfig] = {
     "llama3-70b": GPTConfig(80, 8192, 64, 8, 43008, 128256, 8192, tied=False),
     "llama3-405b": GPTConfig(126, 16384, 128, 8, 79872, 128256, 8192, tied=False),
 }
+"""Shapes of known models by name, for ``GPT(config)`` and for planning."""
 
 
 @dataclass(frozen=True)

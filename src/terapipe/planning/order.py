@@ -55,7 +55,8 @@ class Order:
             )
 
 
-ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which is loaded whenever terapipe is imported
+ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing terapipe always loads
+"""Every order that a plan may name, by its name."""
 
 
 def register(order: Order) -> Order:

@@ -55,7 +55,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``profile`` measured. ``plan`` and ``compare`` take it as their costs."""
+    """What ``terapipe.profile`` measured: of a model, on some ranks. ``save`` and ``load`` keep it as a JSON file."""
 
     config: GPTConfig
     layers: int  # layers of the measured stage

@@ -16,6 +16,8 @@ Content = TypeVar("Content", str, bytes)
 
 
 class Event(NamedTuple):
+    """One action of one rank, with the time at which it began and ended."""
+
     rank: int
     action: Action
     start: float  # seconds since the step began
