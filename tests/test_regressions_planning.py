@@ -78,7 +78,7 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     costs = [FittedCost(profile, layout=two) for profile in (wide, half)]
     message = [cost.transfer(0, 1, 2, 512) for cost in costs]
     assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
-    assert costs[1]._reduction(1000) == pytest.approx(costs[0]._reduction(500))
+    assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(500))
     float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout(), False) for profile in (wide, half))
     assert bfloat16.kv_cache(StageSpec(3), 1, 512) == float32.kv_cache(StageSpec(3), 1, 512) / 2
     assert bfloat16.model_state(StageSpec(3)) == float32.model_state(
@@ -253,7 +253,7 @@ def test_torchrun_can_start_terapipes_own_trainer() -> None:
     launch = Launch(1, 2, 2, script="-m terapipe train 'my run.toml'")
     assert launch.torchrun_lines()[0].endswith("--nproc-per-node 2 -m terapipe train 'my run.toml'")
     assert "plan.file" in told_lines(launch, Layout(pp=2), Path("plan.json"))[-1]
-    with pytest.raises(ValueError, match="a shell's words"):
+    with pytest.raises(ValueError, match="quoted as in a shell"):
         Launch(1, 2, 2, script="'open")
 
 
