@@ -18,8 +18,7 @@ from terapipe.runtime.checkpoint.hugging_face import save_pretrained, writing
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.training.checkpoint_folder import clean, folder_of, path_of, steps
 from terapipe.training.data.prepare import prepare
-from terapipe.training.data.token_file import Origin, TokenFile, open_data
-from terapipe.training.data.token_writer import TokenWriter
+from terapipe.training.data.token_file import Origin, TokenFile, TokenWriter, open_data
 from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.evaluation import Evaluator
 from terapipe.training.logging.metrics import read

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from terapipe.doctor import environment, examine, links
+from terapipe.doctor import environment, examine
 from terapipe.doctor.facts import Examination, Facts
 from terapipe.modeling import kernels
 from terapipe.modeling.kernels import CpuFlashKernel
@@ -54,16 +54,16 @@ def lengths_sent(rate: float, share: float) -> tuple[list[int], dict[str, float]
         time.sleep(2 * 8 * length / rate)
         return 8 * length / rate, 7.0
 
-    return sent, links.measure_link(echo, share)
+    return sent, examine.measure_link(echo, share)
 
 
 def test_messages_grow_as_long_as_there_is_time() -> None:
     sent, found = lengths_sent(rate=1e12, share=30.0)
-    assert max(sent) == max(links.LENGTHS)
+    assert max(sent) == max(examine.LENGTHS)
     assert sent[-1] == 0, "the other one must know the end"
     assert found == {"latency": pytest.approx(8e-12), "rate": pytest.approx(1e12), "clock": 7.0}
     sent, found = lengths_sent(rate=1e6, share=0.2)
-    assert links.LENGTHS[0] <= max(sent) < 2**17, "a megabyte would have taken two seconds"
+    assert examine.LENGTHS[0] <= max(sent) < 2**17, "a megabyte would have taken two seconds"
     assert found["rate"] == pytest.approx(1e6)
 
 

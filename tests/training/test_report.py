@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from terapipe import Plan
-from terapipe.training.logging.run_charts import thinned
-from terapipe.training.logging.run_report import write_report
+from terapipe.training.logging.run_report import thinned, write_report
 from tests.reporting.runs import stages, stepped
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 
 from terapipe.config import DataConfig
 from terapipe.training.data import prepare as preparing
-from terapipe.training.data import token_writer
+from terapipe.training.data import token_file
 from terapipe.training.data.hf_tokenizer import FastTokenizer
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.text_reader import PART
@@ -50,7 +50,7 @@ def plainly(texts: list[str]) -> tuple[list[int], list[int]]:
 def test_tokens_are_those_of_the_texts(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.setattr(token_writer, "BATCH", batch)
+    monkeypatch.setattr(token_file, "BATCH", batch)
     texts = [*TEXTS, "word " * PART, TEXTS[0]]
     write(tmp_path / "source.jsonl", texts)
     assert built(config, tmp_path / "data") == plainly(texts)
@@ -159,7 +159,7 @@ def test_a_crash_leaves_the_old_file_whole(config: DataConfig, tmp_path: Path, m
     folder = tmp_path / "data"
     before = built(config, folder)
     write(tmp_path / "source.jsonl", ["new one", "new two"])
-    monkeypatch.setattr(token_writer, "BATCH", 1)
+    monkeypatch.setattr(token_file, "BATCH", 1)
     with monkeypatch.context() as patched:
         encode = ByteTokenizer.encode
 

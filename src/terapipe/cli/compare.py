@@ -6,8 +6,7 @@ from pathlib import Path
 
 from terapipe import api, files
 from terapipe.cli import show
-from terapipe.cli.files import check_outputs
-from terapipe.cli.options import CUTS, Verbs, add_request, add_source, costs_of, refuse_with, request_of
+from terapipe.cli.options import CUTS, Verbs, add_request, add_source, check_outputs, costs_of, refuse_with, request_of
 from terapipe.reporting.plans import comparison_parts
 from terapipe.reporting.svg import to_png
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from terapipe import api, files
 from terapipe.cli import show
-from terapipe.cli.files import check_outputs
 from terapipe.cli.options import (
     Verbs,
     add_launch,
     add_request,
     add_source,
+    check_outputs,
     costs_of,
     orders_help,
     refuse_with,

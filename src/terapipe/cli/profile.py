@@ -6,8 +6,7 @@ from pathlib import Path
 
 from terapipe import api
 from terapipe.cli import show
-from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs, model_help
+from terapipe.cli.options import Verbs, check_outputs, model_help
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
 from terapipe.reporting import units

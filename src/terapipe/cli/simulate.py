@@ -9,8 +9,7 @@ from typing import Any
 
 from terapipe import api, files
 from terapipe.cli import show
-from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs, add_request, add_source, costs_of, load, refuse_with, request_of
+from terapipe.cli.options import Verbs, add_request, add_source, check_outputs, costs_of, load, refuse_with, request_of
 from terapipe.planning.layout import Layout
 from terapipe.reporting import svg, text, units
 from terapipe.reporting.page import report

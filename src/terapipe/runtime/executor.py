@@ -1,8 +1,10 @@
 """Performs one rank's list of actions: one method for each Op."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,6 @@ from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
-from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.precision import Autocast
 from terapipe.runtime.random_state import RandomState
@@ -21,6 +22,42 @@ from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 from terapipe.scheduling.transfers import with_early_receives
+
+Mark: TypeAlias = float | torch.cuda.Event
+
+
+class Clock:
+    """Marks are cheap to take; their times are read after the step. Seconds since the epoch, so that ranks compare."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._offset = time.time() - time.perf_counter()
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
+
+    def start(self) -> None:
+        """Ties device time to host time at the beginning of a step."""
+        if self._cuda:
+            event = self._event()
+            event.synchronize()
+            self._anchor = (event, time.perf_counter())
+
+    def mark(self) -> Mark:
+        return self._event() if self._cuda else time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return self._offset + mark
+        assert self._anchor is not None
+        event, host = self._anchor
+        mark.synchronize()
+        return self._offset + host + float(event.elapsed_time(mark)) / 1e3
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
 
 PENDING = 8  # gradients sent and not yet known to have arrived; beyond that the oldest is waited for
 

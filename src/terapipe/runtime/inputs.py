@@ -11,7 +11,7 @@ from torch import Tensor
 
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan
-from terapipe.runtime.agreement import NOT_SHIFTED, checksum
+from terapipe.runtime.admission import NOT_SHIFTED, checksum
 
 Vary = Literal["refuse", "replan", "pad"]
 Documents = Sequence[Sequence[int]]

@@ -12,8 +12,18 @@ from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
 from terapipe.training.data.hf_tokenizer import TOKENIZER_FILES
 from terapipe.training.data.text_reader import find_files, read_documents
-from terapipe.training.data.token_file import FORMAT, META, STARTS, TOKENS, Origin, TokenFile, open_data, split_names
-from terapipe.training.data.token_writer import Progress, TokenWriter
+from terapipe.training.data.token_file import (
+    FORMAT,
+    META,
+    STARTS,
+    TOKENS,
+    Origin,
+    Progress,
+    TokenFile,
+    TokenWriter,
+    open_data,
+    split_names,
+)
 from terapipe.training.data.tokenizer import make_tokenizer
 
 Say = Callable[[str], None]

@@ -5,8 +5,13 @@ no contiguous array; ``datasets`` would be imported by every rank (over a second
 checksums.
 """
 
+import io
 import json
-from dataclasses import dataclass
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from terapipe.config import DataConfig
-from terapipe.runtime.checkpoint.manifest import Sum, damage, read_manifest
+from terapipe.files import beside, flush_files, naming, put_in_place
+from terapipe.runtime.checkpoint.manifest import Sum, damage, read_manifest, write_manifest
+from terapipe.training.data.text_reader import DocumentPart, read_documents
 from terapipe.training.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 2
-TOKENS, STARTS, META = "tokens.bin", "documents.npy", "meta.json"
+BATCH = 2**21  # characters encoded at a time
+
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,107 @@ class Origin:
 
     sources: str
     tokenizer: str
+
+
+class TokenWriter:
+    """Writes a token file to a temporary folder beside its place; ``close`` renames it."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, origin: Origin) -> None:
+        self._folder, self._tokenizer, self._origin = folder, tokenizer, origin
+        self._dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
+        self._starts = array("q")
+        self._partial = beside(folder, "partial")
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self.size = 0
+        self._sums = [Sum()]  # checksums of the file after each append, for ``move_end``
+
+    def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
+        start = 0
+        for parts in _batches(read_documents(paths, field)):
+            tokens: list[int] = []
+            for ids, part in zip(self._tokenizer.encode([p.text for p in parts]), parts, strict=True):
+                tokens += ids
+                if part.is_last and self.size + len(tokens) > start:  # a text may have no tokens
+                    tokens.append(self._tokenizer.end)
+                    self._starts.append(start)
+                    start = self.size + len(tokens)
+            self._append(np.asarray(tokens, self._dtype))
+            progress(self.size)
+        if not self._starts:
+            names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
+            raise ValueError(f"there must be at least one document that is not empty, got none in {names}")
+
+    def _append(self, tokens: NDArray[Any]) -> None:
+        path = self._partial / TOKENS
+        with naming(path), path.open("ab") as file:
+            file.write(tokens.data)
+        self.size += len(tokens)
+        self._sums.append(self._sums[-1].add(tokens.data))
+
+    def move_end(self, other: "TokenWriter", share: float) -> None:
+        """Move the last documents, about this share of the tokens, to the other file."""
+        starts = np.asarray(self._starts, np.int64)
+        border = _border(starts, self.size, share)
+        path = self._partial / TOKENS
+        other._append(np.memmap(path, self._dtype, "r", offset=border * self._dtype.itemsize))
+        other._starts = array("q", [0, *(starts[starts > border] - border).tolist()])
+        self._sums = [_sum_of_first(border * self._dtype.itemsize, self._sums, path)]
+        os.truncate(path, border * self._dtype.itemsize)
+        self.size, self._starts = border, array("q", starts[starts < border].tolist())
+        if border not in starts:  # inside a document
+            self._append(np.asarray([self._tokenizer.end], self._dtype))
+
+    def close(self) -> None:
+        starts = io.BytesIO()
+        np.save(starts, np.asarray(self._starts, np.int64))
+        file = TokenFile(
+            self._folder, self._dtype.str, self._tokenizer.vocab, self.size, len(self._starts), self._origin
+        )
+        meta = {"format": FORMAT, **asdict(file)}
+        del meta["folder"]
+        contents = {STARTS: starts.getvalue(), META: (json.dumps(meta, indent=1) + "\n").encode()}
+        for name, content in contents.items():
+            with naming(self._partial / name):
+                (self._partial / name).write_bytes(content)
+        sums = {TOKENS: self._sums[-1], **{name: Sum().add(content) for name, content in contents.items()}}
+        with naming(self._partial):
+            write_manifest(self._partial, sums)
+            flush_files(self._partial)
+        put_in_place(self._folder, self._partial)
+
+
+def _batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
+    """Several parts at a time: tokenizers encode them in parallel."""
+    batch: list[DocumentPart] = []
+    length = 0
+    for part in parts:
+        batch.append(part)
+        length += len(part.text)
+        if length >= BATCH:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _sum_of_first(size: int, sums: list[Sum], path: Path) -> Sum:
+    """The checksum of the first bytes of a file, continued from the nearest one that is known."""
+    nearest = max(known for known in sums if known.size <= size)
+    with path.open("rb") as file:
+        file.seek(nearest.size)
+        return nearest.add(file.read(size - nearest.size))
+
+
+def _border(starts: NDArray[np.int64], size: int, share: float) -> int:
+    """Where the last share begins: at the nearest document, or inside one if no document begins near it."""
+    target = max(1, min(round(size * (1 - share)), size - 2))
+    nearest = int(starts[np.abs(starts - target).argmin()])
+    return nearest if nearest and abs(nearest - target) <= share * size / 2 else target
+
+
+FORMAT = 2
+TOKENS, STARTS, META = "tokens.bin", "documents.npy", "meta.json"
 
 
 @dataclass(frozen=True)
