@@ -116,4 +116,4 @@ def test_a_rank_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_errors_are_put_plainly(said: str, plain: str) -> None:
-    assert links.first_line(RuntimeError(said)) == plain
+    assert examine.first_line(RuntimeError(said)) == plain
