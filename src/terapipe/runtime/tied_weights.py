@@ -11,7 +11,7 @@ from torch import nn
 
 from terapipe.modeling.dtensor import to_local
 from terapipe.planning.slices import Plan
-from terapipe.runtime.admission import Terms
+from terapipe.runtime.inputs import Terms
 from terapipe.runtime.transport import Transport
 
 
