@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint types format clean
+.PHONY: demo test test-all coverage lint types docs format clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -23,6 +23,12 @@ test-all: lint types
 	$(BIN)/python -m pytest -m '' --hypothesis-profile=explore --hypothesis-seed=$(SEED) \
 		|| { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
 
+# The same tests with coverage, which makes them slower: for the nightly run.
+coverage: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pytest-cov
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(HOSTS)) \
+		--cov=terapipe --cov-report=term:skip-covered
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,12 +36,20 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# The documentation site, in build/site. Strict: no broken link, no undocumented public name, nothing from the network.
+DOCS := .venv-docs
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(DOCS)/bin/python docs/check.py build/site
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build
+	rm -rf .venv .venv-docs .mypy_cache .pytest_cache .ruff_cache .hypothesis build
 
 # torch first and by itself: the exact pin finds a CPU build where one is at hand. uv installs the rest much faster than
 # pip; where it cannot reach what pip is configured for, pip does it.
@@ -44,4 +58,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[dev]' \
 		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# Only the extra `docs`: the site is made from the source as text, without torch.
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt $$($(DOCS)/bin/python -c '$(DOCS_EXTRA)')
 	touch $@

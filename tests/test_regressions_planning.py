@@ -11,7 +11,7 @@ import pytest
 
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
-from terapipe.cli.profile import _judge
+from terapipe.cli.profile import _warn_if_unreliable
 from terapipe.config import parse
 from terapipe.launch.job import Launch
 from terapipe.launch.job import instructions as told_lines
@@ -78,7 +78,7 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     costs = [FittedCost(profile, layout=two) for profile in (wide, half)]
     message = [cost.transfer(0, 1, 2, 512) for cost in costs]
     assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
-    assert costs[1]._reduction(1000) == pytest.approx(costs[0]._reduction(500))
+    assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(500))
     float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout(), False) for profile in (wide, half))
     assert bfloat16.kv_cache(StageSpec(3), 1, 512) == float32.kv_cache(StageSpec(3), 1, 512) / 2
     assert bfloat16.model_state(StageSpec(3)) == float32.model_state(
@@ -253,7 +253,7 @@ def test_torchrun_can_start_terapipes_own_trainer() -> None:
     launch = Launch(1, 2, 2, script="-m terapipe train 'my run.toml'")
     assert launch.torchrun_lines()[0].endswith("--nproc-per-node 2 -m terapipe train 'my run.toml'")
     assert "plan.file" in told_lines(launch, Layout(pp=2), Path("plan.json"))[-1]
-    with pytest.raises(ValueError, match="a shell's words"):
+    with pytest.raises(ValueError, match="quoted as in a shell"):
         Launch(1, 2, 2, script="'open")
 
 
@@ -284,7 +284,7 @@ def test_a_profile_that_is_far_off_is_called_so(capsys: pytest.CaptureFixture[st
     good = made()
     good = replace(good, machine={**good.machine, "points": 1})
     noisy = [s._replace(seconds=tuple(1.4 * t for t in s.seconds)) if s.held_out else s for s in good.samples]
-    _judge(good)
+    _warn_if_unreliable(good)
     assert capsys.readouterr().out == ""
-    _judge(replace(good, samples=tuple(noisy)))
+    _warn_if_unreliable(replace(good, samples=tuple(noisy)))
     assert "Measure again on a quiet machine" in capsys.readouterr().out

@@ -13,12 +13,14 @@ import termios
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from terapipe import Pipeline, Timeline, api
@@ -289,7 +291,10 @@ def test_the_last_line_blames_the_right_rank(tmp_path: Path, found: list[tuple[i
 
 
 def tell_the_loss(told: Path) -> str:
-    transport = Transport(torch.device("cpu"), timeout=1.0)
+    transport = Transport(torch.device("cpu"), timeout=300.0)
+    transport.gather(0)  # all are connected, however long that takes; only then is the wait a short one
+    for group in transport._groups.values():
+        _set_pg_timeout(timedelta(seconds=1), group)
     if transport.rank == 0:  # hangs, until the other has noticed
         while not told.exists():
             time.sleep(0.01)

@@ -1,5 +1,5 @@
 """``python -m terapipe``"""
 
-from terapipe.cli import main
+from terapipe.cli import entry
 
-raise SystemExit(main())
+entry()

@@ -1,6 +1,6 @@
-"""Profile, plan, compare, simulate: the planner as functions. The command line and the trainer are their clients.
+"""The planner as functions: profile, plan, compare, estimate, simulate. The command line and the trainer use them.
 
-Importing this module does not load torch; ``profile`` does, and so does planning for a model that is not a preset.
+Importing this module does not load torch. ``profile`` loads it, and so does planning for a model that is not a preset.
 """
 
 import time
@@ -42,26 +42,32 @@ def profile(
     max_tokens: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
-    """Measures a model on the ranks that call this together (all processes of torchrun, or this one alone).
+    """Measures a model on this machine. Under torchrun all ranks must call it together; otherwise one process measures.
 
-    ``model`` is a model that ``Pipeline`` takes, a preset or shape, or a Hugging Face config.json or folder. Measuring
-    stops after about ``seconds``, or sooner when everything is known well enough. ``layers`` is how many layers a rank
-    measures, by default its share. ``dtype`` (such as "bfloat16") is that of a model that is made here. Of microbatch
-    sizes after the first, ``max_tokens`` leaves out slices that hold more tokens with their context, which saves time.
+    - ``model``: a model that ``Pipeline`` takes, a GPTConfig, a preset or shape by name, a Hugging Face config.json or
+      folder.
+    - ``microbatch_sizes``: sequences per microbatch to measure.
+    - ``seconds``: about how long to measure, at most. It ends earlier if the measurements are precise enough.
+    - ``layers``: number of layers that each rank measures, by default all layers divided by the ranks.
+    - ``dtype``: such as "bfloat16", for a model that is given by name or path.
+    - ``max_tokens``: saves time by skipping points where a microbatch has more tokens, context included. It does not
+      apply to the first microbatch size.
+    - ``progress``: called with the completed share, between 0 and 1.
+
     Every rank returns the same Profile.
     """
     from terapipe.runtime.profiler import Profiler
     from terapipe.runtime.transport import rank_and_size
 
-    made = _model_object(model, seq_len, dtype)
-    spec = model_spec(made)
-    share = layers or max(1, made.num_layers // rank_and_size()[1])
+    built = _model_object(model, seq_len, dtype)
+    spec = model_spec(built)
+    share = layers or max(1, built.num_layers // rank_and_size()[1])
     shape = None if spec is None else spec.config
-    profiler = Profiler(made, layers=share, seq_len=seq_len, sizes=tuple(microbatch_sizes), shape=shape)
+    profiler = Profiler(built, layers=share, seq_len=seq_len, sizes=tuple(microbatch_sizes), shape=shape)
     if max_tokens is not None:
         first = microbatch_sizes[0]
-        held = {p: p.size * (p.length + p.context) for p in profiler.points}
-        profiler.points = [p for p in profiler.points if p.size == first or held[p] <= max_tokens]
+        tokens = {p: p.size * (p.length + p.context) for p in profiler.points}
+        profiler.points = [p for p in profiler.points if p.size == first or tokens[p] <= max_tokens]
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
 
 
@@ -87,17 +93,23 @@ def plan(
     devices: int | None = None,
     layers_only: bool = False,
 ) -> PlanResult:
-    """The fastest plan that fits, by simulating the order that will run. What is None is chosen.
+    """Chooses the fastest plan that fits into memory, by simulation. Arguments that are None are chosen.
 
     - ``model``: a model that ``Pipeline`` takes, a GPTConfig, a preset or shape by name, a Hugging Face config.json or
-      folder; or None where ``costs`` is a Profile or a CostTable.
+      folder. It may be None if ``costs`` is a Profile or a CostTable.
     - ``costs``: a Profile, a Cluster or its name (``"dgx-h100:8"``), or a CostTable.
     - ``batch_size``: sequences per step, over all replicas.
-    - ``memory``: the budget of each device, in bytes or such as ``"80GiB"``; by default what the device has.
-    - ``dp``, ``pp``, ``tp``, ``shard``: the layout; see ``Layout``.
-    - ``chunks``: stages per rank. ``tile``: slice lengths are multiples of it. ``distinct``: at most so many different
-      slice lengths. ``devices``: how many ranks to plan for, where a Profile measured another number.
-    - ``layers_only``: leave out embedding, head and loss, as the TeraPipe paper does (with a Cluster).
+    - ``memory``: memory budget per device, in bytes or as ``"80GiB"``. By default all memory of the device.
+    - ``dp``, ``pp``, ``tp``, ``shard``: the layout, see ``Layout``. ``shard`` is never chosen by the planner.
+    - ``order``: the order of forwards and backwards, a key of ``ORDERS``.
+    - ``num_slices`` or ``slice_lengths``: cut every sequence into equal slices, or into slices of these lengths.
+    - ``microbatch_size``: sequences per microbatch.
+    - ``chunks``: stages per pipeline rank.
+    - ``recompute``: whether the backward computes activations again.
+    - ``tile``: slice lengths are multiples of it.
+    - ``distinct``: maximum number of different slice lengths.
+    - ``devices``: number of ranks to plan for, if a Profile was measured on another number.
+    - ``layers_only``: ignore embedding, head and loss, as the TeraPipe paper does (with a Cluster).
     """
     spec = model_spec(model)
     request = Request(
@@ -141,7 +153,7 @@ def compare(
     devices: int | None = None,
     layers_only: bool = False,
 ) -> Comparison:
-    """Every order at its best on the same devices, by time and by memory. Arguments as for ``plan``."""
+    """Finds the best plan of every order on the same devices. Arguments as for ``plan``."""
     if isinstance(costs, CostTable):
         raise ValueError("a cost table knows one kind of stage and no memory; compare with a Cluster or a Profile")
     spec = model_spec(model)
@@ -174,13 +186,13 @@ def estimate(
     memory: str | int | None = None,
     layers_only: bool = False,
 ) -> PlanResult:
-    """What a given plan would take, without choosing anything.
+    """Predicts step time and memory of a given plan, without choosing anything.
 
-    A result of ``plan`` or a saved plan brings its own layout and costs; both can be replaced. A bare Plan is one
-    replica, unless ``layout`` says otherwise.
+    A result of ``plan`` or a saved plan has its layout and costs; ``layout`` and ``costs`` replace them. A Plan alone
+    is for one replica, unless ``layout`` says otherwise.
     """
-    given, known, saved_source, budget = _parts(plan)
-    layout = layout or known or Layout(1, given.num_ranks, 1)
+    given, saved_layout, saved_source, budget = _parts(plan)
+    layout = layout or saved_layout or Layout(1, given.num_ranks, 1)
     if layout.pp != given.num_ranks:
         raise ValueError(f"the plan is for {given.num_ranks} pipeline ranks, the layout has pp {layout.pp}")
     request = Request(
@@ -206,13 +218,14 @@ def simulate(
     model: Any = None,
     layout: Layout | None = None,
 ) -> Timeline:
-    """One step of a plan, action by action, without running it. Arguments as for ``estimate``."""
+    """Simulates one step of a plan. Arguments as for ``estimate``."""
     return estimate(plan, costs, model=model, layout=layout).simulate()
 
 
 def _parts(
     plan: "Plan | PlanResult | SavedPlan",
 ) -> tuple[Plan, Layout | None, Callable[[], Source], int | None]:
+    """Plan, layout, source of the costs and memory budget."""
     if isinstance(plan, PlanResult):
         return plan.plan, plan.layout, plan._known_source, plan.request.budget
     if isinstance(plan, SavedPlan):
@@ -233,7 +246,7 @@ def _check_fit(plan: Plan, layout: Layout, source: Source) -> None:
 
 
 def model_spec(model: Any) -> ModelSpec | None:
-    """What the planner must know of a model; None where that is unknown, and only a Profile will do."""
+    """What the planner must know about a model. None if the model does not say; planning then needs a Profile."""
     if isinstance(model, str | Path):
         model = _named(str(model))
     if isinstance(model, ModelSpec):
@@ -258,7 +271,7 @@ def source_of(
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
         raise ValueError("a Cluster says nothing of the model; give a preset, a GPTConfig, or a model to plan for")
-    # A plan for longer sequences than a preset has positions for is a plan for such a model.
+    # For sequences longer than the preset's, plan for the same model with more positions.
     config = replace(spec.config, max_seq_len=max(spec.config.max_seq_len, request.seq_len))
     return ClusterSource(config, costs, not layers_only)
 
@@ -268,7 +281,7 @@ def _nbytes(memory: str | int | None) -> int | None:
 
 
 def _named(text: str, dtype: str | None = None) -> Any:
-    """A preset or shape as a GPTConfig, or a Hugging Face config.json or folder as a Decoder without weights."""
+    """A GPTConfig for a preset or shape, a Decoder without weights for a Hugging Face config.json or folder."""
     if text in PRESETS or not Path(text).exists():
         return gpt_config(text)
     from terapipe.modeling.hf.load import decoder_from
@@ -280,8 +293,8 @@ def _model_object(model: Any, seq_len: int, dtype: str | None) -> "Splittable":
     if isinstance(model, str | Path):
         model = _named(str(model), dtype)
     if not isinstance(model, GPTConfig):
-        made: Splittable = model
-        return made
+        built: Splittable = model
+        return built
     import torch
 
     from terapipe.modeling.gpt import GPT

@@ -1,4 +1,4 @@
-"""Shapes of models: what the planner must know, and what builds a GPT. No torch here."""
+"""Shapes of models, to build a GPT with and to plan with. No torch here."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,11 +12,11 @@ class GPTConfig:
     layers: int
     hidden: int
     heads: int
-    kv_heads: int | None = None  # fewer than heads: grouped-query attention
-    ffn: int | None = None  # four times hidden
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many as heads
+    ffn: int | None = None  # hidden size of the MLP; None: four times hidden
     vocab: int = 50257
     max_seq_len: int = 2048
-    tied: bool = True  # the head shares the embedding's weight
+    tied: bool = True  # whether head and embedding share their weight
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "max_seq_len", "num_kv_heads", "ffn_hidden"):
@@ -53,7 +53,7 @@ class GPTConfig:
         return self.layers * self.layer_parameters + ends + 2 * self.hidden
 
     def layer_flops(self, tokens: int) -> float:
-        """Multiply-adds, counted twice, of one layer's forward over one sequence of so many tokens."""
+        """FLOPs of one layer's forward over a sequence of this length. A multiply-add counts as two."""
         return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.hidden
 
     def head_flops(self, tokens: int) -> float:
@@ -68,20 +68,21 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt3-13b": GPTConfig(layers=40, hidden=5120, heads=40),
     "gpt3-44b": GPTConfig(layers=96, hidden=6144, heads=48),
     "gpt3-175b": GPTConfig(layers=96, hidden=12288, heads=96),
-    # The shapes of Llama 3, to plan with: a gated feed-forward layer of width f counts as a plain one of width 1.5 f.
+    # The shapes of Llama 3, for planning. A gated MLP of width f has as many FLOPs as a plain one of width 1.5 f.
     "llama3-8b": GPTConfig(32, 4096, 32, 8, 21504, 128256, 8192, tied=False),
     "llama3-70b": GPTConfig(80, 8192, 64, 8, 43008, 128256, 8192, tied=False),
     "llama3-405b": GPTConfig(126, 16384, 128, 8, 79872, 128256, 8192, tied=False),
 }
+"""Shapes of known models by name, for ``GPT(config)`` and for planning."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the planner must know of a model. A model of your own may offer it as ``planning_spec()``."""
+    """What the planner must know about a model. Your own model may return it from ``planning_spec()``."""
 
-    config: GPTConfig  # a GPT of about the same size
-    min_slice: int = 1  # tokens: shorter slices are not exact
-    can_recompute: bool = True
+    config: GPTConfig  # a GPT of about the same shape
+    min_slice: int = 1  # tokens in the shortest slice with which the model is exact
+    can_recompute: bool = True  # whether the model supports recomputation
 
 
 def gpt_config(text: str) -> GPTConfig:

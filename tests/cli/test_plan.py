@@ -23,7 +23,7 @@ def test_on_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", *TWO_HOSTS, *SIXTEEN, "--save", str(saved)]) == 0
     shown = capsys.readouterr().out
     assert "on each of the 2 hosts:\n  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in shown
-    assert "HOST0 stands for one of the hosts" in shown
+    assert "HOST0 is a placeholder for one of the hosts" in shown
     assert f"-m terapipe train run.toml plan.file={saved} data.batch_size=" in shown
     assert main(["plan", *TWO_HOSTS, *SIXTEEN, "--save", str(saved), "--script", "train.py"]) == 0
     shown = capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_on_cpus_no_job_asks_for_gpus(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_plan_that_cannot_be_spread_is_shown_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uneven = ["plan", *TWO_HOSTS, "--batch-size", "3", "--dp", "3", "--pp", "5", "--tp", "1"]
     assert main(uneven) == 0
-    assert "No launch: every host starts equally many processes" in capsys.readouterr().out
+    assert "No launch: every host starts the same number of processes" in capsys.readouterr().out
     assert printed(capsys, *uneven)["launch"] is None
     assert main([*uneven, "--slurm", str(tmp_path / "job.sh")]) == 2
     assert "takes 3 hosts with 5 on each, there are 2" in capsys.readouterr().err

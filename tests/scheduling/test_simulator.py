@@ -185,7 +185,7 @@ def test_computations_in_a_circle_are_named() -> None:
     plan = uniform("terapipe", 2, 1, 2)
     made = schedule(plan)
     turned = type(made)(plan, (tuple(reversed(made.ranks[0])), made.ranks[1]))
-    with pytest.raises(ValueError, match="wait for each other in a circle: rank 0 at B"):
+    with pytest.raises(ValueError, match="wait for each other in a cycle: rank 0 at B"):
         simulate(turned, SimpleCost())
 
 

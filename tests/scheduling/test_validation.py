@@ -67,7 +67,7 @@ def test_a_cycle_over_two_ranks_is_reported_whole() -> None:
         (Op.B, 1, a), (Op.SEND_B, 1, a),
     ]  # fmt: skip
     made = Schedule(plan, tuple(tuple(Action(*x) for x in rank) for rank in (first, second)))
-    with pytest.raises(ValueError, match=r"cannot go on: rank 1 is at SEND_B\(.*waits for B\(.*later in its own list"):
+    with pytest.raises(ValueError, match=r"deadlocks: rank 1 is at SEND_B\(.*waits for B\(.*later in its own list"):
         validate(made)
 
 
@@ -84,7 +84,7 @@ def test_transfers_that_block_each_other() -> None:
         (Op.B, 1, b), (Op.SEND_B, 1, b),
     ]  # fmt: skip
     made = Schedule(plan, tuple(tuple(Action(*x) for x in rank) for rank in (first, second)))
-    with pytest.raises(ValueError, match="neighbours must list their shared transfers in the same order"):
+    with pytest.raises(ValueError, match="neighbors must list their shared transfers in the same order"):
         validate(made)
 
 
@@ -98,7 +98,7 @@ def test_three_ranks_in_a_ring_of_waits() -> None:
         rest = [a for a in actions if a.op is not Op.SEND_F]
         last = max(i for i, a in enumerate(rest) if a.op is Op.F)
         shift_cuts.append(tuple(rest[: last + 1] + sends + rest[last + 1 :]))
-    with pytest.raises(ValueError, match=r"cannot go on|same order"):
+    with pytest.raises(ValueError, match=r"deadlocks|same order"):
         validate(Schedule(plan, tuple(shift_cuts)))
 
 
@@ -129,5 +129,5 @@ def test_moving_any_computation_before_its_needs_is_refused(plan: Plan, data: st
     place = data.draw(st.sampled_from([i for i, a in enumerate(actions) if a.op in (Op.B, Op.I)]))
     action = actions.pop(place)
     actions.insert(actions.index(Action(Op.F, action.stage, action.slice)), action)
-    with pytest.raises(ValueError, match=r"cannot go on|same order"):
+    with pytest.raises(ValueError, match=r"deadlocks|same order"):
         validate(with_rank(made, rank, actions))

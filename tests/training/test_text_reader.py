@@ -59,10 +59,15 @@ def selection(folder: Path) -> Path:
     ("write", "name"),
     [(jsonl, "a.jsonl"), (zipped, "a.jsonl.gz"), (parquet, "a.parquet"), (dataset, "saved"), (selection, "selected")],
 )
-def test_every_kind_holds_the_same_documents(tmp_path: Path, write: Callable[[Path], Path], name: str) -> None:
+def test_every_kind_holds_the_same_documents(
+    tmp_path: Path, write: Callable[[Path], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / name)
+    monkeypatch.setattr("socket.socket.connect", None)  # a network call would fail
+    before = sorted(tmp_path.rglob("*"))
     assert documents([path], "text") == [text for text in TEXTS if text]
     assert max(len(part.text) for part in read_documents([path], "text")) <= PART
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is cached beside the data"
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:

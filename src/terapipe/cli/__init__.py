@@ -1,6 +1,7 @@
-"""The command line: one module per verb, which parses, calls, prints."""
+"""The command line. Each verb is a module that parses arguments, calls the library and prints the result."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ VERBS = (doctor, train, profile, plan, compare, simulate, reproduce, verify, mod
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line, as all other messages are, instead of the usage of every option."""
+    """Prints errors as one line, like all other messages, without the usage of every option."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -22,27 +23,36 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = _Parser(
-        prog="terapipe", description="Token-level pipeline parallelism: measure, plan, train, compare, simulate."
+    root = _Parser(
+        prog="terapipe",
+        description="Token-level pipeline parallelism for PyTorch. `terapipe VERB --help` explains a verb.",
     )
-    made.add_argument("--version", action="version", version=f"terapipe {terapipe.__version__}")
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    root.add_argument("--version", action="version", version=f"terapipe {terapipe.__version__}")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:
         verb.add(verbs)
-    return made
+    return root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What ``terapipe`` runs. Bad input is one message and exit code 2."""
+    """The entry point of ``terapipe``. Bad input gives one message and exit code 2."""
     try:
         parsed = parser().parse_args(arguments)
-    except SystemExit as end:  # of argparse: 0 after --help, 2 after its message
+    except SystemExit as end:  # from argparse: 0 after --help, 2 after an error
         return int(end.code or 0)
     try:
-        run: int = parsed.run(parsed)
+        code: int = parsed.run(parsed)
     except (ValueError, OSError) as error:
         print(f"terapipe {parsed.verb}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return run
+    return code
+
+
+def entry() -> NoReturn:
+    """The console script. Exits without running destructors, because those of torch's threads can abort the process."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,4 +1,4 @@
-"""``terapipe compare``: every order on one's own model, by time and by memory."""
+"""``terapipe compare``: the best plan of every order, by time and by memory."""
 
 import argparse
 import json
@@ -15,15 +15,17 @@ from terapipe.reporting.svg import to_png
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "compare",
-        help="every order at its best, by time and by memory",
-        description="Every order at its best on the same devices: step time, idle share, peak memory, what fits.",
+        help="compare the best plans of all orders by time and memory",
+        description="Finds the best plan of every order on the same devices, and prints their step time, idle share, "
+        "peak memory, and whether they fit.",
     )
     add_source(parser)
     add_request(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with table and chart")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="write the chart of time against memory")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="likewise, as PNG")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON list instead of text")
+    output.add_argument("--html", metavar="FILE", type=Path, help="write a page with table and chart")
+    output.add_argument("--svg", metavar="FILE", type=Path, help="write the chart of time against memory as SVG")
+    output.add_argument("--png", metavar="FILE", type=Path, help="write the chart of time against memory as PNG")
     parser.set_defaults(run=run)
 
 

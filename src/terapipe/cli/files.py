@@ -1,4 +1,4 @@
-"""Files that a command writes: looked at before anything is computed."""
+"""Checks the files of a command before anything is computed."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ INPUTS = ("profile", "cost_table", "plan", "measured")
 
 
 def check_outputs(parsed: argparse.Namespace) -> None:
-    """Refuses what could not be written, or would overwrite another file of the same command."""
+    """Refuses outputs that cannot be written or would overwrite another file of the same command."""
     taken: dict[Path, str] = {}
     for name in (*INPUTS, *OUTPUTS):
         path = getattr(parsed, name, None)
@@ -28,6 +28,6 @@ def check_outputs(parsed: argparse.Namespace) -> None:
 def _check_file(path: Path, name: str) -> None:
     if path.is_dir():
         raise ValueError(f"--{name} names a file to write, {path} is a folder")
-    above = next(folder for folder in path.resolve().parents if folder.exists())
-    if not above.is_dir():
-        raise ValueError(f"--{name} {path} cannot be written: {above} is a file, not a folder")
+    parent = next(folder for folder in path.resolve().parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"--{name} {path} cannot be written: {parent} is a file, not a folder")

@@ -1,4 +1,4 @@
-"""``terapipe models``: which Hugging Face models are exact, and why others are refused."""
+"""``terapipe models``: lists which Hugging Face models are exact, and why others are refused."""
 
 import argparse
 import json
@@ -14,9 +14,10 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "models",
         help="list the Hugging Face models that are exact, and why others are refused",
-        description="What `terapipe verify --all` found with the transformers that this release was made with.",
+        description="Lists the results of `terapipe verify --all` with the version of transformers that this release "
+        "was tested with.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what becomes of them."""
+"""Options that several verbs share, and their conversion to arguments of the library."""
 
 import argparse
 from collections.abc import Callable
@@ -14,66 +14,105 @@ from terapipe.search.table import CostTable
 
 T = TypeVar("T")
 
-Verbs = Any  # argparse does not name the type of its subparsers
+Verbs = Any  # the type of argparse's subparsers is private
 
 
 def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required: bool = True) -> None:
-    shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
-    parser.add_argument(
-        "--model",
-        help=f"a preset ({', '.join(PRESETS)}), a shape ({shape}), or a Hugging Face model: its config.json or folder",
+    sources = "a described cluster, a profile or a cost table" if table else "a described cluster or a profile"
+    group = parser.add_argument_group("model and costs", f"Costs come from {sources}.")
+    group.add_argument("--model", help=f"{model_help()}. Needed with --cluster; a profile knows its model")
+    costs = group.add_mutually_exclusive_group(required=required)
+    costs.add_argument(
+        "--cluster",
+        metavar="HOST:COUNT",
+        help="a described cluster, such as dgx-h100:8 for eight hosts. Costs are computed from data sheets. "
+        f"HOST is one of {', '.join(HOSTS)}, or cpu for this machine",
     )
-    costs = parser.add_mutually_exclusive_group(required=required)
-    costs.add_argument("--cluster", metavar="HOST:COUNT", help=f"hosts: {', '.join([*HOSTS, 'cpu'])} (cpu: this one)")
-    costs.add_argument("--profile", metavar="FILE", type=Path, help="what `terapipe profile` measured")
+    costs.add_argument("--profile", metavar="FILE", type=Path, help="measurements of `terapipe profile`")
     if table:
         costs.add_argument(
             "--cost-table",
             metavar="FILE",
             type=Path,
-            help="a JSON list of {size, length, context, seconds}: forward plus backward on one of equal stages",
+            help="your own measurements: a JSON list of {size, length, context, seconds}, where seconds are forward "
+            "plus backward of a slice on one stage",
         )
-    parser.add_argument(
-        "--layers-only", action="store_true", help="leave out embedding, head and loss, as the TeraPipe paper does"
+    group.add_argument(
+        "--layers-only",
+        action="store_true",
+        help="ignore embedding, head and loss, as the TeraPipe paper does (with --cluster)",
     )
+
+
+def model_help() -> str:
+    shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
+    return f"a preset ({', '.join(PRESETS)}), a shape ({shape}), or a Hugging Face model (its config.json or folder)"
 
 
 def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument("--batch-size", type=int, required=required, help="sequences per step, over all replicas")
-    parser.add_argument("--seq-len", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
-    parser.add_argument("--memory", metavar="BYTES", help="budget per device, such as 16GiB; default: what it has")
-    fixed = parser.add_argument_group("fixed by you, chosen if left out")
-    fixed.add_argument("--dp", type=int, help="data parallel replicas")
-    fixed.add_argument("--pp", type=int, help="pipeline ranks")
-    fixed.add_argument("--tp", type=int, help="tensor parallel ranks")
-    fixed.add_argument("--order", help=f"one of {', '.join(ORDERS)}")
-    fixed.add_argument("--num-slices", type=_count, metavar="COUNT", help="how many equal slices of each sequence")
-    fixed.add_argument("--slice-lengths", type=_lengths, metavar="TOKENS,...", help="such as 704,688,656")
-    fixed.add_argument("--microbatch-size", type=int, help="sequences per microbatch")
-    fixed.add_argument("--chunks", type=int, help="chunks of layers per rank")
-    fixed.add_argument("--recompute", choices=("on", "off"), help="keep only a slice's input for its backward")
-    fixed.add_argument("--shard", action="store_true", help="shard model state over replicas (FSDP2)")
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--tile", type=int, help="slice lengths are multiples of it (default: 8; 128 on A100 and later)"
+    batch = parser.add_argument_group("batch and memory")
+    batch.add_argument(
+        "--batch-size", type=int, required=required, metavar="N", help="sequences per step, over all replicas"
     )
-    limits.add_argument("--distinct", type=int, help="at most so many different slice lengths")
+    batch.add_argument("--seq-len", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
+    batch.add_argument(
+        "--memory", metavar="BYTES", help="memory budget per device, such as 16GiB (default: all of its memory)"
+    )
+    fixed = parser.add_argument_group("layout, order and slices", "Chosen by the planner if left out.")
+    fixed.add_argument("--dp", type=int, metavar="N", help="number of data parallel replicas")
+    fixed.add_argument("--pp", type=int, metavar="N", help="number of pipeline ranks")
+    fixed.add_argument("--tp", type=int, metavar="N", help="number of tensor parallel ranks")
+    fixed.add_argument(
+        "--shard",
+        action="store_true",
+        help="shard parameters, gradients and optimizer state over the replicas (FSDP2; never chosen by the planner)",
+    )
+    fixed.add_argument("--order", help=f"order of forwards and backwards: {', '.join(ORDERS)}")
+    fixed.add_argument("--microbatch-size", type=int, metavar="N", help="sequences per microbatch")
+    fixed.add_argument("--num-slices", type=_count, metavar="N", help="cut every sequence into N equal slices")
+    fixed.add_argument(
+        "--slice-lengths",
+        type=_lengths,
+        metavar="TOKENS,...",
+        help="cut every sequence into slices of these lengths, such as 704,688,656",
+    )
+    fixed.add_argument("--chunks", type=int, metavar="N", help="stages per pipeline rank (interleaving)")
+    fixed.add_argument(
+        "--recompute",
+        choices=("on", "off"),
+        help="whether the backward computes activations again (activation checkpointing)",
+    )
+    limits = parser.add_argument_group("limits on slices")
+    limits.add_argument(
+        "--tile",
+        type=int,
+        metavar="TOKENS",
+        help="slice lengths are multiples of it (default: 128 on A100 and later, else 8)",
+    )
+    limits.add_argument("--distinct", type=int, metavar="N", help="use at most N different slice lengths")
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    launch = parser.add_argument_group("how to start it")
+    launch = parser.add_argument_group("launching", "The plan ends with the command that starts it.")
     launch.add_argument(
-        "--script", help="what torchrun starts, such as train.py (default: -m terapipe train run.toml with this plan)"
+        "--script",
+        help="what torchrun runs, such as train.py (default: `-m terapipe train run.toml` with this plan)",
     )
-    launch.add_argument("--endpoint", metavar="HOST:PORT", help="where several hosts meet: one of them")
-    launch.add_argument("--name", help="of the job (default terapipe)")
-    launch.add_argument("--slurm", metavar="FILE", type=Path, help="write a batch script for sbatch")
-    launch.add_argument("--kubernetes", metavar="FILE", type=Path, help="write a Service and a Job for kubectl")
-    launch.add_argument("--image", help="what the Kubernetes job's containers are made of")
+    launch.add_argument("--endpoint", metavar="HOST:PORT", help="rendezvous of several hosts: address of one of them")
+    launch.add_argument("--name", help="name of the job (default: terapipe)")
+    launch.add_argument("--slurm", metavar="FILE", type=Path, help="write a Slurm batch script")
+    launch.add_argument("--kubernetes", metavar="FILE", type=Path, help="write a Kubernetes Service and Job")
+    launch.add_argument("--image", help="container image of the Kubernetes Job")
+
+
+def orders_help() -> str:
+    """The orders with their titles, for the end of a help text."""
+    titles = {order.name: order.title + ("" if order.sliced else ", whole sequences") for order in ORDERS.values()}
+    return "orders:\n" + "\n".join(f"  {name:18s}  {title}" for name, title in titles.items())
 
 
 def costs_of(parsed: argparse.Namespace) -> Costs:
-    """What was measured, or the cluster that was named."""
+    """The profile, the cost table or the cluster that the options name."""
     if parsed.profile is not None:
         refuse_with("--profile", parsed, "layers_only")
         return load(parsed.profile, Profile.from_json)
@@ -102,7 +141,7 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_conflicts(parsed: argparse.Namespace) -> None:
-    """Options that would have no effect beside others."""
+    """Refuses options that have no effect together with others."""
     if parsed.num_slices is not None:
         refuse_with("--num-slices", parsed, "slice_lengths", "tile", "distinct")
     if parsed.slice_lengths is not None:
@@ -114,9 +153,9 @@ def _refuse_conflicts(parsed: argparse.Namespace) -> None:
 
 
 def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
-    """An option that has no effect beside another is refused, never ignored."""
-    found = {f"--{name.replace('_', '-')}": getattr(parsed, name, None) for name in names}
-    given = [option for option, value in found.items() if value is not None and value is not False]
+    """Refuses the options ``names`` if they were given, because they have no effect with ``chosen``."""
+    options = {f"--{name.replace('_', '-')}": getattr(parsed, name, None) for name in names}
+    given = [option for option, value in options.items() if value is not None and value is not False]
     if given:
         raise ValueError(f"{' and '.join(given)} would have no effect with {chosen}; leave out one or the other")
 
@@ -137,7 +176,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def load(path: Path, parse: Callable[[str], T]) -> T:
-    """What a file holds; a refusal names the file."""
+    """Reads and parses a file. Errors name the file."""
     try:
         return parse(read(path))
     except ValueError as error:

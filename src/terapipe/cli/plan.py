@@ -1,4 +1,4 @@
-"""``terapipe plan``: how to split a model over devices and cut its batches."""
+"""``terapipe plan``: chooses how to split a model over devices and how to cut its batches."""
 
 import argparse
 import json
@@ -11,7 +11,16 @@ from typing import Any
 from terapipe import api, files
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs, add_launch, add_request, add_source, costs_of, refuse_with, request_of
+from terapipe.cli.options import (
+    Verbs,
+    add_launch,
+    add_request,
+    add_source,
+    costs_of,
+    orders_help,
+    refuse_with,
+    request_of,
+)
 from terapipe.launch.job import HOST0, Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.profile import Profile
@@ -20,24 +29,47 @@ from terapipe.search.result import PlanResult
 from terapipe.search.sensitivity import Mistake
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
-PLAN = "plan.json"  # where a plan that was not saved would be
+PLAN = "plan.json"  # name in the launch command of a plan that was not saved
+
+DESCRIPTION = """\
+Chooses the fastest plan that fits into memory, and explains the choice.
+
+A plan says how many devices data, pipeline and tensor parallelism get, which
+order forwards and backwards have, how the batch is cut into microbatches and
+every sequence into slices, and whether activations are recomputed. Plans are
+compared by simulating one step with the costs of your model: measured by
+`terapipe profile`, or computed for a described cluster.
+"""
+
+EXAMPLES = """\
+examples:
+  terapipe plan --model llama3-8b --cluster dgx-h100:2 --batch-size 16 --seq-len 8192
+  terapipe plan --profile profile.json --batch-size 8 --seq-len 2048 --save plan.json
+  terapipe train run.toml plan.file=plan.json      (start the saved plan)
+  terapipe simulate plan.json --html step.html     (look at its step)
+"""
 
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "plan",
         help="choose layout, order, microbatches, slices and recomputation",
-        description="Chooses the fastest plan that fits, by simulating the order that will run.",
+        description=DESCRIPTION,
+        epilog=f"{orders_help()}\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_source(parser, table=True)
     add_request(parser)
     add_launch(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--sensitivity", action="store_true", help="also: what if a constant of the cluster is wrong (30 times as long)"
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--save", metavar="FILE", type=Path, help="write the plan, for `terapipe train` and `terapipe simulate`"
     )
-    parser.add_argument(
-        "--save", metavar="FILE", type=Path, help="write the plan, with its layout and costs, for train and simulate"
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="also show how the choice changes if a constant of the cluster is wrong (takes 30 times as long)",
     )
     parser.set_defaults(run=run)
 
@@ -48,16 +80,16 @@ def run(parsed: argparse.Namespace) -> int:
     result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed))
     hosts = hosts_of(_machine(result.source), result.layout.devices)
     launch = _launch(parsed, result, hosts)
-    wrong = result.sensitivity() if parsed.sensitivity else []
+    mistakes = result.sensitivity() if parsed.sensitivity else []
     _write(parsed, result, launch)
     if parsed.json:
-        print(json.dumps(_as_dict(result, launch, wrong)))
+        print(json.dumps(_as_dict(result, launch, mistakes)))
         return 0
     for part in explanation(result):
         show.console.print(part)
     show.console.print(f"\n[dim]planned in {result.seconds:.1f} s[/]")
     _show_launch(parsed, result, launch, hosts)
-    _show_sensitivity(wrong)
+    _show_sensitivity(mistakes)
     return 0
 
 
@@ -71,14 +103,14 @@ def _refuse_ignored(parsed: argparse.Namespace) -> None:
 
 
 def _machine(source: Source | None) -> Cluster | Profile | None:
-    """What is known of the hosts; a cost table says nothing of them."""
+    """What describes the hosts; None with a cost table."""
     if isinstance(source, ClusterSource):
         return source.cluster
     return source.profile if isinstance(source, ProfileSource) else None
 
 
 def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
-    """The trainer with this plan. The batch is part of the plan, so it is given, too."""
+    """The command that trains with this plan. It sets the batch, which must agree with the plan."""
     plan = result.plan
     file = shlex.quote(str(parsed.save or PLAN))
     batch = f"data.batch_size={plan.batch_size * result.layout.dp} data.seq_len={plan.seq_len}"
@@ -86,7 +118,7 @@ def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
 
 
 def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Launch | None:
-    """A plan that cannot be spread over the hosts is still a plan; only a job for it is refused."""
+    """None if the plan cannot be spread evenly over the hosts. That is an error only if a job is to be written."""
     defaults = {"script": f"-m {_train(parsed, result)}", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
     given = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
     launch = launch_of(result.layout, hosts, **{**defaults, **given})
@@ -108,13 +140,13 @@ def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None
         files.write(parsed.kubernetes, launch.kubernetes_job())
 
 
-def _as_dict(result: PlanResult, launch: Launch | None, wrong: Sequence[Mistake]) -> dict[str, Any]:
-    found = {**result.to_dict(), "launch": launch.to_dict() if launch else None}
-    if wrong:
-        found["sensitivity"] = [
-            {"constant": m.constant, "factor": m.factor, "regret": m.regret, "same": m.same} for m in wrong
+def _as_dict(result: PlanResult, launch: Launch | None, mistakes: Sequence[Mistake]) -> dict[str, Any]:
+    data = {**result.to_dict(), "launch": launch.to_dict() if launch else None}
+    if mistakes:
+        data["sensitivity"] = [
+            {"constant": m.constant, "factor": m.factor, "regret": m.regret, "same": m.same} for m in mistakes
         ]
-    return found
+    return data
 
 
 def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None, hosts: Hosts) -> None:
@@ -132,9 +164,9 @@ def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch 
             show.console.print(f"Wrote {path}; submit it with: {command} {path}", markup=False)
 
 
-def _show_sensitivity(wrong: Sequence[Mistake]) -> None:
-    if wrong:
-        show.console.print("\nIf a constant is not what it is taken to be: the step time lost, and (*) another choice:")
-    for constant, group in groupby(wrong, key=lambda m: m.constant):
+def _show_sensitivity(mistakes: Sequence[Mistake]) -> None:
+    if mistakes:
+        show.console.print("\nStep time lost if a constant is assumed wrong by a factor (* if another plan is chosen):")
+    for constant, group in groupby(mistakes, key=lambda m: m.constant):
         cells = [f"x {m.factor:g}: {m.regret:+.1%}{'' if m.same else ' *'}" for m in group]
         show.console.print(f"  {constant:20s} " + "   ".join(cells))

@@ -1,4 +1,4 @@
-"""``terapipe profile``: measure a model on this machine."""
+"""``terapipe profile``: measures a model on this machine."""
 
 import argparse
 from math import inf
@@ -7,33 +7,40 @@ from pathlib import Path
 from terapipe import api
 from terapipe.cli import show
 from terapipe.cli.files import check_outputs
-from terapipe.cli.options import Verbs
+from terapipe.cli.options import Verbs, model_help
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
-from terapipe.presets import PRESETS
 from terapipe.reporting import units
 
-TRUSTED = 0.15  # error on held-out points up to which a profile is worth planning with
+TRUSTED = 0.15  # maximum relative error on held-out points for a reliable profile
 
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "profile",
         help="measure a model on this machine",
-        description="Times a stage on a grid of slices, on all ranks at once, and what else a step does. Starts the "
-        "ranks itself, or runs as one of those that torchrun started.",
+        description="Measures forward and backward of a stage for slices of many lengths and contexts, on all ranks at "
+        "once, and also transfers, embedding, head and optimizer. `terapipe plan --profile` plans with the result. "
+        "Starts the ranks on this machine, or runs under torchrun.",
+    )
+    parser.add_argument("--model", required=True, help=model_help())
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of parameters and activations (default: float32)",
+    )
+    parser.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="processes to start, without torchrun (default: 2)"
     )
     parser.add_argument(
-        "--model",
-        required=True,
-        help=f"a preset ({', '.join(PRESETS)}), a shape, or a Hugging Face model: its config.json or folder",
+        "--sizes", default="1", metavar="N,...", help="microbatch sizes to measure, such as 1,2,4 (default: 1)"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    parser.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
-    parser.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time (default 2)")
-    parser.add_argument("--sizes", default="1", help="sequences per microbatch to measure, such as 1,2,4")
-    parser.add_argument("--seconds", type=float, default=45.0, help="stop after about so long (default 45)")
-    parser.add_argument("--out", type=Path, default=Path("profile.json"), help="default: profile.json")
+    parser.add_argument("--seconds", type=float, default=45.0, help="about how long to measure, at most (default: 45)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("profile.json"), help="file to write (default: profile.json)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -42,19 +49,19 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--seq-len and --seconds must be positive, got {parsed.seq_len} and {parsed.seconds}")
     check_outputs(parsed)
     sizes = _sizes(parsed.sizes)
-    # A model that cannot be sliced is refused here, in one message, before any rank is started.
+    # Refuse a model that cannot be sliced here, with one message, before any rank is started.
     layers = _layers(parsed.model)
     if not 1 <= parsed.ranks <= layers:
         raise ValueError(f"every rank measures at least one of the {layers} layers, got --ranks {parsed.ranks}")
     from terapipe.launch.processes import launch
     from terapipe.runtime.transport import under_torchrun
 
-    asked = (parsed.model, parsed.dtype, parsed.seq_len, sizes, parsed.seconds)
-    measured = measure(*asked) if under_torchrun() else launch(measure, parsed.ranks, *asked)
+    arguments = (parsed.model, parsed.dtype, parsed.seq_len, sizes, parsed.seconds)
+    measured = measure(*arguments) if under_torchrun() else launch(measure, parsed.ranks, *arguments)
     if measured is not None:
         measured.save(parsed.out)
         _show(measured, parsed.out)
-        _judge(measured)
+        _warn_if_unreliable(measured)
     return 0
 
 
@@ -82,7 +89,7 @@ def _types() -> list[str]:
 
 
 def measure(model: str, dtype: str, seq_len: int, sizes: tuple[int, ...], seconds: float) -> Profile | None:
-    """What every rank runs; only the first returns the profile, and shows the progress."""
+    """Runs on every rank. Only the first one shows progress and returns the profile."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from terapipe.launch.processes import take_cores
@@ -117,28 +124,29 @@ def _show(measured: Profile, out: Path) -> None:
         middle = sorted(sample.seconds)[len(sample.seconds) // 2]
         what = f"{sample.kind} of {measured.layers} layers, {sample.size} x {sample.length} tokens"
         show.console.print(f"  {what}: {units.seconds(middle)}")
-    for apart, where in ((False, "inside a host"), (True, "between hosts")):
+    for apart, where in ((False, "within a host"), (True, "between hosts")):
         sizes = {t.nbytes: typical(t.seconds) for t in measured.transfers if t.between_hosts == apart}
         if sizes:
-            shown = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
-            show.console.print(f"  messages {where}: {shown}")
+            times = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
+            show.console.print(f"  messages {where}: {times}")
     show.console.print(
         f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch-size 1 --seq-len {measured.seq_len}"
     )
 
 
-def _judge(measured: Profile) -> None:
-    """Whether it can be relied on."""
+def _warn_if_unreliable(measured: Profile) -> None:
     errors = [abs(e) for e in FittedCost(measured).errors()]
     if errors and max(errors) > TRUSTED:
         show.console.print(
-            f"[yellow]The costs are off by {max(errors):.0%} on points that were held out: what is planned with them "
-            "cannot be relied on. Measure again on a quiet machine.[/]"
+            f"[yellow]The profile is off by {max(errors):.0%} on held-out points, so plans made with it are not "
+            "reliable. Measure again on a quiet machine.[/]"
         )
-    asked = measured.machine["points"]
-    found = len({(s.size, s.length, s.context) for s in measured.samples if s.kind == "forward"})
-    if found < asked:
-        show.console.print(f"[yellow]There was time for {found} of {asked} points; give more --seconds for all.[/]")
+    all_points = measured.machine["points"]
+    points = len({(s.size, s.length, s.context) for s in measured.samples if s.kind == "forward"})
+    if points < all_points:
+        show.console.print(
+            f"[yellow]There was time for {points} of {all_points} points; give more --seconds for all.[/]"
+        )
 
 
 def _sizes(text: str) -> tuple[int, ...]:

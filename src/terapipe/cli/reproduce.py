@@ -1,4 +1,4 @@
-"""``terapipe reproduce``: the TeraPipe paper's experiments on simulated clusters, published against simulated."""
+"""``terapipe reproduce``: simulates the experiments of the TeraPipe paper and compares with the published numbers."""
 
 import argparse
 import json
@@ -22,15 +22,19 @@ HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "reproduce",
-        help="the paper's experiments, published against simulated",
-        description="Simulates the ten settings of the TeraPipe paper and its sweep of slice counts on p3.16xlarge "
-        "hosts, and writes a page with the figures.",
+        help="simulate the experiments of the TeraPipe paper",
+        description="Simulates the ten settings of the TeraPipe paper, and its sweep over numbers of slices, on "
+        "p3.16xlarge hosts. Prints published and simulated step times.",
     )
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write report.html and PNG figures there")
-    parser.add_argument("--question", action="store_true", help="also every other order in the ten settings (a minute)")
-    parser.add_argument("--grow", action="store_true", help="also with batches as large as memory permits (minutes)")
-    parser.add_argument("--what-if", action="store_true", help="also modern models on other clusters (minutes)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write report.html and PNG figures to this folder")
+    parser.add_argument(
+        "--question", action="store_true", help="also simulate all other orders in the ten settings (a minute)"
+    )
+    parser.add_argument(
+        "--grow", action="store_true", help="also simulate batches as large as memory permits (minutes)"
+    )
+    parser.add_argument("--what-if", action="store_true", help="also plan modern models on other clusters (minutes)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
 
@@ -38,32 +42,32 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.out is not None:
         _check_folder(parsed.out)
     began = time.perf_counter()
-    found = rows()
-    swept = sweep(found[SWEPT - 1].sliced.step_time)
-    error = mean_error(found)
+    settings = rows()
+    swept = sweep(settings[SWEPT - 1].sliced.step_time)
+    error = mean_error(settings)
     if not parsed.json:
-        _print(found, swept, error, time.perf_counter() - began)
+        _print(settings, swept, error, time.perf_counter() - began)
     more = list(studies.sections(question=parsed.question, grow=parsed.grow, what_if=parsed.what_if))
     if parsed.json:
-        result = {"settings": [row.to_dict() for row in found], "sweep": swept, "mean_error": error}
+        data = {"settings": [row.to_dict() for row in settings], "sweep": swept, "mean_error": error}
         tables = [{"heading": s.heading, "header": s.header, "rows": s.rows} for s in more]
-        print(json.dumps({**result, **({"beyond": tables} if more else {})}))
+        print(json.dumps({**data, **({"beyond": tables} if more else {})}))
     else:
         for section in more:
             show.console.print(f"\n{section.heading}:")
             show.console.print(_table(section.header, section.rows))
     if parsed.out:
-        _write(parsed.out, found, swept, error, more)
+        _write(parsed.out, settings, swept, error, more)
         if not parsed.json:
             show.console.print(f"Wrote [bold]{parsed.out / 'report.html'}[/] and its figures.")
     return 0
 
 
 def _check_folder(path: Path) -> None:
-    """Before minutes are spent."""
-    above = next(place for place in (path, *path.resolve().parents) if place.exists())
-    if not above.is_dir():
-        raise ValueError(f"--out names a folder to write into, {above} is a file")
+    """Refuses an unusable folder before minutes are spent."""
+    parent = next(place for place in (path, *path.resolve().parents) if place.exists())
+    if not parent.is_dir():
+        raise ValueError(f"--out names a folder to write into, {parent} is a file")
     svg.require_png()
 
 
@@ -83,9 +87,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _print(found: list[Row], swept: list[dict[str, object]], error: float, seconds: float) -> None:
+def _print(settings: list[Row], swept: list[dict[str, object]], error: float, seconds: float) -> None:
     show.console.print("Published / simulated, and the difference:")
-    show.console.print(_table(HEADER, [_cells(row) for row in found]))
+    show.console.print(_table(HEADER, [_cells(row) for row in settings]))
     show.console.print(f"\nSetting {SWEPT} with equal slices, published / simulated:")
     for point in swept:
         show.console.print(f"  {point['slices']!s:>8}  {point['published']:.3f} / {point['simulated']:.3f} s")
@@ -102,7 +106,7 @@ def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
+def figures(settings: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
     names = ("published, without slices", "simulated, without", "published, with slices", "simulated, with")
     times = {
         f"({r.setting.number}) {r.setting.model}": (
@@ -111,9 +115,9 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
             r.setting.sliced,
             r.sliced.step_time,
         )
-        for r in found
+        for r in settings
     }
-    speedups = {f"({r.setting.number}) {r.setting.model}": (r.setting.speedup, r.speedup) for r in found}
+    speedups = {f"({r.setting.number}) {r.setting.model}": (r.setting.speedup, r.speedup) for r in settings}
     swept_times = {f"{p['slices']}": (float(str(p["published"])), float(str(p["simulated"]))) for p in swept}
     return {
         "step-times": charts.groups(times, names, "Step time in the ten settings"),
@@ -129,9 +133,9 @@ def figures(found: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
 
 
 def _write(
-    folder: Path, found: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[studies.Section]
+    folder: Path, settings: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[studies.Section]
 ) -> None:
-    drawn = figures(found, swept)
+    drawn = figures(settings, swept)
     pictures = list(drawn.items()) + [("beyond", s.picture) for s in more if s.picture]
     for name, picture in pictures:
         files.write(folder / f"{name}.png", svg.to_png(picture))
@@ -147,14 +151,14 @@ def _write(
             runs(r.sliced.plan.lengths[0]),
             units.seconds(r.sliced.step_time),
         )
-        for r in found
+        for r in settings
         if r.scheme
     ]
     sections = [
         ("Step times", drawn["step-times"]),
         ("Speed-ups", drawn["speed-ups"]),
         ("Equal slices against planned ones", drawn["sweep"]),
-        ("All figures", html.table(HEADER, [_cells(row) for row in found])),
+        ("All figures", html.table(HEADER, [_cells(row) for row in settings])),
         (
             "Slicing schemes under the same costs",
             html.table(("setting", "published", "takes", "planned", "takes"), schemes),

@@ -1,4 +1,4 @@
-"""Where the verbs print for people."""
+"""The console that all verbs print to."""
 
 from rich.console import Console
 

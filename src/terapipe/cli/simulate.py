@@ -1,4 +1,4 @@
-"""``terapipe simulate``: what a plan's step would look like, as text, pictures, a trace, a page."""
+"""``terapipe simulate``: draws the step of a plan as text, picture, trace or page."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
 
 WIDTH = 100
-# What a saved plan fixes.
+# Options that a saved plan fixes.
 FIXED = ("order", "num_slices", "slice_lengths", "microbatch_size", "chunks", "recompute", "tile", "distinct")
 
 
@@ -31,16 +31,27 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "simulate",
         help="draw the step of a plan",
-        description="Simulates a saved plan, or the one that `terapipe plan` would choose, and draws its step.",
+        description="Simulates a saved plan, or without one the plan that `terapipe plan` would choose, and draws its "
+        "step: what each rank computes when, why it idles, and how much memory it needs.",
     )
     parser.add_argument("plan", nargs="?", type=Path, help="a plan saved by `terapipe plan --save`")
-    add_source(parser, required=False)  # a saved plan knows its costs, its batch and its tokens
+    add_source(parser, required=False)  # a saved plan has its costs and its batch
     add_request(parser, required=False)
-    parser.add_argument("--measured", metavar="FILE", type=Path, help="a measured timeline (JSON) to set beside")
-    for kind, what in (("html", "a page"), ("svg", "a picture"), ("png", "a picture"), ("trace", "a Perfetto trace")):
-        parser.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {what}")
-    parser.add_argument("--width", type=int, help=f"columns of the drawing in the terminal (default {WIDTH})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--measured", metavar="FILE", type=Path, help="also draw a measured timeline (JSON) of the same plan"
+    )
+    for kind, what in (
+        ("html", "an interactive page"),
+        ("svg", "a picture as SVG"),
+        ("png", "a picture as PNG"),
+        ("trace", "a trace for Perfetto"),
+    ):
+        output.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {what}")
+    output.add_argument(
+        "--width", type=int, metavar="COLUMNS", help=f"width of the drawing in the terminal (default: {WIDTH})"
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
 
@@ -51,18 +62,18 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--width is a number of columns, at least 1, got {parsed.width}")
     check_outputs(parsed)
     result, saved = _estimated(parsed)
-    shown = [RunView.of("predicted", result.simulate(), result.memory)]
+    runs = [RunView.of("predicted", result.simulate(), result.memory)]
     if parsed.measured:
         measured = load(parsed.measured, Timeline.from_json)
         if measured.plan != result.plan:
             raise ValueError(f"{parsed.measured} was measured with another plan; simulate the plan that was run")
-        shown.append(RunView.of("measured", measured, result.memory))
-    _write(parsed, shown, result)
+        runs.append(RunView.of("measured", measured, result.memory))
+    _write(parsed, runs, result)
     if parsed.json:
-        print(json.dumps(_as_dict(shown, result, saved)))
+        print(json.dumps(_as_dict(runs, result, saved)))
     else:
-        _print(shown, result, parsed.width or WIDTH)
-        _print_step(shown[0], result, saved)
+        _print(runs, result, parsed.width or WIDTH)
+        _print_step(runs[0], result, saved)
     return 0
 
 
@@ -73,16 +84,18 @@ def _estimated(parsed: argparse.Namespace) -> tuple[PlanResult, SavedPlan | None
         return api.plan(parsed.model, costs_of(parsed), **request_of(parsed)), None
     saved = load(parsed.plan, SavedPlan.from_json)
     layout = _layout(parsed, saved)
-    named = parsed.cluster is not None or parsed.profile is not None
-    if not named:
+    given_costs = parsed.cluster is not None or parsed.profile is not None
+    if not given_costs:
         refuse_with("the costs that are saved with the plan, and no --cluster", parsed, "model", "layers_only")
-    costs = costs_of(parsed) if named else None
-    model, ends = parsed.model, parsed.layers_only
-    return api.estimate(saved, costs, model=model, layout=layout, memory=parsed.memory, layers_only=ends), saved
+    costs = costs_of(parsed) if given_costs else None
+    result = api.estimate(
+        saved, costs, model=parsed.model, layout=layout, memory=parsed.memory, layers_only=parsed.layers_only
+    )
+    return result, saved
 
 
 def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
-    """The plan's own; what was given must agree with it. A bare plan has none: then it must be given."""
+    """The layout of a saved plan, with which options must agree. For a plan without a layout, that of the options."""
     refuse_with("a saved plan, which fixes all that", parsed, *FIXED)
     if saved.layout is None:
         if parsed.dp is None or parsed.tp is None:
@@ -93,39 +106,39 @@ def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     else:
         layout = saved.layout
     batch_size, seq_len = saved.plan.batch_size * layout.dp, saved.plan.seq_len
-    known = {**asdict(layout), "batch_size": batch_size, "seq_len": seq_len}
-    for name, value in known.items():
-        asked = getattr(parsed, name)
-        if asked is not None and asked is not False and asked != value:
-            option = f"--{name.replace('_', '-')} {asked}"
+    planned = {**asdict(layout), "batch_size": batch_size, "seq_len": seq_len}
+    for name, value in planned.items():
+        given = getattr(parsed, name)
+        if given is not None and given is not False and given != value:
+            option = f"--{name.replace('_', '-')} {given}"
             raise ValueError(f"{parsed.plan} is for {name} {value}, got {option}; leave it out, or plan again")
     return layout
 
 
-def _as_dict(shown: Sequence[RunView], result: PlanResult, saved: SavedPlan | None) -> dict[str, Any]:
-    predicted, *others = shown
-    found = {**result.estimate.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
+def _as_dict(runs: Sequence[RunView], result: PlanResult, saved: SavedPlan | None) -> dict[str, Any]:
+    predicted, *others = runs
+    data = {**result.estimate.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
     for run in others:
-        found[run.name] = {"makespan": run.timeline.makespan, "idle_by_cause": run.idle}
+        data[run.name] = {"makespan": run.timeline.makespan, "idle_by_cause": run.idle}
     if saved is not None and saved.step_time is not None:
-        found["planned_step_time"] = saved.step_time
-    return found
+        data["planned_step_time"] = saved.step_time
+    return data
 
 
 def _print_step(predicted: RunView, result: PlanResult, saved: SavedPlan | None) -> None:
-    """Why the step takes longer than what is drawn, and whether it is what `terapipe plan` said."""
+    """Explains how the step time differs from the drawing and from the prediction saved with the plan."""
     once = result.step_time - predicted.timeline.makespan
-    said = f"{units.seconds(result.step_time)}: what is drawn, and {units.seconds(once)} once per step"
-    said += " (optimizer, gradients over replicas)"
+    line = f"{units.seconds(result.step_time)}: the drawing, and {units.seconds(once)} once per step"
+    line += " (optimizer, gradient all-reduce)"
     if saved is not None and saved.step_time is not None:
         same = abs(result.step_time / saved.step_time - 1) < 1e-6
-        said += "; as planned" if same else f"; {units.seconds(saved.step_time)} when it was planned, by other costs"
-    show.console.print(f"  {'step':13s} {said}", markup=False)
+        line += "; as planned" if same else f"; {units.seconds(saved.step_time)} when planned, with other costs"
+    show.console.print(f"  {'step':13s} {line}", markup=False)
 
 
-def _print(shown: Sequence[RunView], result: PlanResult, width: int) -> None:
-    scale = max(run.timeline.makespan for run in shown)
-    for run in shown:
+def _print(runs: Sequence[RunView], result: PlanResult, width: int) -> None:
+    scale = max(run.timeline.makespan for run in runs)
+    for run in runs:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}
         total = run.timeline.makespan * run.timeline.plan.num_ranks
         idle = ", ".join(f"{name} {units.share(value / total)}" for name, value in causes.items())
@@ -135,19 +148,19 @@ def _print(shown: Sequence[RunView], result: PlanResult, width: int) -> None:
         show.console.print(f"  {name:13s} {value}")
 
 
-def _write(parsed: argparse.Namespace, shown: Sequence[RunView], result: PlanResult) -> None:
-    picture = svg.timelines({run.name: run.timeline for run in shown}) if parsed.svg or parsed.png else ""
+def _write(parsed: argparse.Namespace, runs: Sequence[RunView], result: PlanResult) -> None:
+    picture = svg.timelines({run.name: run.timeline for run in runs}) if parsed.svg or parsed.png else ""
     if parsed.svg:
         files.write(parsed.svg, picture)
     if parsed.png:
         files.write(parsed.png, svg.to_png(picture))
     if parsed.trace:
-        files.write(parsed.trace, trace(shown))
+        files.write(parsed.trace, trace(runs))
     if parsed.html:
-        once = result.step_time - shown[0].timeline.makespan
+        once = result.step_time - runs[0].timeline.makespan
         lead = (
             f"{result.estimate.title} on {result.layout}: {units.seconds(result.step_time)} per step, of which "
-            f"{units.seconds(once)} once per step (optimizer, gradients over replicas) are not drawn"
+            f"{units.seconds(once)} once per step (optimizer, gradient all-reduce) are not drawn"
         )
         facts = described(result.estimate)
-        files.write(parsed.html, report("A pipeline step", lead, shown, facts=facts, budget=result.budget))
+        files.write(parsed.html, report("A pipeline step", lead, runs, facts=facts, budget=result.budget))

@@ -1,4 +1,4 @@
-"""Tables of the studies beyond the paper: other orders, larger batches, other models and clusters."""
+"""Tables of studies that go beyond the paper: other orders, larger batches, other models and clusters."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -31,21 +31,23 @@ def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
         yield Section("With batches up to sixteen times as large, as far as 16 GiB permit", header, rows)
     if what_if:
         header = ("model, cluster, batch x tokens", "way", "step", "x", "peak memory", "how")
-        found = [outcome(case) for case in CASES]
-        rows = [row for each in found for row in _outcome(each)]
-        yield Section("Modern models and clusters, by costs that were not measured", header, rows, picture(found))
+        outcomes = [outcome(case) for case in CASES]
+        rows = [row for each in outcomes for row in _outcome(each)]
+        yield Section("Modern models and clusters, with costs that were not measured", header, rows, picture(outcomes))
 
 
-def picture(found: Sequence[Outcome]) -> str:
+def picture(outcomes: Sequence[Outcome]) -> str:
     """Step times relative to the planned one. What does not fit has no bar."""
     names = ("planned", "best 1F1B", "FSDP, sequences over devices (estimate)")
     ratios = {}
-    for each in found:
+    for each in outcomes:
         case, planned = each.case, each.planned.step_time
         one_f_one_b = each.best_1f1b.step_time / planned if each.best_1f1b else 0.0
         other = each.others[0].step_time / planned if each.others else 0.0
         ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = (1.0, one_f_one_b, other)
-    return charts.groups(ratios, names, "Step time, the planned one's as 1", lambda x: f"{x:.2f}" if x else "none fits")
+    return charts.groups(
+        ratios, names, "Step time relative to the planned one", lambda x: f"{x:.2f}" if x else "none fits"
+    )
 
 
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
@@ -61,22 +63,18 @@ def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
         yield first, c.name, f"{c.tokens_per_second:,.0f}", batch_size, units.memory(c.peak_bytes), cut(c.plan)
 
 
-def _outcome(found: Outcome) -> Iterator[tuple[str, ...]]:
-    case, planned = found.case, found.planned
+def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    case, planned, usual = outcome.case, outcome.planned, outcome.best_1f1b
     first = f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"
     yield (first, *_row("planned", planned, planned))
-    yield (
-        ("", *_row("best 1F1B", found.best_1f1b, planned))
-        if found.best_1f1b
-        else ("", "best 1F1B", "none fits", "", "", "")
-    )
-    for e in found.others:
+    yield ("", *_row("best 1F1B", usual, planned)) if usual else ("", "best 1F1B", "none fits", "", "", "")
+    for e in outcome.others:
         step, peak = units.seconds(e.step_time), units.memory(e.peak_bytes)
         yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note
 
 
-def _row(name: str, choice: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:
-    layout = choice.layout
-    how = f"{choice.plan.order}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(choice.plan)}"
-    ratio = f"{choice.step_time / best.step_time:.2f}"
-    return name, units.seconds(choice.step_time), ratio, units.memory(choice.peak_bytes), how
+def _row(name: str, estimate: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:
+    layout = estimate.layout
+    how = f"{estimate.plan.order}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(estimate.plan)}"
+    ratio = f"{estimate.step_time / best.step_time:.2f}"
+    return name, units.seconds(estimate.step_time), ratio, units.memory(estimate.peak_bytes), how

@@ -1,4 +1,4 @@
-"""``terapipe train``: what a run.toml says."""
+"""``terapipe train``: trains a model as described in a run.toml."""
 
 import argparse
 import json
@@ -12,13 +12,21 @@ from terapipe.config import RunConfig, load
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "train",
-        help="train a model as run.toml says",
-        description="Trains as a file says. Starts the ranks itself, or runs as one of those that torchrun started. "
-        "Started again, it goes on from its last checkpoint. Ctrl-C finishes the step, saves and ends.",
+        help="train a model as described in run.toml",
+        description="Trains a model as described in a file. Starts the ranks on this machine, or runs under torchrun. "
+        "If started again, training resumes from the last checkpoint. Ctrl-C finishes the step, saves a checkpoint and "
+        "ends.",
     )
-    parser.add_argument("file", type=Path, metavar="RUN.TOML", help="see --print-config for all keys")
-    parser.add_argument("replaced", nargs="*", metavar="SECTION.KEY=VALUE", help="such as optimizer.lr=1e-4")
-    parser.add_argument("--print-config", action="store_true", help="print every key with its value, and end")
+    parser.add_argument(
+        "file", type=Path, metavar="RUN.TOML", help="model, data, plan and so on; --print-config shows all keys"
+    )
+    parser.add_argument(
+        "replaced",
+        nargs="*",
+        metavar="SECTION.KEY=VALUE",
+        help="values that override the file, such as optimizer.lr=1e-4 or plan.file=plan.json",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value, and do not train")
     parser.set_defaults(run=run)
 
 
@@ -46,7 +54,7 @@ def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
     from terapipe.training.run import ENDED
 
     with Lock(config.folder):
-        pass  # a folder in use is refused here, once, and not by the ranks at each of their restarts
+        pass  # refuse a folder in use here, once, rather than in every rank at every restart
     arguments = ["train", str(parsed.file), *parsed.replaced]
     with Terminal():
         failure = launch_module("terapipe", arguments, ranks, config.failures.restarts)
@@ -56,6 +64,6 @@ def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
     try:
         ended = json.loads((config.folder / ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        print("terapipe train: ended before it could save; what was saved before is whole", file=sys.stderr)
+        print("terapipe train: ended before it could save; earlier checkpoints are intact", file=sys.stderr)
         return 1
     return 0 if ended["how"] in ("finished", "stopped") else 1

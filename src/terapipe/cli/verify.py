@@ -1,10 +1,11 @@
-"""``terapipe verify``: whether a Hugging Face model is exact when it is cut, proved on a small copy."""
+"""``terapipe verify``: tests on a small copy whether a sliced Hugging Face model has exact gradients."""
 
 import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +21,29 @@ if TYPE_CHECKING:
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "verify",
-        help="prove that a Hugging Face model is exact when it is cut",
-        description="Cuts a small random copy of the model into stages and uneven slices, and compares loss and every "
-        "gradient with the model in one piece, then with packed documents. Exit code 1 if they differ, 2 if the model "
-        "cannot be cut.",
+        help="test that a sliced Hugging Face model has exact gradients",
+        description="Cuts a small copy of the model with random weights into stages and uneven slices, and compares "
+        "loss and every gradient with the unmodified model, then again with packed documents. Exit code 1 if they "
+        "differ, 2 if the model is not supported.",
     )
     parser.add_argument("model", nargs="?", help="a model type such as llama, a config.json, or a model's folder")
-    parser.add_argument("--all", action="store_true", help="every causal-LM type of the installed transformers")
-    parser.add_argument("--stages", type=int, default=2, help="stages (default 2)")
-    parser.add_argument("--num-slices", type=int, default=4, help="slices of 29 tokens (default 4)")
+    parser.add_argument("--all", action="store_true", help="test all causal-LM types of the installed transformers")
+    parser.add_argument("--stages", type=int, default=2, metavar="N", help="number of stages (default: 2)")
     parser.add_argument(
-        "--tp", type=int, default=1, help="tensor parallel over so many processes, by the model's own plan (default 1)"
+        "--num-slices",
+        type=int,
+        default=4,
+        metavar="N",
+        help="number of slices of each sequence of 29 tokens (default: 4)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also test tensor parallelism over N processes, with the model's own tp_plan (default: 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
 
@@ -46,19 +57,19 @@ def run(parsed: argparse.Namespace) -> int:
     load()
     from terapipe.modeling.hf.comparison import lengths
 
-    lengths(parsed.num_slices, 1)  # refuses before anything is built
+    lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
     if parsed.all:
         return _all(parsed)
-    verdict = next(iter(_found({parsed.model: config_of(parsed.model)}, parsed)))
+    result = next(iter(_results({parsed.model: config_of(parsed.model)}, parsed)))
     if parsed.json:
-        print(json.dumps(verdict.to_dict()))
+        print(json.dumps(result.to_dict()))
     else:
-        _print(verdict, parsed)
-    return 0 if verdict.exact else 2 if verdict.worst != verdict.worst else 1
+        _print(result, parsed)
+    return 0 if result.exact else 2 if isnan(result.worst) else 1
 
 
 def load() -> None:
-    """Refuses in words where transformers is missing; otherwise quiet about what it misses."""
+    """Imports transformers without its warnings. Raises ValueError if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -67,7 +78,7 @@ def load() -> None:
 
 
 def config_of(model: str) -> Any:
-    """That of a small copy: from a folder, a file, or a type's defaults."""
+    """The config of a small copy of a model, given by folder, file, or model type (with its default config)."""
     from terapipe.modeling.hf.load import read_config
     from terapipe.modeling.hf.shrink import causal_lm_types, default_config, shrunken
 
@@ -80,31 +91,31 @@ def config_of(model: str) -> Any:
 
 
 def sweep(stages: int = 2, slices: int = 4) -> Iterator[tuple["VerifyResult", dict[str, float]]]:
-    """Of each type the verdict, and the errors of another copy, cut otherwise, in what the verdict calls exact."""
+    """For each model type the result, and if it is exact, the errors of another copy that is cut in another way."""
     from terapipe.modeling.hf.attention_backend import UnsupportedModelError
     from terapipe.modeling.hf.verification import confirm
 
     configs = _all_configs()
-    for verdict in _checked(configs, stages, slices):
-        config = configs[verdict.model]
-        found = confirm(verdict, config) if verdict.exact else {}
-        if verdict.exact and verdict.backend == "attention":
+    for result in _checked(configs, stages, slices):
+        config = configs[result.model]
+        errors = confirm(result, config) if result.exact else {}
+        if result.exact and result.backend == "attention":
             with suppress(UnsupportedModelError):
-                found["dropout"] = _recomputed(verdict, config)
-        yield verdict, found
+                errors["dropout"] = _dropout_error(result, config)
+        yield result, errors
 
 
 def _all_configs() -> dict[str, Any]:
-    """Of each type, a small configuration, or why there is none."""
+    """For each model type a small config, or a message why there is none."""
     from terapipe.modeling.hf.shrink import causal_lm_types
 
-    found: dict[str, Any] = {}
+    configs: dict[str, Any] = {}
     for name in causal_lm_types():
         try:
-            found[name] = config_of(name)
-        except Exception as error:  # a type whose own defaults are invalid
-            found[name] = str(error).strip().replace("\n", " ")
-    return found
+            configs[name] = config_of(name)
+        except Exception as error:  # a type whose default config is invalid
+            configs[name] = str(error).strip().replace("\n", " ")
+    return configs
 
 
 def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["VerifyResult"]:
@@ -115,7 +126,7 @@ def _checked(configs: dict[str, Any], stages: int, slices: int) -> Iterator["Ver
         yield verify(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
 
 
-def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["VerifyResult"]:
+def _results(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["VerifyResult"]:
     if parsed.tp == 1:
         return _checked(configs, parsed.stages, parsed.num_slices)
     from terapipe.launch.processes import launch
@@ -124,7 +135,7 @@ def _found(configs: dict[str, Any], parsed: argparse.Namespace) -> Iterator["Ver
 
 
 def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list["VerifyResult"]:
-    """On every process that `launch` starts."""
+    """Runs on every process that `launch` starts."""
     import torch
     from torch import distributed as dist
 
@@ -136,15 +147,15 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
     load()
     mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tp"]
     try:
-        verdicts = _checked(configs, stages, slices)
-        return [verify_tensor_parallel(v, configs[v.model], mesh) if v.exact else v for v in verdicts]
+        results = _checked(configs, stages, slices)
+        return [verify_tensor_parallel(r, configs[r.model], mesh) if r.exact else r for r in results]
     finally:
         dist.destroy_process_group()
 
 
-def _recomputed(verdict: "VerifyResult", config: Any) -> float:
-    """How much the gradients of a step in training mode, with dropout, differ where slices are computed again in the
-    backward; not at all, if they draw the same."""
+def _dropout_error(result: "VerifyResult", config: Any) -> float:
+    """The largest difference of gradients with and without recomputation in a step with dropout. It is 0 if the
+    recomputed forward draws the same dropout masks."""
     import torch
 
     from terapipe.modeling.hf.comparison import Batch, lengths
@@ -154,8 +165,8 @@ def _recomputed(verdict: "VerifyResult", config: Any) -> float:
     from terapipe.planning.slices import Plan
     from terapipe.runtime.pipeline import Pipeline
 
-    model = small_model(with_dropout(config), getattr(torch, verdict.dtype))
-    batch, found = Batch.of(model), []
+    model = small_model(with_dropout(config), getattr(torch, result.dtype))
+    batch, gradients = Batch.of(model), []
     decoder = Decoder(model, backend="attention")
     for recompute in (False, True):
         plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
@@ -164,52 +175,52 @@ def _recomputed(verdict: "VerifyResult", config: Any) -> float:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             pipe.step(batch.ids, batch.labels)
-        found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
-    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+        gradients.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+    return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
 
 
 def _all(parsed: argparse.Namespace) -> int:
-    """Exit code 1 if any verdict was not confirmed."""
+    """Tests all model types. Exit code 1 if a result could not be confirmed with another copy."""
     from importlib import metadata
 
     from terapipe.modeling.hf.verification import BOUND
 
-    verdicts, wrong, same = [], Counter[str](), 0
-    alone = ((verdict, dict[str, float]()) for verdict in _found(_all_configs(), parsed))
-    for verdict, found in sweep(parsed.stages, parsed.num_slices) if parsed.tp == 1 else alone:
-        verdicts.append(verdict)
-        unconfirmed = [use for use, error in found.items() if not error <= (0 if use == "dropout" else BOUND)]
-        wrong.update(unconfirmed)
-        same += "dropout" in found
+    results, wrong, with_dropout = [], Counter[str](), 0
+    unconfirmed_results = ((result, dict[str, float]()) for result in _results(_all_configs(), parsed))
+    for result, errors in sweep(parsed.stages, parsed.num_slices) if parsed.tp == 1 else unconfirmed_results:
+        results.append(result)
+        wrong_uses = [use for use, error in errors.items() if not error <= (0 if use == "dropout" else BOUND)]
+        wrong.update(wrong_uses)
+        with_dropout += "dropout" in errors
         if not parsed.json:
-            show.console.print(_line(verdict) + "".join(f", WRONG: {use}" for use in unconfirmed), markup=False)
-    counts = _counts(verdicts, same, wrong) if parsed.tp == 1 else _exact(verdicts)
+            show.console.print(_line(result) + "".join(f", WRONG: {use}" for use in wrong_uses), markup=False)
+    counts = _counts(results, with_dropout, wrong) if parsed.tp == 1 else _exact(results)
     if parsed.json:
-        rows = [{key: value for key, value in v.to_dict().items() if key != "groups"} for v in verdicts]
+        rows = [{key: value for key, value in r.to_dict().items() if key != "groups"} for r in results]
         print(json.dumps({"transformers": metadata.version("transformers"), **counts, "models": rows}))
     else:
         backends = f"{counts['attention']} by the attention backend, {counts['cache']} by the cache backend"
         show.console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({backends})")
-        for use, title in (("documents", "packed documents"), ("dropout", "dropout, computed again")):
+        for use, title in (("documents", "packed documents"), ("dropout", "recomputation with dropout")):
             if use in counts:
                 show.console.print(_sum_up(title, counts[use]))
     return 1 if wrong else 0
 
 
-def _exact(verdicts: Sequence["VerifyResult"]) -> dict[str, Any]:
-    """By seam, and of whole sequences."""
-    counts: dict[str, Any] = {b: sum(v.exact and v.backend == b for v in verdicts) for b in ("attention", "cache")}
-    exact = sum(v.exact for v in verdicts)
-    return {**counts, "whole": {"exact": exact, "refused": len(verdicts) - exact, "wrong": 0}}
+def _exact(results: Sequence["VerifyResult"]) -> dict[str, Any]:
+    """Numbers of exact models, by backend and in all."""
+    counts: dict[str, Any] = {b: sum(r.exact and r.backend == b for r in results) for b in ("attention", "cache")}
+    exact = sum(r.exact for r in results)
+    return {**counts, "whole": {"exact": exact, "refused": len(results) - exact, "wrong": 0}}
 
 
-def _counts(verdicts: Sequence["VerifyResult"], recomputed: int, wrong: Mapping[str, int]) -> dict[str, Any]:
-    """And of other uses; ``wrong`` are those that were not confirmed."""
-    counts = _exact(verdicts)
-    documents = sum(v.documents_exact for v in verdicts)
-    for use, exact in (("whole", counts["whole"]["exact"]), ("documents", documents), ("dropout", recomputed)):
+def _counts(results: Sequence["VerifyResult"], with_dropout: int, wrong: Mapping[str, int]) -> dict[str, Any]:
+    """As ``_exact``, also for packed documents and dropout. ``wrong`` counts results that were not confirmed."""
+    counts = _exact(results)
+    documents = sum(r.documents_exact for r in results)
+    for use, exact in (("whole", counts["whole"]["exact"]), ("documents", documents), ("dropout", with_dropout)):
         failed = wrong.get(use, 0)
-        counts[use] = {"exact": exact - failed, "refused": len(verdicts) - exact, "wrong": failed}
+        counts[use] = {"exact": exact - failed, "refused": len(results) - exact, "wrong": failed}
     return counts
 
 
@@ -217,22 +228,22 @@ def _sum_up(use: str, counts: Mapping[str, int]) -> str:
     return f"{use}: " + ", ".join(f"{number} {what}" for what, number in counts.items())
 
 
-def _line(verdict: "VerifyResult") -> str:
-    if not verdict.exact:
-        return f"{verdict.model:24s} refused  {verdict.reason}"
-    note = f", slices of at least {verdict.shortest} tokens" if verdict.shortest > 1 else ""
-    documents = "" if verdict.documents_exact else f"; packed documents refused: {verdict.documents_reason}"
-    return f"{verdict.model:24s} exact    {verdict.backend} backend, largest error {verdict.worst:.1e}{note}{documents}"
+def _line(result: "VerifyResult") -> str:
+    if not result.exact:
+        return f"{result.model:24s} refused  {result.reason}"
+    note = f", slices of at least {result.shortest} tokens" if result.shortest > 1 else ""
+    documents = "" if result.documents_exact else f"; packed documents refused: {result.documents_reason}"
+    return f"{result.model:24s} exact    {result.backend} backend, largest error {result.worst:.1e}{note}{documents}"
 
 
-def _print(verdict: "VerifyResult", parsed: argparse.Namespace) -> None:
-    show.console.print(_line(verdict), markup=False)
-    if verdict.exact:
+def _print(result: "VerifyResult", parsed: argparse.Namespace) -> None:
+    show.console.print(_line(result), markup=False)
+    if result.exact:
         table = Table("parameters", "largest relative error", box=None, pad_edge=False)
-        for group, error in verdict.groups:
+        for group, error in result.groups:
             table.add_row(group, f"{error:.1e}")
-        over = f", with tensor parallel {parsed.tp}" if parsed.tp > 1 else ""
+        tp = f", with tensor parallel {parsed.tp}" if parsed.tp > 1 else ""
         show.console.print(
-            f"\nA small copy in {parsed.stages} stages and {parsed.num_slices} slices{over}, against one piece:"
+            f"\nA small copy in {parsed.stages} stages and {parsed.num_slices} slices{tp}, against the whole model:"
         )
         show.console.print(table)

@@ -42,9 +42,8 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     compute = float(cost.forward(whole, sequences, length, context) + cost.backward(whole, sequences, length, context))
     link = host.intra_node if ring <= host.devices else host.inter_node
     block = sequences * length * 2 * config.num_kv_heads * config.head_size * host.device.element
-    passed = (
-        3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0
-    )  # forward, and backward with gradients
+    # Keys and values pass the ring in the forward, and again, with their gradients, in the backward.
+    passed = 3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0
     # Weights are gathered for forward and backward, gradients scattered: each crosses every host's card once.
     weights = config.parameters * (2 * host.device.element + 4)
     gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)

@@ -1,4 +1,4 @@
-"""What to cut: plans, layouts, orders by name, costs, memory and the exact solver. No torch here."""
+"""Plans, layouts, orders, cost models, memory models and the exact solver for slices. No torch here."""
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, LinkBehavior, Memory, StageSpec, stage_specs

@@ -1,4 +1,4 @@
-"""Seconds from first principles: the shape of a model, a description of the hardware, a layout."""
+"""A cost model without measurements: seconds from the shape of a model, the hardware and the layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from terapipe.presets import GPTConfig
 
 @dataclass(frozen=True)
 class AnalyticCost:
-    """A layer takes a fixed time beside its arithmetic, or the time to read its weights where that is longer.
+    """A layer takes its overhead plus its arithmetic, or plus reading its weights if that takes longer (roofline).
 
-    Devices are numbered tensor innermost, then pipe, then data, so a tensor group lies inside a host. ``ends`` says
+    Ranks are numbered tp innermost, then pp, then dp, so a tensor parallel group lies within a host. ``ends`` says
     whether embedding, head and loss count.
     """
 
@@ -30,12 +30,12 @@ class AnalyticCost:
         return stage.layers * self._layer(size, length, context) + self._ends(stage, size, length)
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        again = self._layer(size, length, context) if self.recompute else 0.0
+        recomputed = self._layer(size, length, context) if self.recompute else 0.0
         device = self.cluster.host.device
-        # Gradients of inputs and of weights are one forward's arithmetic each; the latter are then added to their sum.
+        # Input and weight gradients take the FLOPs of one forward each. Weight gradients are then accumulated.
         busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
         layer = np.maximum(2 * device.min_layer_time, busy) + self._all_reduces(size, length)
-        return np.asarray(stage.layers * (layer + again), dtype=np.float64)
+        return np.asarray(stage.layers * (layer + recomputed), dtype=np.float64)
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         device = self.cluster.host.device
@@ -52,40 +52,41 @@ class AnalyticCost:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return LinkBehavior(self.cluster.host.overlapped, link.latency)
 
-    def per_step(self, held: Sequence[StageSpec]) -> float:
+    def per_step(self, stages: Sequence[StageSpec]) -> float:
         device = self.cluster.host.device
-        count = parameters(self.config, held) / self.layout.tp if self.ends else self._layer_parameters(held)
+        count = parameters(self.config, stages) / self.layout.tp if self.ends else self._layer_parameters(stages)
         optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
-        return optimizer + self._reduction(count) + self._tied(held)
+        return optimizer + self._all_reduce_gradients(count) + self._tied(stages)
 
     # One layer
 
     @property
     def _rate(self) -> float:
-        """Of products of the model's width by a tensor rank's share of it, taken as squares of the same area."""
+        """FLOP/s of hidden x (hidden / tp) matmuls, treated as squares of the same area."""
         return self.cluster.host.device.rate(self.config.hidden / self.layout.tp**0.5)
 
     @property
     def _weight_bytes(self) -> float:
         return self.config.layer_parameters * self.cluster.host.device.element / self.layout.tp
 
-    def _layer_parameters(self, held: Sequence[StageSpec]) -> float:
-        return sum(stage.layers for stage in held) * self.config.layer_parameters / self.layout.tp
+    def _layer_parameters(self, stages: Sequence[StageSpec]) -> float:
+        return sum(stage.layers for stage in stages) * self.config.layer_parameters / self.layout.tp
 
     def _flops(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """Multiply-adds, counted twice, of one layer's forward on one device."""
+        """FLOPs of one layer's forward on one device. A multiply-add counts as two."""
         tokens = np.multiply(size, length)
-        seen = np.add(context, np.multiply(length, 0.5 if self.cluster.host.device.causal else 1.0))
+        attended = np.add(context, np.multiply(length, 0.5 if self.cluster.host.device.causal else 1.0))
         linear = 2.0 * tokens * self.config.layer_parameters
-        return np.asarray((linear + 4.0 * tokens * seen * self.config.hidden) / self.layout.tp, dtype=np.float64)
+        return np.asarray((linear + 4.0 * tokens * attended * self.config.hidden) / self.layout.tp, dtype=np.float64)
 
     def _products(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """Arithmetic, or reading the weights where that takes longer."""
+        """Seconds of one layer's matmuls: arithmetic, or reading the weights if that takes longer."""
         device = self.cluster.host.device
         return np.maximum(self._flops(size, length, context) / self._rate, self._weight_bytes / device.bandwidth)
 
     @property
     def _accumulation(self) -> float:
+        """Seconds to accumulate one layer's weight gradients of a slice."""
         return self.cluster.host.device.accumulated * self._weight_bytes / self.cluster.host.device.bandwidth
 
     def _layer(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -94,7 +95,7 @@ class AnalyticCost:
         return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
 
     def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:
-        """Two in each direction: after attention and after the feed-forward layer."""
+        """The two all-reduces of tensor parallelism in a layer, after attention and after the MLP."""
         t = self.layout.tp
         if t == 1:
             return 0.0
@@ -103,7 +104,8 @@ class AnalyticCost:
         return np.asarray(2 * (link.latency + 2 * (t - 1) / t * nbytes / link.bandwidth), dtype=np.float64)
 
     def _ends(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array | float:
-        """The embedding only moves memory; head and loss are three products, forward and backward at once."""
+        """Embedding, head and loss. The embedding is bound by memory. The head counts three matmuls: its forward, and
+        its backward, which the executor runs in the forward of the last stage."""
         if not self.ends:
             return 0.0
         device, tokens = self.cluster.host.device, np.multiply(size, length) * 1.0
@@ -119,8 +121,8 @@ class AnalyticCost:
         host = self.cluster.host
         return host.intra_node if a // host.devices == b // host.devices else host.inter_node
 
-    def _reduction(self, count: float) -> float:
-        """All replicas sum their gradients round a ring; the devices of a host share its card."""
+    def _all_reduce_gradients(self, count: float) -> float:
+        """The ring all-reduce over replicas. Between hosts, the devices of a host share its network card."""
         d = self.layout.dp
         if d == 1:
             return 0.0
@@ -130,9 +132,9 @@ class AnalyticCost:
             return host.intra_node.seconds(sent)
         return host.inter_node.seconds(sent * host.devices)
 
-    def _tied(self, held: Sequence[StageSpec]) -> float:
-        """A tied weight's gradient, exchanged between the first and the last rank; each tensor rank sends its part."""
-        first, last = (any(getattr(stage, end) for stage in held) for end in ("first", "last"))
+    def _tied(self, stages: Sequence[StageSpec]) -> float:
+        """The gradient of a tied weight, exchanged between the first and the last stage's rank; sharded by tp."""
+        first, last = (any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
         if not (self.ends and self.config.tied) or first == last:
             return 0.0
         host, tp = self.cluster.host, self.layout.tp

@@ -1,4 +1,4 @@
-"""What a cost model answers: how long a slice takes on a stage, and how many bytes it holds there."""
+"""The interfaces of cost models (seconds) and memory models (bytes) of slices on stages."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,46 +12,46 @@ Numbers = Array | NDArray[np.int64] | float
 
 
 class StageSpec(NamedTuple):
-    """What a stage holds of the model: so many layers, and perhaps what comes before or after all layers."""
+    """What a stage holds: a number of layers, and on the first and the last stage the ends of the model."""
 
     layers: int
-    first: bool = False  # the embedding
-    last: bool = False  # the final norm, the head and the loss
+    first: bool = False  # also the embedding
+    last: bool = False  # also the final norm, the head and the loss
 
 
 class LinkBehavior(NamedTuple):
-    """What a transfer keeps busy besides its own arrival."""
+    """How a transfer occupies the sending rank and the link."""
 
-    overlapped: bool = True  # whether the rank computes while it sends; otherwise it first sends, then goes on
-    latency: float = 0.0  # seconds of every transfer, however long, in which its link already takes the next
+    overlapped: bool = True  # whether the rank computes while it sends; otherwise sending blocks it
+    latency: float = 0.0  # seconds of every transfer that do not occupy the link
 
 
 def stage_specs(boundaries: Sequence[int]) -> tuple[StageSpec, ...]:
-    """The part of every stage."""
+    """The StageSpec of every stage."""
     last = boundaries[-1]
     return tuple(StageSpec(b - a, a == 0, b == last) for a, b in pairwise(boundaries))
 
 
 class Cost(Protocol):
-    """Seconds. Sizes, lengths and contexts are arrays that broadcast against each other; answers are element-wise."""
+    """Seconds of everything a rank does. Sizes, lengths and contexts broadcast; results are element-wise."""
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """One slice's forward. On the last stage the loss and its gradient are part of it, as in the executor."""
+        """The forward of a slice. On the last stage it includes the loss and its gradient, as in the executor."""
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """One slice's whole backward."""
+        """The whole backward of a slice."""
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """The half of a backward that nobody waits for: gradients of weights."""
+        """The part of the backward that computes gradients of weights. No other stage waits for it."""
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """Hidden states of one slice, or their gradient, from one rank of the pipeline to another."""
+        """Point-to-point transfer of a slice's hidden states, or of their gradient, between two pipeline ranks."""
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """How such a transfer goes about it."""
+        """Whether transfers between two pipeline ranks overlap with computation, and their latency."""
 
-    def per_step(self, held: Sequence[StageSpec]) -> float:
-        """What a rank that holds these parts does once per step: reduction over replicas, the optimizer."""
+    def per_step(self, stages: Sequence[StageSpec]) -> float:
+        """The work that a rank with these stages does once per step: gradient all-reduce and optimizer."""
 
 
 class Memory(Protocol):
@@ -61,32 +61,31 @@ class Memory(Protocol):
         """Weights, gradients and optimizer state."""
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """What one slice keeps from its forward to its backward."""
+        """What a slice keeps from its forward to its backward."""
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """What one slice keeps from the input half of its backward to the weight half."""
+        """What a slice keeps from the input half of its backward to the weight half."""
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """Keys, values and their gradients of one microbatch, from its first forward to its last backward."""
+        """Keys, values and their gradients of a microbatch, from its first forward to its last backward."""
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
-        """What only exists during a forward, and only during a backward."""
+        """Temporary memory during a forward, and during a backward."""
 
 
 def slice_time(
     cost: Cost, stage: StageSpec, rank: int, ranks: int, size: Numbers, length: Numbers, context: Numbers
 ) -> Array:
-    """One slice's forward and backward on one of so many ranks, and its transfers to the neighbors there are: what the
-    formula of the paper calls t.
+    """Forward, backward and transfers of a slice on pipeline rank ``rank`` of ``ranks``: the paper's t.
 
-    Where the rank computes while it sends, slices follow each other as fast as the slower of the two permits.
+    Where transfers overlap with computation, only the time by which a transfer exceeds the computation counts.
     """
     forward, backward = cost.forward(stage, size, length, context), cost.backward(stage, size, length, context)
 
-    def added(seconds: Array, target: int) -> Array | float:
+    def exposed_transfer(compute: Array, target: int) -> Array | float:
         if not 0 <= target < ranks:
             return 0.0
-        sent, (overlapped, latency) = cost.transfer(rank, target, size, length), cost.link_behavior(rank, target)
-        return np.maximum(sent - latency - seconds, 0.0) if overlapped else sent
+        transfer, (overlapped, latency) = cost.transfer(rank, target, size, length), cost.link_behavior(rank, target)
+        return np.maximum(transfer - latency - compute, 0.0) if overlapped else transfer
 
-    return forward + backward + (added(forward, rank + 1) + added(backward, rank - 1))
+    return forward + backward + (exposed_transfer(forward, rank + 1) + exposed_transfer(backward, rank - 1))

@@ -1,4 +1,4 @@
-"""Costs from a Profile: what was measured, interpolated; and a term for the context that is zero without one."""
+"""A cost model from a Profile: interpolated measurements, plus a fitted term for the context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,14 @@ from terapipe.planning.profile import Profile, Sample, Transfer, typical
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds of the measured stage, for one kind of work.
+    """Seconds of one kind of work on the measured stage:
 
-    ``tables`` holds, for each measured microbatch size, lengths and seconds without context. ``context`` are the
-    coefficients of what a context adds: a second block of attention at all, its keys and values, and its scores.
+        seconds = base(size, length) + a * (context > 0) + b * size * context + c * size * length * context
+
+    ``base`` interpolates the measurements without context, linearly in length and then in size. The coefficients
+    ``a, b, c >= 0`` (``context``) stand for the overhead of a second attention block, for reading its keys and values,
+    and for its scores. They are fitted to what measurements with context take longer than ``base``.
+    ``tables`` maps each measured size to its lengths and seconds without context.
     """
 
     tables: dict[int, tuple[Array, Array]]
@@ -30,51 +34,57 @@ class Fit:
         for n in sorted({s.size for s in samples}):
             rows = sorted((s.length, typical(s.seconds)) for s in samples if s.size == n and not s.context)
             tables[n] = (np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], float))
-        bare = cls(tables, np.zeros(3))
-        behind = [s for s in samples if s.context]
-        if not behind:
-            return bare
-        size, length, context = np.array([(s.size, s.length, s.context) for s in behind], float).T
-        seconds = np.array([typical(s.seconds) for s in behind])
-        added = seconds - bare(size, length, context)
-        return cls(tables, _not_negative(_features(size, length, context), added, seconds))
+        base = cls(tables, np.zeros(3))
+        with_context = [s for s in samples if s.context]
+        if not with_context:
+            return base
+        size, length, context = np.array([(s.size, s.length, s.context) for s in with_context], float).T
+        seconds = np.array([typical(s.seconds) for s in with_context])
+        added = seconds - base(size, length, context)
+        return cls(tables, _nonnegative_fit(_features(size, length, context), added, seconds))
 
     def __call__(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         sizes, lengths, contexts = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (size, length, context)))
         added: Array = np.asarray(_features(sizes, lengths, contexts) @ self.context, dtype=np.float64)
-        return np.maximum(self._without_context(sizes, lengths), 0.0) + added
+        return np.maximum(self._base(sizes, lengths), 0.0) + added
 
-    def _without_context(self, size: Array, length: Array) -> Array:
-        known = list(self.tables)
-        rows = np.stack([_line(length, *self.tables[n]) for n in known])
-        if len(known) == 1:
-            return np.asarray(rows[0] * size / known[0], dtype=np.float64)
-        at = np.clip(np.searchsorted(known, size, side="right") - 1, 0, len(known) - 2)
-        low, high = np.take(known, at), np.take(known, at + 1)
+    def _base(self, size: Array, length: Array) -> Array:
+        measured = list(self.tables)
+        rows = np.stack([_interpolate(length, *self.tables[n]) for n in measured])  # by measured size
+        if len(measured) == 1:
+            return np.asarray(rows[0] * size / measured[0], dtype=np.float64)
+        # Between the two neighboring sizes; beyond the largest and smallest, extrapolate from the last two.
+        at = np.clip(np.searchsorted(measured, size, side="right") - 1, 0, len(measured) - 2)
+        low, high = np.take(measured, at), np.take(measured, at + 1)
         below, above = (np.take_along_axis(rows, (at + i)[None], 0)[0] for i in (0, 1))
         return np.asarray(below + (above - below) * (size - low) / (high - low), dtype=np.float64)
 
 
 def _features(size: Array, length: Array, context: Array) -> Array:
+    """The factors of a, b and c in the formula of `Fit`."""
     return np.stack([1.0 * (context > 0), size * context, size * length * context], axis=-1)
 
 
-def _not_negative(features: Array, wanted: Array, scale: Array) -> Array:
-    """Least squares of relative errors, no coefficient below zero: the best of all subsets that give none."""
-    best, least = np.zeros(features.shape[1]), float(np.sum((wanted / scale) ** 2))
+def _nonnegative_fit(features: Array, target: Array, scale: Array) -> Array:
+    """Nonnegative least squares of the errors relative to ``scale``.
+
+    Tries ordinary least squares on every subset of the three features and keeps the best solution without a negative
+    coefficient.
+    """
+    best, least = np.zeros(features.shape[1]), float(np.sum((target / scale) ** 2))
     rows = features / scale[:, None]
     for count in range(1, features.shape[1] + 1):
         for subset in map(list, combinations(range(features.shape[1]), count)):
-            found = np.linalg.lstsq(rows[:, subset], wanted / scale, rcond=None)[0]
-            error = float(np.sum((rows[:, subset] @ found - wanted / scale) ** 2))
-            if (found >= 0).all() and error < least:
+            coefficients = np.linalg.lstsq(rows[:, subset], target / scale, rcond=None)[0]
+            error = float(np.sum((rows[:, subset] @ coefficients - target / scale) ** 2))
+            if (coefficients >= 0).all() and error < least:
                 best, least = np.zeros(features.shape[1]), error
-                best[subset] = found
+                best[subset] = coefficients
     return best
 
 
-def _line(x: Array, xs: Array, ys: Array) -> Array:
-    """Straight between the points, and beyond them as between the last two."""
+def _interpolate(x: Array, xs: Array, ys: Array) -> Array:
+    """Piecewise linear through the points; beyond the ends, the outermost segment is extended."""
     if len(xs) == 1:
         return np.asarray(ys[0] * x / xs[0], dtype=np.float64)
     at = np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2)
@@ -84,7 +94,7 @@ def _line(x: Array, xs: Array, ys: Array) -> Array:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Messages between two ranks: their bytes, rising, and seconds."""
+    """Measured messages between two ranks: their bytes, in ascending order, and seconds."""
 
     nbytes: Array
     seconds: Array
@@ -98,19 +108,19 @@ class MeasuredLink:
 
     @cached_property
     def latency(self) -> float:
-        """What a message of no bytes would take."""
-        return float(np.clip(_line(np.zeros(()), self.nbytes, self.seconds), 0.0, self.seconds.min()))
+        """The time of an empty message, by extrapolation."""
+        return float(np.clip(_interpolate(np.zeros(()), self.nbytes, self.seconds), 0.0, self.seconds.min()))
 
     def __call__(self, nbytes: Numbers) -> Array:
-        return np.maximum(_line(np.asarray(nbytes, np.float64), self.nbytes, self.seconds), self.latency)
+        return np.maximum(_interpolate(np.asarray(nbytes, np.float64), self.nbytes, self.seconds), self.latency)
 
 
-NO_LINK = MeasuredLink(np.ones(1), np.zeros(1), False)  # nothing was measured: transfers are free
+NO_LINK = MeasuredLink(np.ones(1), np.zeros(1), False)  # for profiles without transfers: they cost nothing
 
 
 @dataclass(frozen=True)
 class FittedCost:
-    """Ranks, numbered tensor innermost, then pipe, then data, fill hosts in order, each with as many as measured."""
+    """Ranks, numbered tp innermost, then pp, then dp, fill the hosts in order, as many on each as in the profile."""
 
     profile: Profile
     recompute: bool = False
@@ -125,44 +135,45 @@ class FittedCost:
 
     @cached_property
     def _fits(self) -> dict[str, Fit]:
-        used = [s for s in self.profile.samples if not s.held_out]
-        kinds = {s.kind for s in used}
-        return {kind: Fit.of([s for s in used if s.kind == kind]) for kind in kinds}
+        samples = [s for s in self.profile.samples if not s.held_out]
+        kinds = {s.kind for s in samples}
+        return {kind: Fit.of([s for s in samples if s.kind == kind]) for kind in kinds}
 
-    def _of(self, kind: str, size: Numbers, length: Numbers, context: Numbers = 0.0) -> Array:
+    def _seconds(self, kind: str, size: Numbers, length: Numbers, context: Numbers = 0.0) -> Array:
+        """Seconds of one kind of work, 0 if the profile has no samples of it."""
         fit = self._fits.get(kind)
         return fit(size, length, context) if fit else np.zeros(np.broadcast(size, length, context).shape)
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        seconds = self._of("forward", size, length, context) * (stage.layers / self.profile.layers)
+        seconds = self._seconds("forward", size, length, context) * (stage.layers / self.profile.layers)
         if stage.first:
-            seconds = seconds + self._of("embedding", size, length)
-        return seconds + self._of("head", size, length) if stage.last else seconds
+            seconds = seconds + self._seconds("embedding", size, length)
+        return seconds + self._seconds("head", size, length) if stage.last else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        seconds = self._of("backward", size, length, context) * (stage.layers / self.profile.layers)
+        seconds = self._seconds("backward", size, length, context) * (stage.layers / self.profile.layers)
         if self.recompute:
-            seconds = seconds + self._of("forward", size, length, context) * (stage.layers / self.profile.layers)
-        return seconds + self._of("embedding_backward", size, length) if stage.first else seconds
+            seconds = seconds + self._seconds("forward", size, length, context) * (stage.layers / self.profile.layers)
+        return seconds + self._seconds("embedding_backward", size, length) if stage.first else seconds
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        return self._of("weights", size, length) * (stage.layers / self.profile.layers)
+        return self._seconds("weights", size, length) * (stage.layers / self.profile.layers)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.profile.config.hidden * self.profile.element)
         return self._link(source * self.layout.tp, target * self.layout.tp)(nbytes)
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """A rank on a CPU sends by a thread that shares its cores with the one that computes, and inside a host copying
-        is all there is to it; a message to another host mostly waits for the wire."""
+        """On a CPU, the thread that sends competes with the one that computes. Within a host a message is nothing but
+        copying, so it does not overlap. A message to another host mostly waits for the network, so it does."""
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return LinkBehavior(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
 
-    def per_step(self, held: Sequence[StageSpec]) -> float:
-        """The optimizer, gradients summed over replicas, a tied weight's exchanged between first and last rank."""
-        config, count = self.profile.config, parameters(self.profile.config, held)
-        seconds = count * typical(self.profile.optimizer) + self._reduction(count)
-        if config.tied and any(stage.first for stage in held) != any(stage.last for stage in held):
+    def per_step(self, stages: Sequence[StageSpec]) -> float:
+        """Optimizer, gradient all-reduce over replicas, and the exchange of a tied weight's gradient."""
+        config, count = self.profile.config, parameters(self.profile.config, stages)
+        seconds = count * typical(self.profile.optimizer) + self._all_reduce_gradients(count)
+        if config.tied and any(stage.first for stage in stages) != any(stage.last for stage in stages):
             ends = self._link(0, (self.layout.pp - 1) * self.layout.tp)
             seconds += float(ends(float(self.profile.element) * config.vocab * config.hidden))
         return seconds
@@ -171,19 +182,19 @@ class FittedCost:
 
     @cached_property
     def _links(self) -> tuple[MeasuredLink, MeasuredLink]:
-        """Inside a host and between hosts; where only one kind was measured, it stands for both."""
+        """The links within a host and between hosts. If only one was measured, it stands for both."""
         transfers = self.profile.transfers
         if not transfers:
             return NO_LINK, NO_LINK
-        inside, between = ([t for t in transfers if t.between_hosts == apart] for apart in (False, True))
-        return MeasuredLink.of(inside or between), MeasuredLink.of(between or inside)
+        within, between = ([t for t in transfers if t.between_hosts == apart] for apart in (False, True))
+        return MeasuredLink.of(within or between), MeasuredLink.of(between or within)
 
     def _link(self, a: int, b: int) -> MeasuredLink:
         per_host = self.profile.ranks_per_host
         return self._links[a // per_host != b // per_host]
 
-    def _reduction(self, count: int) -> float:
-        """All replicas sum their gradients, in their own dtype, round a ring; what leaves a host shares one link."""
+    def _all_reduce_gradients(self, count: int) -> float:
+        """The ring all-reduce over replicas, in the gradients' dtype. The ranks of a host share one link to others."""
         dp, replica = self.layout.dp, self.layout.pp * self.layout.tp
         if dp == 1:
             return 0.0
@@ -194,9 +205,9 @@ class FittedCost:
         return float(self._link(0, per_host)(sent * min(replica, per_host)))
 
     def errors(self) -> list[float]:
-        """Relative errors on the samples that were held out of the fit."""
+        """Relative errors on the held-out samples."""
         return [
-            float(self._of(s.kind, s.size, s.length, s.context)) / typical(s.seconds) - 1
+            float(self._seconds(s.kind, s.size, s.length, s.context)) / typical(s.seconds) - 1
             for s in self.profile.samples
             if s.held_out
         ]

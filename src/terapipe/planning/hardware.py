@@ -1,4 +1,4 @@
-"""Known devices, hosts and clusters: what the analytic cost model needs to know of hardware."""
+"""Descriptions of devices, hosts and clusters, for the analytic cost model."""
 
 import os
 import time
@@ -13,7 +13,7 @@ GB, GIB = 1e9, 2**30
 
 @dataclass(frozen=True)
 class Link:
-    bandwidth: float  # bytes per second, one way
+    bandwidth: float  # bytes per second, in one direction
     latency: float  # seconds
 
     def seconds(self, nbytes: float) -> float:
@@ -22,24 +22,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, and how well layers of a transformer use it."""
+    """A device, and how well transformer layers use it."""
 
-    peak: float  # floating-point operations per second, in the precision of training
-    achieved: float  # the share of it that the widest products reach
-    bandwidth: float  # bytes per second of its memory
+    peak: float  # FLOP/s in the dtype of training
+    achieved: float  # utilization of the peak by very wide matmuls
+    bandwidth: float  # memory bandwidth, bytes per second
     memory: int  # bytes
-    layer_overhead: float  # seconds that a layer's forward takes beside its arithmetic
-    min_layer_time: float  # seconds below which no forward of a layer falls, however short the slice: kernel launches
-    half_width: float = 0.0  # of a product's sides, at which it reaches half of that share
-    accumulated: float = 2.0  # times its weights' bytes that a layer moves to add a slice's gradients to the sum
+    layer_overhead: float  # seconds of a layer's forward besides its arithmetic
+    min_layer_time: float  # lower bound on the seconds of a layer's forward, due to kernel launches
+    half_width: float = 0.0  # matmul width at which utilization is half of `achieved`
+    accumulated: float = 2.0  # memory traffic of accumulating a slice's weight gradients, as a multiple of weight bytes
     element: int = 2  # bytes of a weight, an activation, a gradient
-    summed: int = 2  # bytes of a gradient in sums over replicas: the runtime sums in the parameters' dtype
-    state: int = 12  # bytes of optimizer state for each parameter: float32 copy and Adam's two moments
-    causal: bool = True  # whether attention skips the future; otherwise it computes whole rectangles
-    tile: int = 8  # tokens: slice lengths that are multiples of it use the device well
+    summed: int = 2  # bytes of a gradient in the all-reduce over replicas, which is in the parameters' dtype
+    state: int = 12  # bytes of optimizer state per parameter: float32 copy and Adam's two moments
+    causal: bool = True  # whether attention skips masked blocks; otherwise it computes whole rectangles
+    tile: int = 8  # tokens; slice lengths that are multiples of it use the device well
 
     def rate(self, width: float) -> float:
-        """Operations per second in products of matrices about so wide: narrow ones do not fill the device."""
+        """FLOP/s of a matmul of this width. Narrow ones do not fill the device."""
         return self.peak * self.achieved * width / (width + self.half_width)
 
 
@@ -48,15 +48,15 @@ class Host:
     device: Device
     devices: int
     intra_node: Link  # between two devices of the host
-    inter_node: Link  # of the whole host, shared by its devices
+    inter_node: Link  # the network card of the host, shared by its devices
     overlapped: bool = True  # whether devices compute while they send
 
 
 @dataclass(frozen=True, init=False)
 class Cluster:
-    """``Cluster("dgx-h100:8")``: known hosts and how many of them, or ``cpu``, this machine, calibrated on the spot.
+    """``Cluster("dgx-h100:8")`` is 8 hosts of a known type. ``Cluster("cpu")`` is this machine, calibrated on the spot.
 
-    For hosts of your own: ``Cluster("mine", Host(...), hosts=4)``.
+    For other hosts, describe them: ``Cluster("mine", Host(...), hosts=4)``.
     """
 
     name: str
@@ -76,16 +76,18 @@ class Cluster:
         return self.host.devices * self.hosts
 
 
-# The V100 of the TeraPipe paper. From data sheets: peak, memory and its bandwidth. From the paper's figure 3: no layer
-# below 1.46 ms, however short the slice. By construction: attention over whole rectangles, transfers not overlapped,
-# gradients of replicas summed in float32, a weight's gradient written, read, added to its sum and that written (4 times
-# the weights' bytes). Calibrated, on figure
-# 3 and settings 5, 8 and 10 of the main table: the share of the peak, the width that halves it, a layer's overhead.
+# The V100 as the TeraPipe paper used it.
+# - From data sheets: peak, memory and memory bandwidth.
+# - From figure 3 of the paper: a layer takes at least 1.46 ms, however short the slice.
+# - From the paper's implementation: attention computes whole rectangles, transfers do not overlap, gradients are
+#   all-reduced in float32, and accumulating a weight gradient moves four times the weight's bytes (write the gradient,
+#   read it, read the sum, write the sum).
+# - Calibrated on figure 3 and settings 5, 8 and 10 of the main table: utilization, half width, overhead per layer.
 _V100 = Device(
     125e12, 0.944, 900 * GB, 16 * GIB, 0.45e-3, 1.46e-3, half_width=2330.0, accumulated=4.0, summed=4, causal=False
 )  # fmt: skip
-# For the others, published peaks, and shares and overheads that well-tuned training reaches; not measured by us. Their
-# matrix and attention kernels work on tiles of 128 rows.
+# The others have published peaks, and the utilization and overhead of well-tuned training. We did not measure them.
+# Their matmul and attention kernels work on tiles of 128 rows.
 _A100 = Device(312e12, 0.75, 2.0e12, 80 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0, tile=128)
 _A100_40 = Device(312e12, 0.75, 1.55e12, 40 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0, tile=128)
 _H100 = Device(989e12, 0.70, 3.35e12, 80 * GIB, 0.08e-3, 0.15e-3, half_width=2000.0, tile=128)
@@ -100,7 +102,7 @@ HOSTS: dict[str, Host] = {
 
 
 def _known(text: str) -> tuple[str, Host, int]:
-    """From ``HOST:COUNT``, such as ``p3.16xlarge:48``."""
+    """Parses ``HOST:COUNT``, such as ``p3.16xlarge:48``."""
     name, _, count = text.partition(":")
     if name != "cpu" and name not in HOSTS:
         raise ValueError(f"unknown host {name!r} in cluster {text!r}; the hosts are {', '.join([*HOSTS, 'cpu'])}")
@@ -115,7 +117,7 @@ def _known(text: str) -> tuple[str, Host, int]:
 
 @cache
 def this_cpu() -> Host:
-    """This machine as a host whose devices are its cores, calibrated by large products and copies in a second or so."""
+    """This machine as a host with one device per core. Calibrated by matmuls and copies, in about a second."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
     block = np.ones(1 << 24, np.float32)
@@ -123,11 +125,12 @@ def this_cpu() -> Host:
     bandwidth = 2 * block.nbytes / _best(block.copy)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
     device = Device(rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, element=4, summed=4, state=8)
-    link = Link(bandwidth / 6, 50e-6)  # through a socket: several copies
+    link = Link(bandwidth / 6, 50e-6)  # a message through a socket is copied several times
     return Host(device, cores, link, Link(1.25 * GB, 50e-6))
 
 
 def _best(action: Callable[[], object], rounds: int = 7) -> float:
+    """The shortest of several measured times."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How many devices each kind of parallelism takes."""
+"""Layouts: the number of devices for each kind of parallelism."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Layout:
     """Data parallel replicas (``dp``), pipeline ranks (``pp``) and tensor parallel ranks (``tp``).
 
-    With ``shard``, replicas shard parameters, gradients and optimizer state (FSDP2).
+    With ``shard``, replicas shard their parameters, gradients and optimizer state (FSDP2).
     """
 
     dp: int = 1
@@ -24,5 +24,5 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Into how many shards the model state is divided."""
+        """The number of shards of the model state."""
         return self.dp if self.shard else 1

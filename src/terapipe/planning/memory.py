@@ -1,4 +1,4 @@
-"""Bytes from the shape of a model."""
+"""Memory of a stage, computed from the shape of the model."""
 
 import re
 from collections.abc import Sequence
@@ -10,39 +10,40 @@ from terapipe.planning.cost import Array, Numbers, StageSpec
 from terapipe.presets import GPTConfig
 
 
-def parameters(config: GPTConfig, held: Sequence[StageSpec]) -> int:
-    """How many parameters the stages hold; a tied weight counts wherever it lies."""
-    count = sum(stage.layers for stage in held) * config.layer_parameters
+def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
+    """The parameters of one rank's stages. A tied weight counts on every rank that has it, once."""
+    count = sum(stage.layers for stage in stages) * config.layer_parameters
     embedding = config.vocab * config.hidden
-    if any(stage.first for stage in held):
+    if any(stage.first for stage in stages):
         count += embedding + config.max_seq_len * config.hidden
-    if any(stage.last for stage in held):
-        both = any(stage.first for stage in held) and config.tied
-        count += 2 * config.hidden + (0 if both else embedding)
+    if any(stage.last for stage in stages):
+        shared = any(stage.first for stage in stages) and config.tied
+        count += 2 * config.hidden + (0 if shared else embedding)
     return count
 
 
 @dataclass(frozen=True)
 class ShapeMemory:
-    """Bytes of a GPT's stage on one device, by what the stage really saves: see ``modeling/gpt.py``."""
+    """Bytes on one device, counting the tensors that the stages of ``modeling/gpt.py`` keep."""
 
     config: GPTConfig
-    element: int = 4
-    state: int = 8
+    element: int = 4  # bytes of a weight, an activation, a gradient
+    state: int = 8  # bytes of optimizer state per parameter
     tp: int = 1
     recompute: bool = False
-    shards: int = 1  # replicas that share out the state
+    shards: int = 1  # replicas that shard the model state (FSDP2)
 
     def model_state(self, stage: StageSpec) -> float:
-        """Weights and gradients, and the optimizer's state. Sharers of it have a part of each, and during a step whole
-        weights and gradients beside."""
-        each = float(2 * self.element + self.state)
+        """Weights, gradients and optimizer state. With FSDP2 a device has a shard of each, and in addition the whole
+        weights and gradients of the stage during a step."""
+        per_parameter = float(2 * self.element + self.state)
         if self.shards > 1:
-            each = 2 * self.element + each / self.shards
-        return parameters(self.config, [stage]) / self.tp * each
+            per_parameter = 2 * self.element + per_parameter / self.shards
+        return parameters(self.config, [stage]) / self.tp * per_parameter
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        # Beside what the layers save: the output until its gradient is back; on the last stage that gradient itself.
+        # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
+        # that gradient.
         hidden = np.multiply(size, length) * float(self.config.hidden * self.element)
         if self.recompute:
             return np.asarray(2 * hidden, dtype=np.float64)
@@ -55,22 +56,23 @@ class ShapeMemory:
         per_token = (inputs + gradients) * self.element / self.tp
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
-    def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int) -> Array:
-        width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and a gradient of each
-        return np.asarray(stage.layers * np.multiply(size, tokens) * width * self.element / self.tp, dtype=np.float64)
+    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+        width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and the gradient of each
+        return np.asarray(stage.layers * np.multiply(size, seq_len) * width * self.element / self.tp, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
         logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
-        again = stage.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
-        return np.asarray(logits, dtype=np.float64), np.asarray(again, dtype=np.float64)
+        recomputed = stage.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
+        return np.asarray(logits, dtype=np.float64), np.asarray(recomputed, dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
-        """What autograd saves in one layer: inputs of both norms and their results on every device, the rest split."""
+        """What autograd saves in one layer. Tensor parallel ranks replicate inputs and outputs of the norms and shard
+        the rest."""
         c = self.config
-        whole = 4 * c.hidden
-        split = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention's result twice, both sides of the activation
-        per_token = (whole + split / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
+        replicated = 4 * c.hidden
+        sharded = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention output twice, both sides of the activation
+        per_token = (replicated + sharded / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
 
@@ -78,7 +80,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 
 def parse_bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
+    """The bytes in a text such as ``16GiB``, ``900MB`` or ``17179869184``."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
         raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])

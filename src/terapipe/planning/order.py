@@ -1,4 +1,4 @@
-"""An Order: everything the rest of the library knows about one way to order a pipeline's computations."""
+"""An Order: all that the library knows about one way to order the computations of a pipeline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class InFlight(NamedTuple):
-    """What an estimate of activation memory may depend on."""
+    """The input of an order's estimate of activation memory."""
 
     microbatches: int
     slices: int  # per microbatch
@@ -18,35 +18,36 @@ class InFlight(NamedTuple):
 
 
 def all_microbatches(work: InFlight) -> float:
-    """Orders that run every forward before the first backward hold the whole batch."""
+    """For orders that run all forwards before the first backward: they hold the whole batch."""
     return float(work.microbatches)
 
 
 @dataclass(frozen=True)
 class Order:
-    """One entry of ``ORDERS``. Adding an order takes a ``build`` function and a call of ``register``.
+    """An entry of ``ORDERS``. To add an order, write its ``build`` function and ``register`` it.
 
-    The last five fields only guide the search; a wrong estimate costs planning time or a good plan, never exactness.
+    The last five fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
+    results of training stay exact.
     """
 
     name: str  # as in Plan.order and on the command line
-    title: str  # for people
-    build: Callable[["Plan"], Any]  # the computations (Action) of each rank, in order; pure
+    title: str  # for display
+    build: Callable[["Plan"], Any]  # pure function: the computations (Action) of each rank, in order
     sliced: bool = True  # whether microbatches may be cut into slices
-    placement: Literal["loop", "v"] = "loop"  # v: every second chunk of stages goes through the ranks backwards
-    chunks: int | None = None  # stages per rank, where the order takes only that number
-    unsliced_twin: str | None = None  # the order that does the same with whole sequences
-    one_rank: bool = False  # whether to take it on one rank, where all orders take the same time
+    placement: Literal["loop", "v"] = "loop"  # v: every second chunk is placed on the ranks in reverse
+    chunks: int | None = None  # the only number of stages per rank that the order supports; None: any
+    unsliced_twin: str | None = None  # the same order for whole sequences
+    one_rank: bool = False  # whether to try it on a single rank, where all orders take the same time
     tried_chunks: tuple[int, ...] = (1,)  # stages per rank that the search tries
-    bubble: float = 1.0  # idle time relative to a flush: (ranks - 1) slices divided by the chunks
-    in_flight: Callable[[InFlight], float] = all_microbatches  # microbatches whose activations are held at the peak
+    bubble: float = 1.0  # idle time relative to a flush, which idles for (ranks - 1) / chunks slices
+    in_flight: Callable[[InFlight], float] = all_microbatches  # microbatches with live activations at the peak
 
     def check(self, plan: "Plan") -> None:
-        """Raises ValueError if the order does not take such a plan."""
+        """Raises ValueError if the order does not support the plan."""
         counts = [len(row) for row in plan.lengths]
         if not self.sliced and max(counts) > 1:
-            clone = next((order.name for order in ORDERS.values() if order.unsliced_twin == self.name), "terapipe")
-            raise ValueError(f"order {self.name!r} takes one slice per microbatch, got {counts}; use order {clone!r}")
+            sliced = next((order.name for order in ORDERS.values() if order.unsliced_twin == self.name), "terapipe")
+            raise ValueError(f"order {self.name!r} takes one slice per microbatch, got {counts}; use order {sliced!r}")
         if self.chunks not in (None, plan.chunks):
             raise ValueError(
                 f"order {self.name!r} takes {self.chunks} chunks of layers per rank, got {plan.chunks}; set chunks to "
@@ -55,10 +56,11 @@ class Order:
 
 
 ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing terapipe always loads
+"""Every order that a plan may name, by its name."""
 
 
 def register(order: Order) -> Order:
-    """Makes an order known by its name, to ``Plan`` and to the planner."""
+    """Adds an order to ``ORDERS``, so that plans may name it and the planner tries it."""
     if order.name in ORDERS:
         raise ValueError(f"there is an order {order.name!r} already; choose another name")
     ORDERS[order.name] = order

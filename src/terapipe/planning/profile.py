@@ -1,4 +1,4 @@
-"""A Profile: what was measured of a model on a machine, as plain data. A JSON file between measuring and deciding."""
+"""A Profile: measurements of a model on a machine, as plain data that can be saved as JSON."""
 
 import json
 from collections import Counter
@@ -13,24 +13,28 @@ from terapipe import files
 from terapipe.presets import GPTConfig
 
 FORMAT = 1
-# Bytes of a value, and of an optimizer's state for a parameter: AdamW's two moments, and for half precision a float32
-# copy beside, as `terapipe train` keeps it.
+# Bytes per element, and bytes of optimizer state per parameter: AdamW's two moments, and with half precision also the
+# float32 copy that `terapipe train` keeps.
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 STATE = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
 KINDS = ("forward", "backward", "weights", "embedding", "embedding_backward", "head")
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean of the faster half: what the machine does when it is left alone. Other programs only ever add time, so
-    the slower half says more about them; and a mean, because a step adds up many slices and means add up."""
+    """The mean of the faster half of the measurements.
+
+    Other programs on the machine only ever add time, so the slower half says more about them. A mean rather than a
+    minimum, because a step is a sum over many slices.
+    """
     ordered = sorted(seconds)
     return fmean(ordered[: (len(ordered) + 1) // 2])
 
 
 class Sample(NamedTuple):
-    """Repeated measurements of one slice: of all layers of the measured stage, or of what comes before or after them.
+    """Repeated measurements of one slice on the measured stage, or of the ends of the model.
 
-    ``weights`` is the half of a backward that may be put off, ``head`` final norm, head and loss, both directions.
+    ``forward``, ``backward`` and ``weights`` (gradients of weights, the part of a backward that can be deferred) cover
+    all layers of the stage. ``head`` is final norm, head and loss, forward plus backward.
     """
 
     kind: str
@@ -38,29 +42,31 @@ class Sample(NamedTuple):
     length: int
     context: int
     seconds: tuple[float, ...]
-    held_out: bool = False  # only to judge a fit by
+    held_out: bool = False  # not used to fit, only to test the fit
 
 
 class Transfer(NamedTuple):
-    """Repeated measurements of a message from one rank to the next, one way."""
+    """Repeated measurements of a message from one rank to the next, in one direction."""
 
     nbytes: int
     seconds: tuple[float, ...]
-    between_hosts: bool = False  # otherwise both ranks are on one
+    between_hosts: bool = False  # otherwise within one host
 
 
 @dataclass(frozen=True)
 class Profile:
+    """What ``terapipe.profile`` measured: of a model, on some ranks. ``save`` and ``load`` keep it as a JSON file."""
+
     config: GPTConfig
-    layers: int  # of the stage that was measured
-    seq_len: int  # the longest sequence
-    ranks: int  # that measured at the same time
+    layers: int  # layers of the measured stage
+    seq_len: int  # longest measured sequence
+    ranks: int  # ranks that measured at the same time
     samples: tuple[Sample, ...]
     transfers: tuple[Transfer, ...]
-    optimizer: tuple[float, ...]  # seconds per parameter of an optimizer step, repeatedly
+    optimizer: tuple[float, ...]  # repeated measurements of an optimizer step: seconds per parameter
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
-    hosts: tuple[str, ...] = ()  # where each rank is; all on one without a name where that is not known
+    hosts: tuple[str, ...] = ()  # host name of each rank; empty: all on one host
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -75,16 +81,17 @@ class Profile:
 
     @property
     def dtype(self) -> str:
-        """Of parameters, hidden states and gradients; so that of messages and of sums over replicas."""
+        """The dtype of parameters, activations and gradients, hence also of messages and gradient all-reduces."""
         return str(self.machine.get("dtype", "float32"))
 
     @property
     def element(self) -> int:
+        """Bytes per element of ``dtype``."""
         return ELEMENT[self.dtype]
 
     @cached_property
     def ranks_per_host(self) -> int:
-        """On the host that has most of them."""
+        """Ranks on the host that has most of them."""
         return max(Counter(self.hosts).values())
 
     def save(self, path: str | Path) -> None:
@@ -98,9 +105,9 @@ class Profile:
         samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
         transfers = [dict(transfer._asdict(), seconds=list(transfer.seconds)) for transfer in self.transfers]
         shape = {"layers": self.layers, "seq_len": self.seq_len, "ranks": self.ranks, "hosts": list(self.hosts)}
-        known = {**shape, "optimizer": list(self.optimizer)}
+        measured = {**shape, "optimizer": list(self.optimizer)}
         about = {"model": asdict(self.config), "machine": dict(self.machine), "versions": dict(self.versions)}
-        return json.dumps({"format": FORMAT, **about, **known, "transfers": transfers, "samples": samples}, indent=1)
+        return json.dumps({"format": FORMAT, **about, **measured, "transfers": transfers, "samples": samples}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -111,8 +118,8 @@ class Profile:
                 f"a profile must be whole JSON, this one is damaged or cut off: {error}; run `terapipe profile` again"
             ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"this version reads profiles of format {FORMAT}, got {found!r}; run `terapipe profile`")
+            got = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"this version reads profiles of format {FORMAT}, got {got!r}; run `terapipe profile`")
         try:
             if not isinstance(data["machine"], dict) or not isinstance(data["versions"], dict):
                 raise TypeError("machine or versions")
@@ -134,9 +141,9 @@ class Profile:
             raise ValueError(f"this profile lacks or misnames {error}; run `terapipe profile` again") from None
 
     def check_model(self, config: GPTConfig) -> None:
-        """Refuses another model's profile. The number of positions is no part of what was measured."""
-        mine, other = asdict(self.config), asdict(config)
-        differ = [f"{k} {mine[k]} and {other[k]}" for k in mine if k != "max_seq_len" and mine[k] != other[k]]
+        """Raises ValueError if the profile is of another model. ``max_seq_len`` may differ: it costs no time."""
+        own, other = asdict(self.config), asdict(config)
+        differ = [f"{k} {own[k]} and {other[k]}" for k in own if k != "max_seq_len" and own[k] != other[k]]
         if differ:
             raise ValueError(
                 f"the profile is of another model: {', '.join(differ)} (profile and model); "

@@ -1,4 +1,4 @@
-"""A Plan says how a batch is cut: sequences into microbatches, their tokens into slices, the layers into stages."""
+"""Plans: how a batch is cut into microbatches and slices, and the layers into stages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, Self
 from terapipe.planning.order import order_named
 
 FORMAT = 1
-PLANNED = "planned"  # in a file, beside the plan: what `terapipe plan` knew of it
+PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/saved.py)
 
 
 class Slice(NamedTuple):
-    """Some consecutive tokens of all sequences of one microbatch. A tuple, because it is a key in every hot loop."""
+    """Consecutive tokens of all sequences of one microbatch. A tuple, because slices are dict keys in hot loops."""
 
     microbatch: int
-    number: int  # among the slices of its microbatch
-    row: int  # the microbatch's first sequence in the batch
-    size: int  # sequences
-    context: int  # tokens before it
-    length: int  # tokens in it
+    number: int  # index among the slices of its microbatch
+    row: int  # index of the microbatch's first sequence in the batch
+    size: int  # number of sequences
+    context: int  # number of tokens before the slice
+    length: int  # number of tokens in the slice
 
     @property
     def end(self) -> int:
@@ -33,16 +33,15 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the ranks must agree on; everything else is derived from it.
+    """What the ranks must agree on. Everything else is derived from it.
 
-    Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and lives on rank ``k % num_ranks``, so that
-    with ``chunks`` > 1 every rank holds that many stages, spread over the model; under a folded order every second
-    round of stages goes through the ranks backwards. With ``recompute`` a slice keeps only its input from forward to
-    backward, and the backward begins with the forward again.
+    Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
+    each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse. With
+    ``recompute`` a slice keeps only its input, and its backward first repeats the forward.
     """
 
-    sizes: tuple[int, ...]
-    lengths: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]  # sequences of each microbatch
+    lengths: tuple[tuple[int, ...], ...]  # for each microbatch, the lengths of its slices
     boundaries: tuple[int, ...]
     order: str = "terapipe"
     chunks: int = 1
@@ -86,8 +85,9 @@ class Plan:
             )
 
     def resized(self, batch_size: int, seq_len: int, tile: int = 1) -> "Plan":
-        """The same for another batch: slices in the same proportions, multiples of ``tile``; microbatches as these,
-        from the first again where there are more. Ranks that know the shape of a batch agree on it without a word."""
+        """This plan adapted to another batch shape. Slices keep their proportions, rounded to multiples of ``tile``.
+        Microbatch sizes repeat from the first one if there are more. The result depends on nothing but the arguments,
+        so ranks get the same plan without communication."""
         if batch_size < 1 or seq_len < 1 or seq_len % tile:
             raise ValueError(
                 f"a plan can be made for at least one sequence of a positive multiple of {tile} tokens, got "
@@ -100,7 +100,7 @@ class Plan:
         return replace(self, sizes=tuple(sizes), lengths=tuple(rows))
 
     def _scaled(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
-        # Whole numbers throughout: every rank must come to the same result.
+        # Integer arithmetic, so that every rank gets the same result.
         ends = {(2 * end * seq_len // self.seq_len + tile) // (2 * tile) * tile for end in accumulate(lengths)}
         edges = sorted({0, seq_len, *(end for end in ends if end < seq_len)})
         return tuple(b - a for a, b in pairwise(edges))
@@ -120,7 +120,7 @@ class Plan:
     ) -> Self:
         """Microbatches of ``microbatch_size`` sequences, each cut into ``num_slices`` slices of nearly equal length.
 
-        Uneven batches and lengths are fine: the last microbatch may be smaller, the first slices one token longer.
+        If sizes do not divide evenly, the last microbatch is smaller, and the first slices are one token longer.
         """
         given = {
             "batch_size": batch_size,
@@ -163,26 +163,26 @@ class Plan:
         return self._turned(place) if chunk % 2 else place
 
     def _turned(self, place: int) -> int:
-        """Maps a stage's index within an odd chunk to its rank, or back."""
+        """Maps the index of a stage within an odd chunk to its rank, and back."""
         return self.num_ranks - 1 - place if order_named(self.order).placement == "v" else place
 
     @property
     def last_rank(self) -> int:
-        """The one with the last stage, where the loss is."""
+        """The rank with the last stage, which computes the loss."""
         return self.rank_of(self.num_stages - 1)
 
     @property
     def placement(self) -> tuple[tuple[int, int], ...]:
-        """For each stage its rank and the layer after its last."""
+        """For each stage, its rank and the layer at which it ends (exclusive)."""
         return tuple((self.rank_of(k), end) for k, end in enumerate(self.boundaries[1:]))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Rising."""
+        """The stages of a rank, in ascending order."""
         return tuple(c * self.num_ranks + (self._turned(rank) if c % 2 else rank) for c in range(self.chunks))
 
     @cached_property
     def grid(self) -> tuple[tuple[Slice, ...], ...]:
-        """The slices, one row for each microbatch."""
+        """The slices, one row per microbatch."""
         first_rows = accumulate(self.sizes, initial=0)
         return tuple(
             tuple(
@@ -194,7 +194,7 @@ class Plan:
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """All slices in the order of their forwards."""
+        """All slices, in the order of their forwards."""
         return tuple(s for row in self.grid for s in row)
 
     def to_json(self) -> str:
@@ -223,8 +223,8 @@ class Plan:
     def from_dict(cls, data: Any) -> Self:
         keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
         if not isinstance(data, Mapping) or set(data) - {PLANNED} != keys:
-            found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {found}")
+            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {got}")
         if data["format"] != FORMAT:
             raise ValueError(
                 f"this version reads plans of format {FORMAT}, got {data['format']!r}; make the plan again"

@@ -1,4 +1,4 @@
-"""The split of layers over stages: contiguous, every stage at least one layer, the dearest stage as cheap as can be."""
+"""Splits layers into contiguous stages such that the slowest stage is as fast as possible."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,11 +7,11 @@ from terapipe.presets import GPTConfig
 
 
 def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Boundaries that minimise the cost of the dearest stage.
+    """Stage boundaries that minimize the cost of the slowest stage.
 
-    ``costs`` holds one number for each layer; ``first`` and ``last`` are what comes before and after the layers
-    (embedding; final norm, head and loss). Of several splits with the same dearest stage, the one whose stages are
-    most even (least sum of squares) is taken.
+    ``costs`` has one number per layer. ``first`` is the additional cost of the first stage (embedding), ``last`` that
+    of the last stage (final norm, head and loss). Ties are broken by the smallest sum of squared stage costs, which
+    prefers even stages. Every stage has at least one layer.
     """
     n = len(costs)
     if not 1 <= num_stages <= n:
@@ -23,14 +23,15 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     def stage_cost(a: int, b: int) -> float:
         return sums[b] - sums[a] + (first if a == 0 else 0.0) + (last if b == n else 0.0)
 
-    # best[b] = (dearest stage, sum of squares, boundaries) of the first b layers in the stages so far.
+    # Dynamic programming over the stages. best[b] is the best split of the first b layers into the stages so far:
+    # (cost of its slowest stage, sum of squares, boundaries).
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for k in range(1, num_stages + 1):
         ends = [n] if k == num_stages else range(k, n - (num_stages - k) + 1)
         best = {
             b: min(
-                (max(top, c := stage_cost(a, b)), squares + c * c, (*cuts, b))
-                for a, (top, squares, cuts) in best.items()
+                (max(slowest, c := stage_cost(a, b)), squares + c * c, (*boundaries, b))
+                for a, (slowest, squares, boundaries) in best.items()
                 if a < b
             )
             for b in ends
@@ -39,6 +40,6 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
 
 
 def split_layers(config: GPTConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
-    """Boundaries for a GPT, balanced by the floating-point operations of its layers and its head."""
+    """Stage boundaries for a GPT, balanced by the FLOPs of its layers and its head."""
     layer = config.layer_flops(seq_len)
     return balance([layer] * config.layers, num_stages, last=config.head_flops(seq_len))

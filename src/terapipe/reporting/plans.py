@@ -39,7 +39,7 @@ def explanation(result: "PlanResult") -> Iterator[RenderableType]:
         yield "\nWhy:"
         yield from (f"  - {reason}" for reason in why)
     if result.runners_up:
-        yield "\nRunners-up, the best of every other order:"
+        yield "\nRunners-up, the best of every other order (the slowest are not refined):"
         yield table(result.runners_up, estimate)
 
 

@@ -1,4 +1,4 @@
-"""In what order: actions, orders, schedules, their validation and simulation. No torch here."""
+"""The order of work: actions, orders, schedules, their validation and simulation. No torch here."""
 
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
 from terapipe.scheduling.footprint import curves, peaks

@@ -1,4 +1,4 @@
-"""Actions, Schedules, and the one statement of what an action waits for."""
+"""Actions, schedules, and the dependency rule between actions."""
 
 import json
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from terapipe.planning.slices import Plan, Slice
 
 
 class Op(StrEnum):
-    """What an action does."""
+    """The kind of an action."""
 
-    __hash__ = str.__hash__  # Enum's own is slow, and actions are keys in every hot loop
+    __hash__ = str.__hash__  # Enum's own hash is slow, and actions are dict keys in every hot loop
 
     F = "F"  # forward
-    B = "B"  # backward, whole
-    I = "I"  # its input half: the gradient that the stage before waits for
-    W = "W"  # its weight half, which nobody waits for
-    SEND_F = "SEND_F"  # the output, to the next stage
+    B = "B"  # the whole backward
+    I = "I"  # input half of a backward: the gradient that the previous stage waits for
+    W = "W"  # weight half of a backward: no other stage waits for it
+    SEND_F = "SEND_F"  # sends the output to the next stage
     RECV_F = "RECV_F"
-    SEND_B = "SEND_B"  # the gradient of the input, to the stage before
+    SEND_B = "SEND_B"  # sends the gradient of the input to the previous stage
     RECV_B = "RECV_B"
 
 
@@ -29,7 +29,7 @@ FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F})
 
 
 class Action(NamedTuple):
-    """One thing that one rank does for one slice on one stage. A tuple, because it is a key in every hot loop."""
+    """What one rank does with one slice on one stage. A tuple, because actions are dict keys in every hot loop."""
 
     op: Op
     stage: int
@@ -56,18 +56,19 @@ class Action(NamedTuple):
 
 
 class Need(NamedTuple):
-    """An action that another waits for, by its place relative to the waiting one. Outside the plan it is no need."""
+    """A dependency, relative to the action that has it. It is ignored where it would lie outside the plan."""
 
     op: Op
-    stage: int = 0
-    slice: int = 0  # of the same microbatch
+    stage: int = 0  # offset
+    slice: int = 0  # offset, within the same microbatch
 
 
 _BACKWARD = (Need(Op.F), Need(Op.B, stage=+1), Need(Op.B, slice=+1))
 
-# The rule of precedence, the only statement of it. The needs of other slices are all that is special about cutting a
-# sequence along its tokens: the keys and values of earlier slices, and the gradients that later ones left on them.
-# Who waits for a backward waits for B; where it is split, I stands for it.
+# The dependency rule. Validation, simulation and execution all derive from this table.
+# Only the dependencies with a slice offset are special to slicing: a forward reads the keys and values of earlier
+# slices, and a backward needs the gradients that later slices add to its keys and values.
+# A dependency on a backward names B. If the backward is split, its I completes it (see `completes`).
 NEEDS: dict[Op, tuple[Need, ...]] = {
     Op.F: (Need(Op.F, stage=-1), Need(Op.F, slice=-1)),
     Op.B: _BACKWARD,
@@ -78,27 +79,27 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
     Op.RECV_F: (Need(Op.SEND_F, stage=-1),),
     Op.RECV_B: (Need(Op.SEND_B, stage=+1),),
 }
-ARRIVAL = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}  # what a computation waits for if the need is computed on another rank
+ARRIVAL = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}  # replaces a dependency that is computed on another rank
 
 
 def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
-    """What ``action`` waits for: ``NEEDS``, at its place."""
+    """The actions that must finish before ``action`` starts."""
     op, k, s = action
     row = plan.grid[s.microbatch]
-    found = []
+    needed = []
     for need in NEEDS[op]:
         stage, number = k + need.stage, s.number + need.slice
         if not (0 <= stage < plan.num_stages and 0 <= number < len(row)):
             continue
         if op in COMPUTE and need.stage and plan.rank_of(stage) != plan.rank_of(k):
-            found.append(Action(ARRIVAL[need.op], k, s))
+            needed.append(Action(ARRIVAL[need.op], k, s))
         else:
-            found.append(Action(need.op, stage, row[number]))
-    return tuple(found)
+            needed.append(Action(need.op, stage, row[number]))
+    return tuple(needed)
 
 
 def counterpart(transfer: Action) -> Action:
-    """The other end of a transfer: the receive of a send, the send of a receive."""
+    """The other end of a transfer: the receive for a send, the send for a receive."""
     op, k, s = transfer
     if op is Op.SEND_F:
         return Action(Op.RECV_F, k + 1, s)
@@ -112,23 +113,23 @@ def counterpart(transfer: Action) -> Action:
 
 
 def completes(action: Action) -> Action:
-    """The action that others wait for when this one is done: an ``I`` settles the ``B`` that it is half of."""
+    """The action as dependencies name it: ``I`` completes the ``B`` of its slice, any other action itself."""
     return Action(Op.B, action.stage, action.slice) if action.op is Op.I else action
 
 
 def required(stage: int, plan: Plan) -> tuple[Op, ...]:
-    """What a complete schedule does with every slice on one stage, its backward unsplit."""
-    found = [Op.F, Op.B]
+    """The ops that a complete schedule has for every slice on one stage, with ``B`` standing for a split backward."""
+    ops = [Op.F, Op.B]
     if stage > 0 and plan.rank_of(stage) != plan.rank_of(stage - 1):
-        found += [Op.RECV_F, Op.SEND_B]
+        ops += [Op.RECV_F, Op.SEND_B]
     if stage < plan.num_stages - 1 and plan.rank_of(stage) != plan.rank_of(stage + 1):
-        found += [Op.SEND_F, Op.RECV_B]
-    return tuple(found)
+        ops += [Op.SEND_F, Op.RECV_B]
+    return tuple(ops)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank, the actions it performs, in order."""
+    """The actions of every rank, in order."""
 
     plan: Plan
     ranks: tuple[tuple[Action, ...], ...]

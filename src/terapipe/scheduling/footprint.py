@@ -1,4 +1,4 @@
-"""How many bytes a rank holds, and when. Only the order of its computations matters for the peak, not their times."""
+"""Bytes that a rank holds over a step. The peak depends on the order of its computations, not on their times."""
 
 import numpy as np
 
@@ -10,31 +10,31 @@ from terapipe.scheduling.timeline import Timeline
 
 
 def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
-    """The most that each rank ever holds."""
+    """Peak bytes of each rank."""
     during, change = _tables(plan, memory)
-    static = _static(plan, memory)
+    model_state = _model_state(plan, memory)
     stages, ops, slices = program.places
     changes, extras = change[stages, ops, slices], during[stages, ops, slices]
     ranks = np.array(program.ranks)
-    found = []
+    peak_bytes = []
     for rank in range(program.num_ranks):
-        mine = np.flatnonzero(ranks == rank)
-        before = np.cumsum(changes[mine]) - changes[mine]
-        found.append(round(static[rank] + float(np.max(before + extras[mine], initial=0.0))))
-    return found
+        own = np.flatnonzero(ranks == rank)
+        before = np.cumsum(changes[own]) - changes[own]
+        peak_bytes.append(round(model_state[rank] + float(np.max(before + extras[own], initial=0.0))))
+    return peak_bytes
 
 
 def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]]:
-    """Each rank's bytes over time as steps: (second, bytes from then on)."""
+    """Bytes of each rank over time, as a step function: (second, bytes from then on)."""
     plan = timeline.plan
     during, change = _tables(plan, memory)
-    place = {s: i for i, s in enumerate(plan.slices)}
+    index = {s: i for i, s in enumerate(plan.slices)}
     out: list[list[tuple[float, float]]] = []
-    for events, level in zip(timeline.by_rank, _static(plan, memory), strict=True):
+    for events, level in zip(timeline.by_rank, _model_state(plan, memory), strict=True):
         steps = [(0.0, level)]
         for event in events:
             op, stage, s = event.action
-            key = (stage, COMPUTATIONS.index(op), place[s])
+            key = (stage, COMPUTATIONS.index(op), index[s])
             steps.append((event.start, level + float(during[key])))
             level += float(change[key])
             steps.append((event.end, level))
@@ -42,25 +42,26 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
     return out
 
 
-def _static(plan: Plan, memory: Memory) -> list[float]:
-    held = stage_specs(plan.boundaries)
-    return [sum(memory.model_state(held[k]) for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+def _model_state(plan: Plan, memory: Memory) -> list[float]:
+    stages = stage_specs(plan.boundaries)
+    return [sum(memory.model_state(stages[k]) for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
 
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:
-    """By stage, op and slice: bytes that are there during a computation beside what was, and the change it leaves."""
-    held = stage_specs(plan.boundaries)
-    kinds = {part: _of_part(plan, part, memory) for part in set(held)}
-    return np.stack([kinds[part][0] for part in held]), np.stack([kinds[part][1] for part in held])
+    """Two tables by stage, op and slice: extra bytes while a computation runs, and the change once it has ended."""
+    stages = stage_specs(plan.boundaries)
+    kinds = {stage: _stage_tables(plan, stage, memory) for stage in set(stages)}  # most stages are alike
+    return np.stack([kinds[stage][0] for stage in stages]), np.stack([kinds[stage][1] for stage in stages])
 
 
-def _of_part(plan: Plan, part: StageSpec, memory: Memory) -> tuple[Array, Array]:
+def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> tuple[Array, Array]:
     size, length, context = columns(plan)
-    kept, owed = memory.activations(part, size, length), memory.deferred_grads(part, size, length)
-    in_forward, in_backward = memory.workspace(part, size, length)
-    # The first slice's forward makes the microbatch's cache, and its backward, the last one, gives it back.
-    cache = np.where(context == 0, memory.kv_cache(part, size, plan.seq_len), 0.0)
+    kept, deferred = memory.activations(stage, size, length), memory.deferred_grads(stage, size, length)
+    in_forward, in_backward = memory.workspace(stage, size, length)
+    # The KV cache of a microbatch lives from the forward of its first slice to the backward of that slice, its last.
+    cache = np.where(context == 0, memory.kv_cache(stage, size, plan.seq_len), 0.0)
     nothing = np.zeros_like(kept)
-    during = np.stack([kept + cache + in_forward, in_backward, in_backward + owed, nothing])
-    change = np.stack([kept + cache, -kept - cache, owed - kept - cache, -owed])
+    # The rows are F, B, I and W, as in COMPUTATIONS.
+    during = np.stack([kept + cache + in_forward, in_backward, in_backward + deferred, nothing])
+    change = np.stack([kept + cache, -kept - cache, deferred - kept - cache, -deferred])
     return during, change

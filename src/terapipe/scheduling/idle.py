@@ -1,4 +1,4 @@
-"""Where a Timeline's idle time comes from."""
+"""The idle time of a Timeline, by cause."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from terapipe.scheduling.timeline import Timeline
 class Idle(NamedTuple):
     """Seconds in which one rank computes nothing, by cause."""
 
-    fill: float = 0.0  # before its first forward and before its first backward: the wave has not come yet
-    drain: float = 0.0  # after its last computation
-    imbalance: float = 0.0  # elsewhere, what it needs is still being computed by another rank
-    transfer: float = 0.0  # what it needs is computed, but sent or under way
+    fill: float = 0.0  # warm-up: waiting for the input of its first forward or first backward to be computed
+    drain: float = 0.0  # after its last computation, while other ranks still work
+    imbalance: float = 0.0  # later waits for an input that another rank is still computing
+    transfer: float = 0.0  # the input is computed but has not arrived
 
     @property
     def total(self) -> float:
@@ -20,34 +20,35 @@ class Idle(NamedTuple):
 
 
 def idle_by_cause(timeline: Timeline) -> tuple[Idle, ...]:
-    """One entry for each rank; all of them together are ``timeline.idle`` of all ranks' time."""
+    """One entry per rank. Their sum is the share ``timeline.idle`` of ``makespan * num_ranks``."""
     ends = {completes(e.action): e.end for e in timeline.computations}
-    found = []
+    per_rank = []
     for events in timeline.by_rank:
         idle = Idle()
         clock = 0.0
-        begun: set[bool] = set()
+        directions_seen: set[bool] = set()  # True: a forward has run, False: a backward has run
         for _, action, start, end in events:
+            # A gap has two parts: until `ready` the input is being computed, from then on it is in transfer.
             gap = max(0.0, start - clock)
             ready = min(max(_ready(action, timeline, ends), clock), start)
             forward = action.op is Op.F
-            early = ready - clock if gap else 0.0
-            if forward in begun:
-                idle = idle._replace(imbalance=idle.imbalance + early)
+            computing = ready - clock if gap else 0.0
+            if forward in directions_seen:
+                idle = idle._replace(imbalance=idle.imbalance + computing)
             else:
-                idle = idle._replace(fill=idle.fill + early)
-            idle = idle._replace(transfer=idle.transfer + gap - early)
-            begun.add(forward)
+                idle = idle._replace(fill=idle.fill + computing)
+            idle = idle._replace(transfer=idle.transfer + gap - computing)
+            directions_seen.add(forward)
             clock = max(clock, end)
-        found.append(idle._replace(drain=timeline.makespan - clock))
-    return tuple(found)
+        per_rank.append(idle._replace(drain=timeline.makespan - clock))
+    return tuple(per_rank)
 
 
 def _ready(action: Action, timeline: Timeline, ends: dict[Action, float]) -> float:
-    """When the last of what the action needs was computed, wherever."""
+    """When the last computation that the action depends on ended, on any rank."""
     latest = 0.0
     for need in dependencies(action, timeline.plan):
-        while need.op not in COMPUTE:
+        while need.op not in COMPUTE:  # follow a receive to its send, and that to the computation
             (need,) = dependencies(need, timeline.plan)
         latest = max(latest, ends.get(need, 0.0))
     return latest

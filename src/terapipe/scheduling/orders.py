@@ -1,4 +1,4 @@
-"""Orders: pure functions from a Plan to what each rank computes. The actions are the same; only their order differs."""
+"""Orders: pure functions from a Plan to the computations of each rank. They differ only in the sequence of actions."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,33 +12,38 @@ Computations = list[list[Action]]  # for each rank, in order
 
 
 def flush(plan: Plan) -> Computations:
-    """All forwards, then all backwards in reverse: GPipe (Huang et al., 2019) over whole microbatches, the TeraPipe
-    paper's schedule over slices."""
+    """All forwards, then all backwards in reverse order: GPipe (Huang et al., 2019) with whole microbatches, the
+    schedule of the TeraPipe paper (Li et al., 2021) with slices."""
     return _flush(plan)
 
 
 def terapipe_deferred(plan: Plan) -> Computations:
-    """As ``terapipe``, but backwards are split: first all input halves, which other ranks wait for, then all weight
-    halves, with which the later ranks fill their drain."""
+    """As ``terapipe``, with split backwards: first all input halves, which other ranks wait for, then all weight
+    halves. Ranks that would drain early fill that time with weight gradients."""
     return _flush(plan, deferred=True)
 
 
 def terapipe_v(plan: Plan) -> Computations:
-    """As ``terapipe-deferred``, with the layers laid over the ranks there and back: the fold of zero-bubble schedules
-    (Qi et al., 2024), over slices.
+    """As ``terapipe-deferred``, with V-shaped placement as in zero-bubble schedules (Qi et al., 2024), over slices.
 
-    The last rank turns every slice round at once. It is the one to keep busy: the others run ahead of it, and do
-    weight halves while they wait for slices that return. So the only waits are for the first slice to come and for the
-    last to turn. Those may be short and the ones between long: with two ranks a slice may take twice as long as its
-    neighbours before the last rank waits for it, with more ranks they must grow more slowly.
+    Every rank holds one stage on the way down and one on the way back up. With three ranks:
+
+        rank     0  1  2
+        down     0  1  2    stages
+        up       5  4  3
+
+    The last rank has two adjacent stages and returns every slice at once. The other ranks run ahead to keep it busy,
+    and compute weight gradients while they wait for returning slices. So ranks only idle until the first slice arrives
+    and while the last one returns. These two slices may be short and those between long: with two ranks a slice may
+    take twice as long as the one before it without delaying the last rank, with K ranks K / (K - 1) times as long.
     """
     *others, last = range(plan.num_ranks)
     return [_running_ahead(plan, rank) for rank in others] + [_turning(plan, last)]
 
 
 def one_f_one_b(plan: Plan) -> Computations:
-    """One forward, one backward in turn (DAPPLE, DeepSpeed, Megatron-LM). Over slices: microbatches first in, first
-    out; the slices inside one last in, first out."""
+    """One forward, one backward in turn after a warm-up (DAPPLE, DeepSpeed, Megatron-LM). Microbatches are first in,
+    first out. The slices of a microbatch are last in, first out: gradients flow from later slices to earlier ones."""
     backwards = _backward_order(plan)
     needed = _forwards_before_backward(plan)
     ranks = []
@@ -54,9 +59,9 @@ def one_f_one_b(plan: Plan) -> Computations:
 def interleaved(plan: Plan) -> Computations:
     """1F1B with several chunks of layers per rank, over slices or whole microbatches (Narayanan et al., 2021).
 
-    Work goes round in groups of as many slices as there are ranks. The last group is filled up with phantoms that are
-    dropped again, which keeps the proof of progress for any number of slices; and the warm-up is as long as the first
-    backward needs, so any number of slices per microbatch works.
+    Slices pass the chunks in groups of ``num_ranks``. The last group is padded with placeholders, dropped in the end,
+    so that the order is free of deadlock for any number of slices. The warm-up is as long as the first backward of a
+    microbatch requires, so any number of slices per microbatch works.
     """
     if plan.chunks == 1:
         return one_f_one_b(plan)
@@ -80,7 +85,7 @@ def _one_f_one_b_in_flight(work: InFlight) -> float:
 
 
 def _interleaved_in_flight(work: InFlight) -> float:
-    """The published peaks, in microbatches."""
+    """The published peaks, converted to microbatches."""
     if work.slices == 1:
         most = work.ranks + (work.ranks - 1) / work.chunks
     else:
@@ -107,7 +112,7 @@ register(
         terapipe_v,
         placement="v",
         chunks=2,
-        bubble=1 / 2,  # ranks only wait for the first and the last slice, which may be short
+        bubble=1 / 2,  # ranks only idle for the first and the last slice, which may be short
     )
 )
 register(
@@ -125,20 +130,20 @@ register(Order("interleaved", "interleaved 1F1B", interleaved, tried_chunks=(2, 
 
 
 def computations(plan: Plan) -> Computations:
-    """What each rank computes, in the plan's own order."""
+    """The computations of each rank, by the plan's order."""
     order = order_named(plan.order)
     order.check(plan)
-    made: Computations = order.build(plan)
-    return made
+    ranks: Computations = order.build(plan)
+    return ranks
 
 
 def schedule(plan: Plan) -> Schedule:
-    """The Schedule of the plan's own order, transfers included. It depends on the plan's ``Shape`` alone."""
+    """The Schedule of a plan by its order, with transfers. It depends on the number of slices, not on their lengths."""
     return with_transfers(plan, computations(plan))
 
 
 def _flush(plan: Plan, deferred: bool = False) -> Computations:
-    """With several chunks per rank, chunk after chunk: breadth first."""
+    """With several chunks per rank, all slices pass one chunk before the next one begins: breadth first."""
     halves = (Op.I, Op.W) if deferred else (Op.B,)
     ranks = []
     for rank in range(plan.num_ranks):
@@ -148,23 +153,34 @@ def _flush(plan: Plan, deferred: bool = False) -> Computations:
 
 
 def _turning(plan: Plan, rank: int) -> list[Action]:
+    """The last rank of ``terapipe-v``: its two stages are adjacent, so each slice passes both in a row."""
     near, far = plan.stages_of(rank)
-    there = [Action(Op.F, k, s) for s in plan.slices for k in (near, far)]
-    return there + [Action(Op.I, k, s) for _, k, s in reversed(there)] + _halves(plan, (Op.W, far), (Op.W, near))
+    forwards = [Action(Op.F, k, s) for s in plan.slices for k in (near, far)]
+    return forwards + [Action(Op.I, k, s) for _, k, s in reversed(forwards)] + _halves(plan, (Op.W, far), (Op.W, near))
 
 
 def _running_ahead(plan: Plan, rank: int) -> list[Action]:
-    """Of ``terapipe-v``. A slice is back after as many computations as there are stages after this one and before its
-    counterpart, so by so many the far stage lags behind the near one; and the other way round when gradients pass."""
+    """Any other rank of ``terapipe-v``. Its near stage runs ahead of its far stage.
+
+    A slice needs about ``far - near`` computations to return to this rank. In that time the near stage processes the
+    slices that follow. So its lead is ``far - near`` slices. With two ranks, rank 0 has the stages 0 and 3; n are
+    forwards of stage 0 and f of stage 3, over five slices:
+
+        n0 n1 n2 f0 n3 f1 n4 f2 f3 f4
+
+    In the backward the far stage comes first and has the lead. Its weight halves fill the gaps at the end.
+    """
     near, far = plan.stages_of(rank)
     count = len(plan.slices)
-    lags = [far - near + j for j in range(count)]
-    there = _alternate([Action(Op.F, near, s) for s in plan.slices], [Action(Op.F, far, s) for s in plan.slices], lags)
-    early = _halves(plan, (Op.I, far), (Op.W, far))
-    if rank == 0:  # nobody waits for the first rank's last input halves
-        lags = [len(early)] * count
-    back = _alternate(early, _halves(plan, (Op.I, near)), lags)
-    return there + back + early[lags[-1] :] + _halves(plan, (Op.W, near))
+    leads = [far - near + j for j in range(count)]
+    forwards = _alternate(
+        [Action(Op.F, near, s) for s in plan.slices], [Action(Op.F, far, s) for s in plan.slices], leads
+    )
+    far_halves = _halves(plan, (Op.I, far), (Op.W, far))
+    if rank == 0:  # no rank waits for the input gradients of stage 0, so they may come after the weight halves
+        leads = [len(far_halves)] * count
+    backwards = _alternate(far_halves, _halves(plan, (Op.I, near)), leads)
+    return forwards + backwards + far_halves[leads[-1] :] + _halves(plan, (Op.W, near))
 
 
 def _halves(plan: Plan, *kinds: tuple[Op, int]) -> list[Action]:
@@ -176,10 +192,11 @@ def _backward_order(plan: Plan) -> list[Slice]:
 
 
 def _forwards_before_backward(plan: Plan) -> list[int]:
-    """How many forwards the last stage has done before each backward.
+    """For each backward, how many forwards precede it on the last stage.
 
-    All of the backward's own microbatch; and of the next one as large a share as has been backwarded of this one, so
-    that memory stays level also where microbatches are cut into different numbers of slices.
+    All those of its own microbatch, and of the next microbatch the same share as this one has done backwards. So memory
+    stays level even if microbatches have different numbers of slices. With two microbatches of two slices, written
+    microbatch.slice, the last stage then does F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0.
     """
     counts = [len(row) for row in plan.grid]
     total = list(accumulate(counts))
@@ -190,9 +207,16 @@ def _forwards_before_backward(plan: Plan) -> list[int]:
 
 
 def _forwards_before_interleaved_backward(plan: Plan, forwards: "Rounds", backwards: "Rounds") -> list[int]:
-    """As above, for chunks: the last chunk's forward of the microbatch's last slice must be done.
+    """For each entry of ``backwards``, how many entries of ``forwards`` precede it on the last rank.
 
-    From one backward to the next the number rises by at least one: the proof of progress rests on that.
+    Only the last chunk sets a minimum: the backward of a microbatch can start once its last slice has passed that
+    chunk. ``lag`` is the largest (minimum - j) so far, so the result rises by at least one per backward, which the
+    argument against deadlock requires (docs/architecture.md). With two ranks, two chunks and four microbatches of one
+    slice, written chunk.slice:
+
+        forwards   0.0 0.1 1.0 1.1 0.2 0.3 1.2 1.3
+        backwards  1.0 1.1 0.0 0.1 1.2 1.3 0.2 0.3
+        result       3   4   5   6   7   8   9  10    backward 1.0 follows forward 1.0, the third; lag is 3
     """
     place = {(c, s): i for i, (c, s) in enumerate(forwards) if s}
     needed: list[int] = []
@@ -204,17 +228,18 @@ def _forwards_before_interleaved_backward(plan: Plan, forwards: "Rounds", backwa
     return needed
 
 
-Rounds = list[tuple[int, Slice | None]]
+Rounds = list[tuple[int, Slice | None]]  # chunk and slice; None is padding
 
 
 def _rounds(slices: Sequence[Slice | None], group: int, chunks: Sequence[int]) -> Rounds:
+    """Each group of slices passes one chunk after the other."""
     return [(c, s) for g in range(0, len(slices), group) for c in chunks for s in slices[g : g + group]]
 
 
 def _alternate(
     forwards: Sequence[Action | None], backwards: Sequence[Action | None], before: Sequence[int]
 ) -> list[Action]:
-    """The forwards and backwards, with ``before[j]`` forwards ahead of backward ``j``; phantoms left out."""
+    """Merges both lists with ``before[j]`` forwards ahead of backward ``j``, and drops the padding."""
     actions: list[Action | None] = []
     done = 0
     for backward, needed in zip(backwards, before, strict=True):

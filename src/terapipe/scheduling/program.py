@@ -1,4 +1,4 @@
-"""An order's computations as numbers: compiled once, run in one pass with any durations."""
+"""An order's computations in topological order: compiled once, then timed in one pass for any durations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from terapipe.scheduling.actions import NEEDS, Action, Op
 
 COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
 _COLUMN = {op: i for i, op in enumerate(COMPUTATIONS)}
-_CODE = {op: code for code, op in enumerate(Op)} | {Op.I: list(Op).index(Op.B)}  # who waits for B is content with I
+_CODE = {op: code for code, op in enumerate(Op)} | {Op.I: list(Op).index(Op.B)}  # an I counts as the B it completes
 
 
-# What a computation's result is sent as, received as, and how many stages on.
+# For each computation: the send of its result, the receive, and the offset to the receiving stage.
 ENDS = {
     op: (send, receive, -NEEDS[receive][0].stage)
     for op, send, receive in (
@@ -30,89 +30,101 @@ ENDS = {
 
 @dataclass(frozen=True)
 class Program:
-    """An order's computations as numbers, so listed that each comes after all that it waits for.
+    """An order's computations in topological order: each comes after everything it depends on.
 
-    Only a need that another rank computes is noted: what comes from the same rank was done before by the order of its
-    list. The lists are parallel, one entry for each computation.
+    The lists are parallel, with one entry per computation. Only a dependency on another rank is recorded, and there is
+    at most one: the same slice on the neighboring stage. The order of a rank's list meets dependencies on that rank.
     """
 
     num_ranks: int
     ranks: list[int]
     actions: list[Action]
-    firsts: list[int]  # the place in ``Plan.slices`` of each microbatch's first slice
-    needs: list[int]  # the computation whose result must have arrived, or -1
-    peers: list[int]  # the rank to which the result is sent, or -1
+    firsts: list[int]  # index in ``Plan.slices`` of each microbatch's first slice
+    needs: list[int]  # the computation on another rank whose result it receives, or -1
+    peers: list[int]  # the rank that the result is sent to, or -1
 
     @cached_property
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Stages, ops by their place in ``COMPUTATIONS``, and slices, to look up tables with."""
+        """Indices for tables by stage, op (as in ``COMPUTATIONS``) and slice."""
         rows = [(k, _COLUMN[op], self.firsts[s.microbatch] + s.number) for op, k, s in self.actions]
         stages, ops, slices = np.array(rows, dtype=np.int64).T
         return stages, ops, slices
 
     @cached_property
     def links(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
-        """All pairs of ranks of which one sends to the other, and each computation's place among them, or -1."""
+        """The links as (sender, receiver), and for each computation the index of the link it sends over, or -1."""
         pairs = list(zip(self.ranks, self.peers, strict=True))
-        known = sorted({pair for pair in pairs if pair[1] >= 0})
-        place = {pair: i for i, pair in enumerate(known)}
-        return known, np.array([place.get(pair, -1) for pair in pairs])
+        used = sorted({pair for pair in pairs if pair[1] >= 0})
+        index = {pair: i for i, pair in enumerate(used)}
+        return used, np.array([index.get(pair, -1) for pair in pairs])
 
 
 def compiled(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
-    """Walks all lists at once; a rank stops where a need is not computed yet and goes on when it is."""
+    """Merges the ranks' lists into one topological order. Raises ValueError if they deadlock.
+
+    A rank emits the computations of its list until one depends on something not emitted yet. It is then parked under
+    that dependency and runs again once the dependency is emitted. Two ranks, one stage each, one slice:
+
+        rank 1: F1 needs F0, parked     rank 0: emits F0, which wakes rank 1; B0 needs B1, parked
+        rank 1: emits F1 and B1, which wakes rank 0     rank 0: emits B0     result: F0 F1 B1 B0
+
+    An action is addressed by ``(op * stages + stage) * width + slice``, ``width`` being the number of slices. So a
+    dependency is a fixed offset from its action, and the loop gets by without a dict of actions.
+    """
     counts = [len(row) for row in plan.lengths]
-    firsts = list(accumulate(counts, initial=0))  # the place of each microbatch's first slice
+    firsts = list(accumulate(counts, initial=0))
     stages, width = plan.num_stages, firsts[-1]
-    number = [-1] * (len(Op) * stages * width)  # which computation it is: by op, stage and slice
-    own = {op: _CODE[op] * stages * width for op in COMPUTATIONS}
-    needed = {op: [(own[n.op] + n.stage * width + n.slice, n.stage, n.slice) for n in NEEDS[op]] for op in COMPUTATIONS}
+    emitted_as = [-1] * (len(Op) * stages * width)  # position in the result, by address
+    base = {op: _CODE[op] * stages * width for op in COMPUTATIONS}  # address of an op's first action
+    needed = {
+        op: [(base[n.op] + n.stage * width + n.slice, n.stage, n.slice) for n in NEEDS[op]] for op in COMPUTATIONS
+    }
     ranks: list[int] = []
     needs: list[int] = []
     peers: list[int] = []
-    at = [0] * len(lists)
-    waiting: dict[int, list[int]] = {}
+    positions = [0] * len(lists)  # of each rank, in its list
+    parked: dict[int, list[int]] = {}  # ranks, by the address they wait for
     runnable = list(range(len(lists)))
     while runnable:
         rank = runnable.pop()
-        actions, here = lists[rank], at[rank]
-        while here < len(actions):
-            op, k, s = actions[here]
+        actions, position = lists[rank], positions[rank]
+        while position < len(actions):
+            op, k, s = actions[position]
             microbatch, i = s[0], s[1]
-            place, far = k * width + firsts[microbatch] + i, -1
+            place, remote = k * width + firsts[microbatch] + i, -1
             for offset, stage, ahead in needed[op]:
                 if 0 <= k + stage < stages and 0 <= i + ahead < counts[microbatch]:
-                    key = place + offset
-                    found = number[key]
-                    if found < 0:
+                    address = place + offset
+                    producer = emitted_as[address]
+                    if producer < 0:
                         break
-                    if ranks[found] != rank:
-                        far = found
+                    if ranks[producer] != rank:
+                        remote = producer
             else:
-                key = place + own[op]
-                number[key] = len(ranks)
+                address = place + base[op]
+                emitted_as[address] = len(ranks)
                 ranks.append(rank)
-                needs.append(far)
+                needs.append(remote)
                 peers.append(-1)
-                if far >= 0:
-                    peers[far] = rank
-                here += 1
-                if key in waiting:
-                    runnable += waiting.pop(key)
+                if remote >= 0:
+                    peers[remote] = rank
+                position += 1
+                if address in parked:
+                    runnable += parked.pop(address)
                 continue
-            waiting.setdefault(key, []).append(rank)
+            parked.setdefault(address, []).append(rank)
             break
-        at[rank] = here
-    stuck = [f"rank {r} at {a[i]}" for r, (a, i) in enumerate(zip(lists, at, strict=True)) if i < len(a)]
+        positions[rank] = position
+    stuck = [f"rank {r} at {a[i]}" for r, (a, i) in enumerate(zip(lists, positions, strict=True)) if i < len(a)]
     if stuck:
-        raise ValueError("these computations wait for each other in a circle: " + "; ".join(stuck))
-    turns = [iter(actions) for actions in lists]
-    return Program(len(lists), ranks, [next(turns[rank]) for rank in ranks], firsts, needs, peers)
+        raise ValueError("these computations wait for each other in a cycle: " + "; ".join(stuck))
+    remaining = [iter(actions) for actions in lists]
+    return Program(len(lists), ranks, [next(remaining[rank]) for rank in ranks], firsts, needs, peers)
 
 
 @dataclass(frozen=True)
 class Times:
-    """When each computation of a program starts and ends, and when its result is with the rank that it is sent to."""
+    """When each computation of a program starts and ends, and when its result arrives where it is sent."""
 
     starts: list[float]
     ends: list[float]
@@ -123,15 +135,16 @@ class Times:
         return max(self.ends)
 
 
-def run(program: Program, seconds: Sequence[float], delays: Sequence[float], sendings: Sequence[LinkBehavior]) -> Times:
-    """Every computation takes its seconds, and its result, where it is sent, its delay.
+def run(program: Program, seconds: Sequence[float], delays: Sequence[float], links: Sequence[LinkBehavior]) -> Times:
+    """Times a program in one pass.
 
-    Transfers over one link, ``sendings`` has one entry for each of ``program.links``, begin one by one in the order in
-    which they are produced, each when the one before is through but for its latency. Where they are not overlapped, the
-    rank that sends goes on when it has sent.
+    A computation starts when its rank is free and its input has arrived, and takes its ``seconds``. The transfer of its
+    result takes its ``delays``. ``links`` says how each of ``program.links`` behaves. A link is first in, first out,
+    and every transfer occupies it for its delay less the latency. A rank that cannot overlap transfers with
+    computation is blocked while it sends.
     """
     clock = [0.0] * program.num_ranks
-    free = [0.0] * len(sendings)  # when each link is free again
+    free = [0.0] * len(links)  # when each link is free again
     starts, ends, arrivals = [], [], [0.0] * len(seconds)
     lists = zip(program.ranks, program.needs, program.links[1].tolist(), seconds, delays, strict=True)
     for i, (rank, need, link, duration, delay) in enumerate(lists):
@@ -142,7 +155,7 @@ def run(program: Program, seconds: Sequence[float], delays: Sequence[float], sen
         starts.append(start)
         ends.append(end)
         if link >= 0:
-            overlapped, latency = sendings[link]
+            overlapped, latency = links[link]
             if overlapped:
                 arrivals[i] = max(end, free[link]) + delay
                 free[link] = arrivals[i] - latency

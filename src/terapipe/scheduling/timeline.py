@@ -1,4 +1,4 @@
-"""What happened, or would happen, when: a simulated run and a measured run are both a Timeline."""
+"""Timelines: when each action of a step starts and ends, simulated or measured."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -16,6 +16,8 @@ Content = TypeVar("Content", str, bytes)
 
 
 class Event(NamedTuple):
+    """One action of one rank, with the time at which it began and ended."""
+
     rank: int
     action: Action
     start: float  # seconds since the step began
@@ -24,14 +26,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step, each rank's in the order in which they began."""
+    """The events of one step, sorted by rank and start."""
 
     plan: Plan
     events: tuple[Event, ...]
 
     @classmethod
     def of(cls, plan: Plan, events: Iterable[Event]) -> Self:
-        """Sorted, and moved so that the first computation starts at zero."""
+        """Sorts the events and shifts them so that the first computation starts at zero."""
         listed = sorted(events, key=lambda e: (e.rank, e.start, e.end))
         zero = min((e.start for e in listed if e.action.op in COMPUTE), default=0.0)
         return cls(plan, tuple(e._replace(start=e.start - zero, end=e.end - zero) for e in listed))
@@ -42,11 +44,11 @@ class Timeline:
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Event, ...], ...]:
-        """Each rank's computations."""
-        found: list[list[Event]] = [[] for _ in range(self.plan.num_ranks)]
+        """The computations of each rank."""
+        ranks: list[list[Event]] = [[] for _ in range(self.plan.num_ranks)]
         for event in self.computations:
-            found[event.rank].append(event)
-        return tuple(map(tuple, found))
+            ranks[event.rank].append(event)
+        return tuple(map(tuple, ranks))
 
     @cached_property
     def makespan(self) -> float:
@@ -54,7 +56,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> float:
-        """The share of all ranks' time in which they compute nothing."""
+        """The share of ``makespan * num_ranks`` in which ranks compute nothing: the bubble."""
         total = self.makespan * self.plan.num_ranks
         return 1.0 - sum(e.end - e.start for e in self.computations) / total if total else 0.0
 

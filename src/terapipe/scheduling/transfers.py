@@ -1,4 +1,4 @@
-"""Adds sends and receives to lists of computations, all drawn from one global order of transfers."""
+"""Adds sends and receives to lists of computations, following one global order of transfers."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,42 +11,41 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
 from terapipe.scheduling.program import ENDS, Program, compiled, run
 
-AHEAD = 2  # a receive is posted this many computations before the one that needs it, if its turn has come
-
-EARLY = 3  # and by so many earlier still where the order of transfers binds nobody
+AHEAD = 2  # computations between a receive and the one that needs it, if the order of transfers permits
+EARLY = 3  # additional computations, in `with_early_receives`
 
 Lists = Sequence[Sequence[Action]]
 
 
 def with_transfers(plan: Plan, computations: Lists) -> Schedule:
-    """The Schedule in which each rank does its computations in the given order.
+    """The Schedule in which each rank performs its computations in the given order.
 
-    Transfers happen in the order in which an ideal run would produce them. Each rank lists its own in that order: a
-    send right after what produces it, a receive as early as ``AHEAD`` permits. So neighbours list what they share
-    alike, and a run in which every transfer blocks both ends still gets through.
+    All transfers are put into one global order: that of an ideal run. Each rank lists its sends and receives in this
+    order, a send right after its producer, a receive about ``AHEAD`` computations before its consumer. So neighbors
+    list their shared transfers in the same order, and there is no deadlock even if every transfer blocks both ends.
     """
     program = compiled(plan, computations)
     places = _places(program)
-    mine: list[list[End]] = [[] for _ in computations]
+    ends_of: list[list[End]] = [[] for _ in computations]  # by rank
     for producer, consumer in _transfers(program):
         op, k, s = program.actions[producer]
-        send, receive, on = ENDS[op]
-        mine[program.ranks[producer]].append(End(Action(send, k, s), places[producer] + 1, places[producer] + 1))
+        send, receive, offset = ENDS[op]
+        ends_of[program.ranks[producer]].append(End(Action(send, k, s), places[producer] + 1, places[producer] + 1))
         due = places[consumer]
-        mine[program.ranks[consumer]].append(End(Action(receive, k + on, s), due, due - AHEAD))
-    return Schedule(plan, tuple(_merge(c, ends) for c, ends in zip(computations, mine, strict=True)))
+        ends_of[program.ranks[consumer]].append(End(Action(receive, k + offset, s), due, due - AHEAD))
+    return Schedule(plan, tuple(_merge(c, ends) for c, ends in zip(computations, ends_of, strict=True)))
 
 
 class End(NamedTuple):
-    """One rank's end of a transfer: how many of the rank's computations come before it, at most and if all is well."""
+    """A send or receive, and how many of its rank's computations should come before it."""
 
     action: Action
-    latest: int
-    wanted: int
+    latest: int  # at most
+    preferred: int  # if the order of transfers permits
 
 
 def _places(program: Program) -> list[int]:
-    """Of each computation its place in the list of its rank."""
+    """The index of each computation in the list of its rank."""
     counts = [0] * program.num_ranks
     places = []
     for rank in program.ranks:
@@ -56,8 +55,9 @@ def _places(program: Program) -> list[int]:
 
 
 def _transfers(program: Program) -> list[tuple[int, int]]:
-    """What produces and what consumes each, in the order of an ideal run: a forward takes one unit of time, a backward
-    two, a transfer none. Lengths of slices have no part in it, so plans that differ only in them run alike."""
+    """The (producer, consumer) of every transfer, ordered as in an ideal run: a forward takes one unit of time, a
+    backward two, a transfer none. Slice lengths play no part, so plans that differ only in them have equal schedules.
+    """
     seconds = [_DURATION[action.op] for action in program.actions]
     ends = run(program, seconds, [0.0] * len(seconds), [LinkBehavior()] * len(program.links[0])).ends
     pairs = [(need, consumer) for consumer, need in enumerate(program.needs) if need >= 0]
@@ -71,13 +71,19 @@ _DURATION = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
 
 def _merge(computations: Sequence[Action], ends: Sequence[End]) -> tuple[Action, ...]:
-    """One rank's list: its computations and its ends of the transfers, both in their given order."""
-    # A receive must come before what needs it, and must not hold up a send that follows it in the order of transfers.
+    """Merges one rank's computations and transfers. Both keep their order.
+
+    A receive comes before its consumer, and before every transfer that follows it in the order of transfers. So its
+    latest position is the minimum of its own and of all that follow. Example with the computations a b c d e, and two
+    transfers in this order: a receive for e (latest 4, preferred 2), and the send of a's result (latest 1):
+
+        a recv send b c d e     The receive moves from position 2 to 1, so that it does not delay the send.
+    """
     latest = list(accumulate((end.latest for end in reversed(ends)), min))[::-1]
     merged: list[Action] = []
     emitted = 0
     for end, last in zip(ends, latest, strict=True):
-        upto = min(last, end.wanted)
+        upto = min(last, end.preferred)
         if upto > emitted:
             merged += computations[emitted:upto]
             emitted = upto
@@ -86,16 +92,16 @@ def _merge(computations: Sequence[Action], ends: Sequence[End]) -> tuple[Action,
 
 
 def with_early_receives(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """A rank's list with its receives ``EARLY`` computations earlier, past sends that come before them in the order of
-    transfers; their own order stays.
+    """One rank's list with every receive ``EARLY`` computations earlier, also ahead of sends. Receives stay in order.
 
-    For gloo, which sends nothing before it has heard of the receive, and that word queues behind what its rank is
-    sending. Over a slow link a receive must be posted long before it is needed; gloo permits it, NCCL does not.
+    For gloo. It sends nothing before the peer has announced the receive, and the announcement queues behind the peer's
+    own sends. So over a slow link a receive must be posted long before it is needed. NCCL does not permit this: both
+    ends must issue their transfers in the same order.
     """
-    place, done = [], 0  # before which computation each action comes
+    keys, done = [], 0  # sort keys: computations before the action, and receives before the rest
     for action in actions:
         receive = action.op not in COMPUTE and action.op not in SENDS
-        place.append((max(0, done - EARLY), 0) if receive else (done, 1))
+        keys.append((max(0, done - EARLY), 0) if receive else (done, 1))
         done += action.op in COMPUTE
-    order = sorted(range(len(actions)), key=place.__getitem__)
+    order = sorted(range(len(actions)), key=keys.__getitem__)
     return tuple(actions[i] for i in order)

@@ -1,4 +1,4 @@
-"""One rank's actions, from a schedule that is made and validated once for all plans of the same shape."""
+"""One rank's actions. The schedule is built and validated once for all plans of the same shape."""
 
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -10,7 +10,7 @@ from terapipe.scheduling.validation import validate
 
 
 class Shape(NamedTuple):
-    """All that a schedule depends on: the number of slices, not their lengths."""
+    """What a schedule depends on: the number of slices, not their lengths."""
 
     order: str
     counts: tuple[int, ...]  # slices of each microbatch
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
         return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks)
 
     def plan(self) -> Plan:
-        """One of this shape: all slices but the last of a microbatch have one token."""
+        """A plan of this shape. All slices of a microbatch but the last have one token."""
         most = max(self.counts)
         lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
         edges = tuple(range(self.num_stages + 1))
@@ -30,13 +30,13 @@ class Shape(NamedTuple):
 
 
 def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
-    """What ``rank`` does. Raises ValueError if the schedule is not complete, or could deadlock."""
+    """The actions of ``rank``. Raises ValueError if the schedule is incomplete or could deadlock."""
     grid = plan.grid
     return tuple(Action(op, k, grid[s.microbatch][s.number]) for op, k, s in _of_shape(Shape.of(plan), rank))
 
 
-@lru_cache(maxsize=64)  # a process only keeps the lists of its own rank
+@lru_cache(maxsize=64)  # holds only the lists of one rank, the process's own
 def _of_shape(shape: Shape, rank: int) -> tuple[Action, ...]:
-    made = schedule(shape.plan())
-    validate(made)
-    return made.ranks[rank]
+    built = schedule(shape.plan())
+    validate(built)
+    return built.ranks[rank]

@@ -1,4 +1,4 @@
-"""Choose: layout, order, slices and recomputation for a model, under a byte budget. No torch here."""
+"""The planner: chooses layout, order, slices and recomputation for a model within a memory budget. No torch here."""
 
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request

@@ -1,4 +1,4 @@
-"""Where the search begins: every layout, order, microbatch and number of slices, by a formula that costs nothing."""
+"""The start of the search: all layouts, orders, microbatch sizes and numbers of slices, ranked by a cheap formula."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,41 +11,41 @@ from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import Source
 
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of slices to start from
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """``estimate`` is the formula's step time, ``peak`` a rough count of bytes: both only say what to look at first."""
+    """A kind of plan to simulate. ``estimate`` and ``peak`` only decide what is simulated first."""
 
-    estimate: float
-    peak: float
+    estimate: float  # step time by the formula
+    peak: float  # rough number of bytes
     evaluator: PlanEvaluator
     order: str
-    size: int
-    count: int
-    chunks: int
+    size: int  # sequences per microbatch
+    count: int  # slices per sequence
+    chunks: int  # stages per rank
 
     @property
     def hopeless(self) -> bool:
-        """Whether it is too large even if the rough count is wrong by a factor of two."""
+        """Whether it is too large for memory even if the rough estimate is twice too high."""
         budget = self.evaluator.budget
         return budget is not None and self.peak > 2 * budget
 
     @property
     def work(self) -> int:
-        """Computations in one step: what simulating it once costs."""
+        """Computations in one step, to which the time of a simulation is proportional."""
         microbatches = -(-self.evaluator.batch_size // self.size)
         return 2 * microbatches * self.count * self.evaluator.layout.pp * self.chunks
 
 
 def candidates(source: Source, request: Request) -> list[Candidate]:
-    """All of them, the most promising first."""
-    found: list[Candidate] = []
+    """All candidates, the most promising first."""
+    pool: list[Candidate] = []
     for layout in layouts(source, request):
         for recompute in _recompute(request):
-            found += _of_evaluator(PlanEvaluator(source, request, layout, recompute))
-    return sorted(found, key=lambda candidate: (candidate.estimate, candidate.count, candidate.chunks))
+            pool += _of_evaluator(PlanEvaluator(source, request, layout, recompute))
+    return sorted(pool, key=lambda candidate: (candidate.estimate, candidate.count, candidate.chunks))
 
 
 def _recompute(request: Request) -> tuple[bool, ...]:
@@ -56,18 +56,19 @@ def _recompute(request: Request) -> tuple[bool, ...]:
 
 def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
     request, kinds = evaluator.request, set(stage_specs(evaluator.boundaries()))
-    per_step = max(evaluator.cost.per_step([part]) for part in kinds)
-    static = max(evaluator.memory.model_state(part) for part in kinds)
+    per_step = max(evaluator.cost.per_step([stage]) for stage in kinds)
+    model_state = max(evaluator.memory.model_state(stage) for stage in kinds)
     for size in _sizes(evaluator):
         microbatches = -(-evaluator.batch_size // size)
-        whole = _held(evaluator, size)
+        per_microbatch = _microbatch_bytes(evaluator, size)
         for count in _counts(evaluator):
             lengths = _even(request, count)
             t = evaluator.seconds(size, lengths, np.cumsum(lengths) - lengths)
             work = float(t.sum()) * microbatches
             for order, chunks in _orders(evaluator, count):
                 bubble = (evaluator.layout.pp - 1) * float(t.mean()) / chunks * order.bubble
-                peak = static + whole * order.in_flight(InFlight(microbatches, count, evaluator.layout.pp, chunks))
+                in_flight = order.in_flight(InFlight(microbatches, count, evaluator.layout.pp, chunks))
+                peak = model_state + per_microbatch * in_flight
                 yield Candidate(work + bubble + per_step, peak, evaluator, order.name, size, count, chunks)
 
 
@@ -111,17 +112,14 @@ def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]
 
 
 def _chunks(order: Order, request: Request) -> tuple[int, ...]:
-    """Per rank: what the order takes, what is asked for, or else what is worth a try."""
+    """Stages per rank to try: those that the order requires or the request fixes, else the order's default."""
     if order.chunks is not None:
         return (order.chunks,) if request.chunks in (None, order.chunks) else ()
     return order.tried_chunks if request.chunks is None else (request.chunks,)
 
 
-def _held(evaluator: PlanEvaluator, size: int) -> float:
-    """Bytes of one whole microbatch on one rank."""
-    part = StageSpec(-(-evaluator.source.layers // evaluator.layout.pp))
-    seq_len = evaluator.request.seq_len
-    kept = evaluator.memory.activations(part, float(size), float(seq_len)) + evaluator.memory.kv_cache(
-        part, float(size), seq_len
-    )
-    return float(kept)
+def _microbatch_bytes(evaluator: PlanEvaluator, size: int) -> float:
+    """Activations and KV cache of one microbatch on one rank."""
+    stage, seq_len = StageSpec(-(-evaluator.source.layers // evaluator.layout.pp)), evaluator.request.seq_len
+    activations = evaluator.memory.activations(stage, float(size), float(seq_len))
+    return float(activations + evaluator.memory.kv_cache(stage, float(size), seq_len))

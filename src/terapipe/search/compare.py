@@ -1,4 +1,4 @@
-"""The open question, for one's own model: every order at its best on the same devices, by time and by memory."""
+"""Compares all orders, each with its best plan, on the same devices."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -14,9 +14,9 @@ from terapipe.search.source import Source
 
 
 def compare(source: Source, request: Request) -> list[PlanEstimate]:
-    """One named choice for each way to run a step, all in the layout that is fixed or would be chosen.
+    """The best plan of every order, all in the layout that is fixed or that the planner would choose.
 
-    Each is the best of its kind that fits; where none does, the one with the smallest peak, marked as not fitting.
+    If no plan of an order fits the memory budget, the one with the smallest peak is returned, with ``fits`` False.
     """
     if request.order or request.fixed_slices or request.chunks or request.distinct:
         raise ValueError(
@@ -24,35 +24,32 @@ def compare(source: Source, request: Request) -> list[PlanEstimate]:
             "and distinct"
         )
     layout = best_by_order(candidates(source, request), source, request)[0].layout
-    found = candidates(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
-    rows = [(name, estimate) for order in ORDERS.values() for name, estimate in _rows(found, order) if estimate]
-    if layout.pp == 1:  # orders are alike then, and refining may have ended with whole sequences
+    pool = candidates(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
+    rows = [(name, estimate) for order in ORDERS.values() for name, estimate in _rows(pool, order) if estimate]
+    if layout.pp == 1:  # all orders are the same then, and refinement may have merged the slices: one row per title
         return list({estimate.title: estimate for _, estimate in reversed(rows)}.values())[::-1]
     return [replace(estimate, name=name) for name, estimate in rows]
 
 
-def _rows(found: list[Candidate], order: Order) -> Iterator[tuple[str, PlanEstimate | None]]:
-    """Each order by its own name; with as few stages per rank as it takes."""
-    mine = [c for c in found if c.order == order.name]
-    plain = [c for c in mine if c.chunks == 1] or mine
+def _rows(pool: list[Candidate], order: Order) -> Iterator[tuple[str, PlanEstimate | None]]:
+    """The order by its name, with one stage per rank if it supports that, and for some orders a variant of it."""
+    own = [c for c in pool if c.order == order.name]
+    plain = [c for c in own if c.chunks == 1] or own
     if order.name == "terapipe":
         even = best_of(plain, order.name, even=True)
-        yield "terapipe, equal slices", even and _evenly(plain, even)
-    whole = [c for c in mine if c.count == 1]
+        yield "terapipe, equal slices", even and _refine_even(plain, even)
+    whole = [c for c in own if c.count == 1]
     if order.sliced and order.chunks is None and 1 not in order.tried_chunks:
         yield f"{order.name}, whole sequences", best_of(whole, order.name)
-        plain = [c for c in mine if c.count > 1]
-    yield order.name, _finished(plain, best_of(plain, order.name))
+        plain = [c for c in own if c.count > 1]
+    best = best_of(plain, order.name)
+    yield order.name, finish(plain, best) if best else None
 
 
-def _finished(found: Iterable[Candidate], choice: PlanEstimate | None) -> PlanEstimate | None:
-    return finish(found, choice) if choice else None
-
-
-def _evenly(found: Iterable[Candidate], choice: PlanEstimate) -> PlanEstimate:
+def _refine_even(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate:
     """The best number of equal slices."""
-    evaluator = next(s.evaluator for s in found if s.evaluator.recompute == choice.plan.recompute)
-    request, plan = evaluator.request, choice.plan
+    evaluator = next(c.evaluator for c in pool if c.evaluator.recompute == start.plan.recompute)
+    request, plan = evaluator.request, start.plan
 
     def evaluated(count: int) -> PlanEstimate:
         lengths = uniform(request.seq_len, count, evaluator.tile)

@@ -1,4 +1,4 @@
-"""Ways to cut a sequence: slices of equal time, and cuts moved as long as the simulated step gets shorter."""
+"""Ways to cut a sequence: equal lengths, equal times, given proportions of time, and local search."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import numpy as np
 from terapipe.planning.cost import Array
 
 Lengths = tuple[int, ...]
-Seconds = Callable[[Array, Array], Array]  # of slices by length and context
-UNITS = 256  # places at which equal-time cuts may fall, at most
+Seconds = Callable[[Array, Array], Array]  # from lengths and contexts of slices
+UNITS = 256  # maximum number of cut points for equal-time cuts
 
 
 def uniform(seq_len: int, count: int, tile: int) -> Lengths:
-    """As even as multiples of the tile allow; the last slice takes what is left over."""
+    """Slices as equal as multiples of the tile permit. The last one is shorter if the tile does not divide evenly."""
     units = -(-seq_len // tile)
     count = min(count, units)
     short, longer = divmod(units, count)
@@ -26,10 +26,10 @@ def uniform(seq_len: int, count: int, tile: int) -> Lengths:
 
 @dataclass(frozen=True)
 class Grid:
-    """Seconds of every slice between two of at most ``UNITS`` evenly spaced places."""
+    """Seconds of all slices between at most ``UNITS`` evenly spaced cut points."""
 
-    ends: list[int]  # where slices may end, in tokens
-    rows: list[Array]  # for each start, the seconds of the slices that begin there, by their end; rising
+    ends: list[int]  # tokens at which slices may end
+    rows: list[Array]  # for each start, the seconds of slices by their end; made monotonic for binary search
 
     @classmethod
     def of(cls, seconds: Seconds, seq_len: int, tile: int) -> Self:
@@ -45,19 +45,19 @@ class Grid:
         return self.shaped((1,) * count)
 
     def shaped(self, shares: Sequence[float]) -> Lengths:
-        """At most so many slices, their times about in these proportions: the shortest that reach the end."""
+        """At most ``len(shares)`` slices with times in about these proportions. Bisects over the scale of the times."""
         low, high = 0.0, float(self.rows[0][-1])
         best: Lengths = (self.ends[-1],)
         for _ in range(24):
             middle = (low + high) / 2
-            if found := self._greedy([middle * share for share in shares]):
-                best, high = found, middle
+            if lengths := self._greedy([middle * share for share in shares]):
+                best, high = lengths, middle
             else:
                 low = middle
         return best
 
     def _greedy(self, limits: Sequence[float]) -> Lengths | None:
-        """Slices as long as their limits permit, or None if they do not reach the end."""
+        """The longest slices within these limits on their times, or None if they do not reach the end."""
         cuts = [0]
         for limit in limits:
             if cuts[-1] == len(self.ends):
@@ -73,12 +73,12 @@ class Grid:
 
 
 def ramped(count: int, growth: float, most: float) -> tuple[float, ...]:
-    """Shares that grow from either end until they are ``most``."""
+    """Shares that grow by a factor from both ends, up to ``most``: ``ramped(6, 2, 4)`` is 1 2 4 4 2 1."""
     return tuple(min(growth ** min(i, count - 1 - i), most) for i in range(count))
 
 
 def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, tries: int) -> Lengths:
-    """Moves cuts, in ever smaller steps, as long as the objective falls and there are tries left."""
+    """Local search: moves single cuts, in smaller and smaller steps, while the objective falls and tries are left."""
     best = objective(lengths)
     stride = max(tile, max(lengths) // 4 // tile * tile)
     while tries > 0 and len(lengths) > 1:
@@ -99,13 +99,13 @@ def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, 
 
 
 def _moves(lengths: Sequence[int], stride: int) -> list[Lengths]:
-    """Every slice a little shorter, its neighbour on either side a little longer."""
-    found = []
+    """All ways to move ``stride`` tokens from one slice to a neighbor."""
+    moves = []
     for i in range(len(lengths)):
         for j in (i - 1, i + 1):
             if 0 <= j < len(lengths) and lengths[i] > stride:
                 changed = list(lengths)
                 changed[i] -= stride
                 changed[j] += stride
-                found.append(tuple(changed))
-    return found
+                moves.append(tuple(changed))
+    return moves

@@ -1,4 +1,4 @@
-"""One way to run a step, judged: its time by simulation, its memory by count."""
+"""Evaluates plans: step time by simulation, peak memory by counting bytes."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,19 +20,20 @@ from terapipe.search.source import Source
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """A plan of one replica, the layout it is part of, and what it costs."""
+    """A plan for one replica, the layout around it, and its predicted time and memory."""
 
     layout: Layout
     plan: Plan
-    step_time: float
-    idle: float
-    peak_bytes: int
-    fits: bool
-    name: str = ""
+    step_time: float  # seconds
+    idle: float  # share of the step in which ranks compute nothing, on average
+    peak_bytes: int  # of the device that needs most
+    fits: bool  # within the memory budget
+    name: str = ""  # in a comparison
 
     @property
     def title(self) -> str:
-        """Its name in a comparison, or its order; with one pipeline rank what it amounts to, since orders are alike."""
+        """For display: the name in a comparison, or the order. With one pipeline rank, where all orders are the same,
+        the kind of parallelism."""
         if self.name or self.layout.pp > 1:
             return self.name or self.plan.order
         kind = "data parallel" if self.layout.dp > 1 else "tensor parallel" if self.layout.tp > 1 else "one device"
@@ -66,16 +67,16 @@ class PlanEstimate:
 
 
 def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
-    """Those that no other beats in both time and memory, fastest first."""
-    kept: list[PlanEstimate] = []
-    for choice in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
-        if not kept or choice.peak_bytes < kept[-1].peak_bytes:
-            kept.append(choice)
-    return kept
+    """The Pareto front by step time and peak memory, fastest first."""
+    front: list[PlanEstimate] = []
+    for estimate in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
+        if not front or estimate.peak_bytes < front[-1].peak_bytes:
+            front.append(estimate)
+    return front
 
 
 class PlanEvaluator:
-    """Builds plans for one layout and judges them."""
+    """Builds and evaluates plans for one layout, with or without recomputation."""
 
     def __init__(self, source: Source, request: Request, layout: Layout, recompute: bool) -> None:
         self.source, self.request, self.layout, self.recompute = source, request, layout, recompute
@@ -93,36 +94,37 @@ class PlanEvaluator:
         return self.request.budget or self.source.budget
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        layer = self._whole(StageSpec(1))
-        first, last = self._whole(StageSpec(1, first=True)) - layer, self._whole(StageSpec(1, last=True)) - layer
+        """Stages balanced by time, including embedding and head."""
+        layer = self._sequence_time(StageSpec(1))
+        first = self._sequence_time(StageSpec(1, first=True)) - layer
+        last = self._sequence_time(StageSpec(1, last=True)) - layer
         return _balanced(self.source.layers, self.layout.pp * chunks, layer, max(first, 0.0), max(last, 0.0))
 
-    def _whole(self, part: StageSpec) -> float:
-        """Seconds of a whole sequence; an eighth of it at a time, so that fixed costs weigh as they will."""
+    def _sequence_time(self, stage: StageSpec) -> float:
+        """Seconds of a whole sequence, cut into eight slices, so that fixed costs per slice count."""
         length = max(1, self.request.seq_len // 8)
         context = np.arange(8.0) * length
         one, lengths = np.ones(8), np.full(8, float(length))
-        seconds = self.cost.forward(part, one, lengths, context) + self.cost.backward(part, one, lengths, context)
+        seconds = self.cost.forward(stage, one, lengths, context) + self.cost.backward(stage, one, lengths, context)
         return float(seconds.sum())
 
     @cached_property
     def slowest_stage(self) -> StageSpec:
-        """The stage that the others wait for."""
-        return max(stage_specs(self.boundaries()), key=self._whole)
+        return max(stage_specs(self.boundaries()), key=self._sequence_time)
 
     @cached_property
     def _slowest_links(self) -> int:
-        """The rank that takes longest to reach its neighbours."""
+        """The pipeline rank with the slowest links to its neighbors."""
         seq_len, ranks = self.request.seq_len, range(self.layout.pp)
 
-        def sent(rank: int) -> float:
-            near = [other for other in (rank + 1, rank - 1) if other in ranks]
-            return sum(float(self.cost.transfer(rank, other, 1, seq_len)) for other in near)
+        def transfer_time(rank: int) -> float:
+            neighbors = [other for other in (rank + 1, rank - 1) if other in ranks]
+            return sum(float(self.cost.transfer(rank, other, 1, seq_len)) for other in neighbors)
 
-        return max(ranks, key=sent)
+        return max(ranks, key=transfer_time)
 
     def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """A slice's time there, forward and backward and transfers."""
+        """A slice's forward, backward and transfers on the slowest stage with the slowest links: the paper's t."""
         return slice_time(self.cost, self.slowest_stage, self._slowest_links, self.layout.pp, size, length, context)
 
     def grid(self, size: int) -> Grid:
@@ -132,11 +134,12 @@ class PlanEvaluator:
         return self._grids[size]
 
     def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:
-        """Microbatches of one size, the last one smaller if need be, all cut alike."""
+        """A plan with microbatches of one size (the last may be smaller), all cut into the same slices."""
         sizes = tuple(min(size, self.batch_size - row) for row in range(0, self.batch_size, size))
         return Plan(sizes, (lengths,) * len(sizes), self.boundaries(chunks), order, chunks, self.recompute)
 
     def evaluate(self, plan: Plan) -> PlanEstimate:
+        """Simulates one step of the plan."""
         seconds, idle = makespan(plan, self.cost)
         step = seconds + self.per_step(plan)
         peak = max(peaks(program(plan), plan, self.memory))
@@ -144,9 +147,9 @@ class PlanEvaluator:
         return PlanEstimate(self.layout, plan, step, idle * seconds / step, peak, fits)
 
     def per_step(self, plan: Plan) -> float:
-        """What comes once per step, on the rank where it takes longest."""
-        held = stage_specs(plan.boundaries)
-        ranks = {tuple(held[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)}
+        """The work done once per step (gradient all-reduce, optimizer), on the rank where it takes longest."""
+        specs = stage_specs(plan.boundaries)
+        ranks = {tuple(specs[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)}
         return max(map(self.cost.per_step, ranks))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the planner: a source of costs, a batch, and what the user has fixed."""
+"""A request to the planner: the batch, what the user has fixed, and what the model supports."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from terapipe.search.source import Source
 
 @dataclass(frozen=True)
 class Request:
-    """``None`` means: choose. Give at most one of ``num_slices`` (equal slices) and ``slice_lengths``."""
+    """The planner chooses what is None. Give at most one of ``num_slices`` (equal slices) and ``slice_lengths``."""
 
-    batch_size: int
+    batch_size: int  # sequences per step, over all replicas
     seq_len: int
     dp: int | None = None
     pp: int | None = None
@@ -22,14 +22,14 @@ class Request:
     num_slices: int | None = None
     slice_lengths: tuple[int, ...] | None = None
     microbatch_size: int | None = None
-    chunks: int | None = None
+    chunks: int | None = None  # stages per rank
     recompute: bool | None = None
-    shard: bool = False  # whether replicas share out their state
-    tile: int | None = None  # slice lengths are multiples of it; the source's own where not given
-    min_slice: int = 1  # tokens: the model is not exact with shorter slices
-    can_recompute: bool = True  # whether the model can compute a slice again
-    distinct: int | None = None  # at most so many different lengths
-    budget: int | None = None  # bytes; the source's own where not given
+    shard: bool = False  # whether replicas shard the model state (FSDP2)
+    tile: int | None = None  # slice lengths are multiples of it; None: as the source says
+    min_slice: int = 1  # tokens in the shortest slice with which the model is exact
+    can_recompute: bool = True  # whether the model supports recomputation
+    distinct: int | None = None  # maximum number of different slice lengths
+    budget: int | None = None  # memory per device in bytes; None: as the source says
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -73,8 +73,8 @@ class Request:
             )
 
     def tile_for(self, *, tile: int, tp: int) -> int:
-        """What slice lengths are multiples of: ``tile`` where the request has none; and ``tp``, for sequence parallel.
-        No slice is shorter than ``min_slice``, the last one, which takes the rest, included."""
+        """The tile for slice lengths: a multiple of the request's own tile, or else of ``tile``, and of ``tp``, for
+        sequence parallelism. It is chosen such that no slice, including a shorter last one, is below ``min_slice``."""
         unit = lcm(min(tile, self.seq_len) if self.tile is None else self.tile, tp)
         for tile in range(unit, self.seq_len, unit):
             if tile >= self.min_slice and (self.seq_len % tile == 0 or self.seq_len % tile >= self.min_slice):
@@ -85,8 +85,9 @@ class Request:
     def fixed_slices(self) -> bool:
         return self.num_slices is not None or self.slice_lengths is not None
 
-    def fixed(self, **stage_specs: object) -> "Request":
-        return replace(self, **stage_specs)  # type: ignore[arg-type]
+    def fixed(self, **fields: object) -> "Request":
+        """A copy with some fields replaced."""
+        return replace(self, **fields)  # type: ignore[arg-type]
 
 
 _POSITIVE = (
@@ -95,40 +96,41 @@ _POSITIVE = (
 )  # fmt: skip
 
 
-def _nearest_divisor(n: int, wanted: int) -> int:
-    return max(d for d in range(1, wanted + 1) if n % d == 0)
+def _nearest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def layouts(source: Source, request: Request) -> list[Layout]:
-    """All layouts that use every device and respect what is fixed; a layout fixed in full may use fewer."""
+    """All layouts that use every device and keep what is fixed. If dp, pp and tp are all fixed, they may use fewer."""
     if request.dp and request.pp and request.tp:
-        found = [Layout(request.dp, request.pp, request.tp)]
-        if found[0].devices > source.devices:
+        options = [Layout(request.dp, request.pp, request.tp)]
+        if options[0].devices > source.devices:
             raise ValueError(
-                f"{found[0]} needs {found[0].devices} devices, {source.name} has {source.devices}; "
+                f"{options[0]} needs {options[0].devices} devices, {source.name} has {source.devices}; "
                 "lower dp, pp or tp, or take more hosts"
             )
     else:
-        found = list(_factors(source, request))
-    found = [replace(layout, shard=request.shard and layout.dp > 1) for layout in found]
-    found = [layout for layout in found if layout.pp <= source.layers]
+        options = list(_factors(source, request))
+    options = [replace(layout, shard=request.shard and layout.dp > 1) for layout in options]
+    options = [layout for layout in options if layout.pp <= source.layers]
     if request.tp and request.tp not in source.tensor_degrees():
         raise ValueError(
             f"tp must be one of {source.tensor_degrees()} here (it divides the heads and the devices of a host), "
             f"got {request.tp}"
         )
-    found = [layout for layout in found if layout.tp in source.tensor_degrees()]
-    if not found:
+    options = [layout for layout in options if layout.tp in source.tensor_degrees()]
+    if not options:
         raise ValueError(
             f"no layout dp x pp x tp uses all {source.devices} devices of {source.name} with at most "
             f"{source.layers} stages, dp dividing the batch of {request.batch_size}, tp in "
             f"{source.tensor_degrees()} and what is fixed (dp {request.dp}, pp {request.pp}, "
             f"tp {request.tp}); fix less, change the batch, or fix all three to use fewer devices"
         )
-    return found
+    return options
 
 
 def _factors(source: Source, request: Request) -> Iterator[Layout]:
+    """All ways to write the number of devices as dp * pp * tp, within what is fixed."""
     for tp in [request.tp] if request.tp else source.tensor_degrees():
         rest, left = divmod(source.devices, tp)
         if left:

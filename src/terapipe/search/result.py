@@ -1,4 +1,4 @@
-"""What the planner answers: the chosen plan, what it costs, and the best of every other order."""
+"""The results of the planner: a chosen plan with its prediction, and comparisons of plans."""
 
 import time
 from collections.abc import Callable
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """``print`` explains it; ``plan`` is what ``Pipeline`` takes, for the ranks of ``layout``."""
+    """The chosen plan and its prediction. ``print`` it for an explanation; give ``plan`` to ``Pipeline``."""
 
     estimate: PlanEstimate
     runners_up: tuple[PlanEstimate, ...]  # the best of every other order, fastest first
     request: Request
-    source: Source | None = None  # None: a cost table
-    price: float | None = None  # of a limit on distinct lengths: step time over that without the limit
-    seconds: float = 0.0  # that planning took
+    source: Source | None = None  # of the costs; None: a cost table
+    price: float | None = None  # with a limit on distinct lengths: step time relative to that without the limit
+    seconds: float = 0.0  # time that planning took
 
     @property
     def plan(self) -> Plan:
@@ -55,12 +55,12 @@ class PlanResult:
 
     @property
     def unsliced(self) -> PlanEstimate | None:
-        """The best that leaves sequences whole."""
+        """The best plan with whole sequences, if there is one."""
         return next((e for e in (self.estimate, *self.runners_up) if not e.sliced), None)
 
     @property
     def budget(self) -> int | None:
-        """Bytes of each device."""
+        """Memory budget per device in bytes, if known."""
         return self.request.budget or (self.source.budget if self.source else None)
 
     @property
@@ -68,12 +68,12 @@ class PlanResult:
         return self._known_source().memory(self.layout, self.plan.recompute)
 
     def simulate(self) -> Timeline:
-        """The step, action by action. What comes once per step, the optimizer for example, is not part of it."""
+        """The Timeline of one step, without the work done once per step (gradient all-reduce, optimizer)."""
         cost = self._known_source().cost(self.layout, self.plan.recompute)
         return simulate(schedule(self.plan), cost)
 
     def sensitivity(self) -> "list[Mistake]":
-        """How much slower plans get if a constant of the cluster is not what it is assumed to be."""
+        """How much slower the plan would be if a constant of the cluster were assumed wrong."""
         from terapipe.search.sensitivity import mistakes
 
         source = self._known_source()
@@ -82,14 +82,15 @@ class PlanResult:
         return list(mistakes(source, self.request))
 
     def saved(self, profile: str | Path | None = None) -> SavedPlan:
-        """With its layout and where its costs came from: ``profile`` is the file of the profile it was made with."""
+        """The plan with its layout and costs. ``profile`` is the path of the profile that it was made with."""
         if self.source is None:
             return SavedPlan(self.plan, self.layout, step_time=self.step_time)
         costs = origin(self.source, None if profile is None else Path(profile))
         return SavedPlan(self.plan, self.layout, self.source.dtype, costs, self.budget, self.step_time)
 
     def save(self, path: str | Path, *, profile: str | Path | None = None) -> None:
-        """For ``terapipe train run.toml plan.file=PATH``, ``terapipe simulate PATH`` and ``Plan.from_json``."""
+        """Writes a file for ``terapipe train run.toml plan.file=PATH``, ``terapipe simulate PATH`` and
+        ``Plan.from_json``."""
         files.write(Path(path), self.saved(profile).to_json() + "\n")
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,12 +110,12 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One estimate for each way to run a step. ``print`` shows a table."""
+    """The best plan of every order. ``print`` shows a table."""
 
     rows: tuple[PlanEstimate, ...]
-    budget: int | None  # bytes of each device
-    where: str  # the devices
-    seconds: float = 0.0  # that comparing took
+    budget: int | None  # memory budget per device in bytes, if known
+    where: str  # name of the cluster or machine
+    seconds: float = 0.0  # time that the comparison took
 
     def __iter__(self) -> Any:
         return iter(self.rows)
@@ -129,17 +130,17 @@ class Comparison:
 
     @property
     def fastest(self) -> PlanEstimate:
-        """Of those that fit."""
+        """The fastest plan that fits."""
         return min(self.rows, key=lambda e: (not e.fits, e.step_time))
 
     def to_svg(self, path: str | Path | None = None) -> str:
-        """The chart of step time against peak memory."""
+        """A chart of step time against peak memory, also written to ``path`` if given."""
         from terapipe.reporting.plans import comparison_chart
 
         return _written(path, comparison_chart(self))
 
     def to_html(self, path: str | Path | None = None, model: str = "The model") -> str:
-        """A page with chart and table."""
+        """A page with chart and table, also written to ``path`` if given."""
         from terapipe.reporting.plans import comparison_page
 
         return _written(path, comparison_page(self, model))
@@ -157,5 +158,6 @@ def _written(path: str | Path | None, text: str) -> str:
 
 
 def timed(plan: Callable[[], PlanResult]) -> PlanResult:
+    """Calls ``plan`` and records how long it took."""
     began = time.perf_counter()
     return replace(plan(), seconds=time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""A plan as a file: with its layout and all that its predicted step time rests on, so that both can be had again."""
+"""A plan as a file, with its layout and the costs behind its predicted step time, so that it can be simulated again."""
 
 import json
 import zlib
@@ -17,29 +17,32 @@ from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """``Plan.from_json`` reads the same file and takes the plan alone. Of a bare plan only that is known."""
+    """What ``PlanResult.save`` writes. ``Plan.from_json`` reads the same file and returns only the plan.
+
+    A file that holds a plan alone can also be loaded; the other fields are then None or empty.
+    """
 
     plan: Plan
     layout: Layout | None = None
-    dtype: str | None = None  # of parameters and activations; None where the costs do not say
-    costs: Mapping[str, Any] = field(default_factory=dict)  # where they came from: see ``origin``
-    budget: int | None = None  # bytes of a device
-    step_time: float | None = None
+    dtype: str | None = None  # of parameters and activations; None for plans from a cost table
+    costs: Mapping[str, Any] = field(default_factory=dict)  # where the costs came from, see ``origin``
+    budget: int | None = None  # bytes per device
+    step_time: float | None = None  # predicted seconds
 
     def to_json(self) -> str:
-        known = {"dtype": self.dtype, "costs": dict(self.costs), "budget": self.budget, "step_time": self.step_time}
+        details = {"dtype": self.dtype, "costs": dict(self.costs), "budget": self.budget, "step_time": self.step_time}
         layout = None if self.layout is None else asdict(self.layout)
-        return json.dumps({**self.plan.to_dict(), PLANNED: {"layout": layout, **known}})
+        return json.dumps({**self.plan.to_dict(), PLANNED: {"layout": layout, **details}})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         plan = Plan.from_json(text)
-        known = json.loads(text).get(PLANNED)
-        if known is None:
+        details = json.loads(text).get(PLANNED)
+        if details is None:
             return cls(plan)
         try:
-            layout = None if known["layout"] is None else Layout(**known["layout"])
-            saved = cls(plan, layout, known["dtype"], known["costs"], known["budget"], known["step_time"])
+            layout = None if details["layout"] is None else Layout(**details["layout"])
+            saved = cls(plan, layout, details["dtype"], details["costs"], details["budget"], details["step_time"])
             numbers = [] if layout is None else [layout.dp, layout.pp, layout.tp]
             if any(not isinstance(n, int) or n < 1 for n in numbers) or not isinstance(saved.costs, Mapping):
                 raise TypeError("a layout of whole numbers")
@@ -50,7 +53,7 @@ class SavedPlan:
         return saved
 
     def source(self) -> Source:
-        """The source of its costs as it was when the plan was made; ValueError says what is missing."""
+        """The costs that the plan was made with. Raises ValueError if the file does not determine them."""
         if "cluster" in self.costs:
             return _cluster_source(self.costs)
         if "profile" in self.costs:
@@ -60,11 +63,11 @@ class SavedPlan:
 
 
 def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
-    """What it takes to have the same costs again. A described cluster in full; of a profile its file and checksum."""
+    """What is saved to restore the costs: the whole description of a cluster, or a profile's path and checksum."""
     if isinstance(source, ClusterSource):
         host = asdict(source.cluster.host)
-        known = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
-        return {**known, "model": asdict(source.config), "layers_only": not source.ends}
+        cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
+        return {**cluster, "model": asdict(source.config), "layers_only": not source.ends}
     assert isinstance(source, ProfileSource)
     return {"profile": str(file or ""), "checksum": _checksum(source.profile), "ranks": source.ranks, "tp": source.tp}
 
@@ -75,17 +78,17 @@ def _checksum(profile: Profile) -> int:
 
 def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
     try:
-        host = dict(costs["host"])
-        device, intra_node, inter_node = (_numbers(host.pop(name)) for name in ("device", "intra_node", "inter_node"))
-        made = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(host))
+        fields = dict(costs["host"])
+        device, intra_node, inter_node = (_numbers(fields.pop(name)) for name in ("device", "intra_node", "inter_node"))
+        host = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(fields))
         config = GPTConfig(**costs["model"])
-        return ClusterSource(config, Cluster(costs["cluster"], made, costs["hosts"]), not costs["layers_only"])
+        return ClusterSource(config, Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
 
 
 def _numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of a device, a link or a host; what is divided by is not 0."""
+    """Checks the fields of a device, a link or a host. Those that something is divided by must be positive."""
     for name, value in values.items():
         positive = name in ("peak", "achieved", "bandwidth", "memory", "devices", "element")
         if not isinstance(value, int | float) or not (value > 0 if positive else value >= 0):

@@ -1,4 +1,4 @@
-"""How wrong may the cost model be? Plans made with a wrong constant, judged with the right one."""
+"""Sensitivity to the cost model: plans made with a wrong constant, evaluated with the right one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,24 +14,24 @@ FACTORS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
 
 
 class Mistake(NamedTuple):
-    """A constant taken to be ``factor`` times what it is."""
+    """The outcome if a constant is assumed to be ``factor`` times its true value."""
 
     constant: str
     factor: float
-    chosen: PlanEstimate  # with the mistake, judged without it
-    regret: float  # its step time over that of the right choice, less one
-    same: bool  # whether order, layout, chunks and recomputation are still those of the right choice
+    chosen: PlanEstimate  # chosen with the wrong value, evaluated with the true one
+    regret: float  # relative increase of the step time over that of the right choice
+    same: bool  # whether the choice agrees in layout, order, chunks, recomputation and whether it slices
 
 
 def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
-    """Every constant wrong by every factor, one at a time."""
+    """Every constant with every factor, one at a time."""
     right = choose(source, request).estimate
     for constant in CONSTANTS:
         for factor in FACTORS:
             host = wrong_host(source.cluster.host, constant, factor)
             wrong = replace(source, cluster=replace(source.cluster, host=host))
-            found = choose(wrong, request).estimate
-            evaluated = PlanEvaluator(source, request, found.layout, found.plan.recompute).evaluate(found.plan)
+            misled = choose(wrong, request).estimate
+            evaluated = PlanEvaluator(source, request, misled.layout, misled.plan.recompute).evaluate(misled.plan)
             yield Mistake(
                 constant, factor, evaluated, evaluated.step_time / right.step_time - 1, _kind(evaluated) == _kind(right)
             )
@@ -56,5 +56,6 @@ def wrong_host(host: Host, constant: str, factor: float) -> Host:
     return replace(host, inter_node=Link(host.inter_node.bandwidth * factor, host.inter_node.latency))
 
 
-def _kind(choice: PlanEstimate) -> tuple[object, ...]:
-    return choice.layout, choice.plan.order, choice.plan.chunks, choice.plan.recompute, choice.sliced
+def _kind(estimate: PlanEstimate) -> tuple[object, ...]:
+    plan = estimate.plan
+    return estimate.layout, plan.order, plan.chunks, plan.recompute, estimate.sliced

@@ -1,4 +1,4 @@
-"""Where costs come from: a described cluster, or a profile that was measured."""
+"""Sources of costs: a described cluster, or a measured profile."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,7 +14,7 @@ from terapipe.presets import GPTConfig
 
 
 class Source(Protocol):
-    """Where costs come from: a described cluster, or measurements."""
+    """What the planner needs to know about devices and model."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +27,7 @@ class Source(Protocol):
 
     @property
     def budget(self) -> int | None:
-        """Bytes of each device, if known."""
+        """Memory of a device in bytes, if known."""
 
     def cost(self, layout: Layout, recompute: bool) -> Cost: ...
 
@@ -35,19 +35,19 @@ class Source(Protocol):
 
     @property
     def tile(self) -> int:
-        """Tokens that slice lengths are multiples of, unless the request says otherwise."""
+        """Slice lengths are multiples of this many tokens, unless the request has a tile."""
 
     @property
     def dtype(self) -> str:
-        """Of parameters and activations."""
+        """The dtype of parameters and activations."""
 
     def tensor_degrees(self) -> list[int]:
-        """The sizes that tensor parallelism may have."""
+        """The possible degrees of tensor parallelism."""
 
 
 @dataclass(frozen=True)
 class ClusterSource:
-    """A cluster that may not exist yet: costs from first principles."""
+    """A described cluster, which need not exist. Costs are computed from its specifications."""
 
     config: GPTConfig
     cluster: Cluster
@@ -91,10 +91,10 @@ class ClusterSource:
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A machine that was measured. ``ranks`` may be more than measured; they are assumed to be as fast.
+    """A measured machine. ``ranks`` may be more than were measured; they are assumed to be equally fast.
 
-    A profile measures whole operators, so ``tp`` ranks are planned as one device as fast as the measured one: slicings
-    compare correctly, steps are predicted too long.
+    A profile is measured without tensor parallelism, so a group of ``tp`` ranks is planned as one measured device.
+    Slicings then compare correctly, but the predicted step time is too long.
     """
 
     profile: Profile
@@ -115,7 +115,7 @@ class ProfileSource:
 
     @property
     def budget(self) -> int | None:
-        """Ranks of one host share its memory."""
+        """Memory per rank. The ranks of a host share its memory."""
         memory = self.profile.machine.get("memory")
         return int(memory) // self.profile.ranks_per_host if memory else None
 

@@ -1,4 +1,4 @@
-"""Plans from a bare table of costs: equal stages, forward and backward together, on the table's own grid of lengths."""
+"""Plans from a cost table: equal stages, forward plus backward, at the lengths that the table lists."""
 
 import json
 import math
@@ -19,12 +19,12 @@ from terapipe.search.refine import preference
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 
-ORDERS = ("terapipe", "terapipe-1f1b")  # of gpipe and 1f1b these are the sliced forms; the table has no weight halves
+ORDERS = ("terapipe", "terapipe-1f1b")  # the other sliced orders need weight gradients apart, or several chunks
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a slice on one stage by size, length and context; what is not listed is not allowed."""
+    """Seconds of a slice on one stage, by size, length and context. Slices that are not listed are not allowed."""
 
     seconds: Mapping[tuple[int, int, int], float]
 
@@ -46,23 +46,24 @@ class CostTable:
 
     @property
     def seq_len(self) -> int:
-        """The longest sequence that could be put together."""
+        """The longest sequence that the table covers."""
         return max(length + context for _, length, context in self.seconds)
 
     def times(self, plan: Plan) -> list[float]:
         return [self.seconds.get((s.size, s.length, s.context), math.inf) for s in plan.slices]
 
     def formula(self, plan: Plan) -> float:
-        """All work on one stage, and the wait for the dearest slice on the others; infinite if a row is missing."""
+        """The paper's formula: sum of all slices + (stages - 1) * the longest. Infinite if a row is missing."""
         times = self.times(plan)
         return sum(times) + (plan.num_stages - 1) * max(times)
 
     @property
     def unit(self) -> int:
+        """The greatest common divisor of all lengths and contexts."""
         return math.gcd(*(n for _, length, context in self.seconds for n in (length, context)))
 
     def array(self, seq_len: int, sizes: Sequence[int]) -> Array:
-        """By size, length and context in units, as the solver takes it."""
+        """The table as ``solve_table`` takes it: by size, length and context in units."""
         units, unit = seq_len // self.unit, self.unit
         table = np.full((len(sizes), units, units), np.inf)
         for (size, length, context), seconds in self.seconds.items():
@@ -87,13 +88,13 @@ class CostTable:
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         return LinkBehavior()
 
-    def per_step(self, held: Sequence[StageSpec]) -> float:
+    def per_step(self, stages: Sequence[StageSpec]) -> float:
         return 0.0
 
     def _look_up(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        found = np.broadcast(size, length, context)
-        rows = [self.seconds.get((int(b), int(l), int(c)), math.inf) for b, l, c in found]
-        return np.array(rows, dtype=np.float64).reshape(found.shape)
+        keys = np.broadcast(size, length, context)
+        rows = [self.seconds.get((int(b), int(l), int(c)), math.inf) for b, l, c in keys]
+        return np.array(rows, dtype=np.float64).reshape(keys.shape)
 
 
 def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
@@ -114,7 +115,7 @@ def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
 
 
 def choose_by_table(table: CostTable, request: Request) -> PlanResult:
-    """The exact cuts by the formula for ``terapipe``; for other orders the same cuts, timed by simulation."""
+    """Optimal cuts by the formula for ``terapipe``, and the same cuts simulated for ``terapipe-1f1b``."""
     if request.pp is None:
         raise ValueError("a cost table says nothing of the number of stages; give pp")
     if request.order not in (None, *ORDERS):
@@ -130,22 +131,22 @@ def choose_by_table(table: CostTable, request: Request) -> PlanResult:
     plan = _plan(table, request, request.batch_size // layout.dp, tuple(range(layout.pp + 1)))
     work, step = sum(table.times(plan)), table.formula(plan)
     flush = PlanEstimate(layout, plan, step, 1 - work / step if step else 0.0, 0, True)
-    found = [flush]
+    estimates = [flush]
     if request.order != "terapipe":
         other = replace(plan, order="terapipe-1f1b")
         step, idle = makespan(other, table)
-        found.append(PlanEstimate(layout, other, step, idle, 0, True))
-    chosen, *rest = sorted((c for c in found if request.order in (None, c.plan.order)), key=preference)
+        estimates.append(PlanEstimate(layout, other, step, idle, 0, True))
+    chosen, *rest = sorted((c for c in estimates if request.order in (None, c.plan.order)), key=preference)
     return PlanResult(chosen, tuple(rest), request)
 
 
 def _refuse_ignored(request: Request) -> None:
-    """What a table says nothing about, so that asking for it would have no effect."""
-    asked = {
+    """Refuses arguments that would have no effect with a table."""
+    unsupported = {
         "chunks": request.chunks, "recompute": request.recompute, "distinct": request.distinct,
         "shard": request.shard or None, "memory": request.budget,
     }  # fmt: skip
-    given = [name for name, value in asked.items() if value is not None]
+    given = [name for name, value in unsupported.items() if value is not None]
     if given:
         raise ValueError(
             f"a cost table knows one kind of stage and no memory, so {' and '.join(given)} would have no effect; leave "
@@ -154,7 +155,7 @@ def _refuse_ignored(request: Request) -> None:
 
 
 def _plan(table: CostTable, request: Request, batch_size: int, boundaries: tuple[int, ...]) -> Plan:
-    """The solver's cuts, or those that are fixed, with the best size of microbatches."""
+    """The solver's cuts, or the fixed slices with the best microbatch size."""
     sizes = [request.microbatch_size] if request.microbatch_size else table.sizes
     if not request.fixed_slices:
         array = table.array(request.seq_len, sizes)

@@ -2,8 +2,8 @@
 
 ``datasets`` reads the folders that it saved. The other formats have their own readers, because its loaders lose
 guarantees (seen with 5.2). "text" converts line ends, keeps the byte order mark and holds a whole document in memory.
-"json" reads a missing field as null, converts numbers to text and does not name the line of an error. "parquet" is many
-times slower than pyarrow, which both use, and leaves lock files behind.
+"json" reads a missing field as null, converts numbers to text and does not name the line of an error. "parquet" is
+several times slower than pyarrow, which it uses, and leaves lock files behind.
 """
 
 import codecs

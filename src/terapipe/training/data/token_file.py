@@ -1,7 +1,7 @@
 """Token files: documents as tokens, written once, then read through memory maps.
 
 The cache of ``datasets`` does not replace them. Batches read any range of tokens, for which Arrow's record batches are
-no contiguous array; ``datasets`` would be imported by every rank (over a second and 130 MB each); and its cache has no
+no contiguous array; ``datasets`` would be imported by every rank (over a second and 100 MB each); and its cache has no
 checksums.
 """
 
