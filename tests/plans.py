@@ -2,9 +2,15 @@
 
 from itertools import pairwise
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from terapipe import ORDERS, Plan
+
+
+def examples(most: int) -> int:
+    """How many to try: a third in `make test`, whose examples are always the same, and all in `make test-all`."""
+    return most if settings.get_current_profile_name() == "explore" else most // 3
 
 
 @st.composite

@@ -11,13 +11,13 @@ from terapipe import GPTConfig, Plan, Slice
 from terapipe.modeling.cache import KeyValueStore
 from terapipe.runtime.executor import Executor
 from tests.models import make_batch, piped, plain, variant, worst_error
-from tests.plans import plans
+from tests.plans import examples, plans
 from tests.ranks import Ranks
 
 BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans(max_ranks=4, max_microbatches=4), data=st.data())
 def test_any_plan(ranks: Callable[[int], Ranks], plan: Plan, data: st.DataObject) -> None:
     config = variant(layers=plan.num_layers, tied=data.draw(st.booleans()), kv_heads=data.draw(st.sampled_from([4, 2])))

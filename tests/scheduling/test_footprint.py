@@ -9,7 +9,7 @@ from terapipe import Plan, schedule
 from terapipe.scheduling.footprint import curves, peaks
 from terapipe.scheduling.simulator import program, simulate
 from tests.costs import SimpleCost, SimpleMemory
-from tests.plans import plans
+from tests.plans import examples, plans
 
 
 def peak(order: str, ranks: int, batch: int, slices: int, chunks: int = 1) -> float:
@@ -37,7 +37,7 @@ def test_published_peaks() -> None:
     assert peak("interleaved", k, n, m, 2) == 1 + 2 * (k - 1) / (2 * m)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plan=plans())
 def test_the_curve_peaks_where_the_count_does_and_ends_where_it_began(plan: Plan) -> None:
     memory = SimpleMemory(1.0, 0.5, 0.25, 3.0, 2.0)

@@ -11,10 +11,10 @@ from terapipe.scheduling.orders import computations
 from terapipe.scheduling.simulator import makespan
 from terapipe.scheduling.transfers import with_early_receives
 from tests.costs import SimpleCost
-from tests.plans import plans
+from tests.plans import examples, plans
 
 
-@settings(max_examples=700)
+@settings(max_examples=examples(700))
 @given(plans())
 def test_every_order_is_whole_and_cannot_block(plan: Plan) -> None:
     made = schedule(plan)
@@ -26,13 +26,13 @@ def test_every_order_is_whole_and_cannot_block(plan: Plan) -> None:
                 assert counts[Op.F, k, s] == counts[Op.B, k, s] + counts[Op.I, k, s] == 1  # type: ignore[index]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(plans())
 def test_orders_are_pure_functions_of_the_plan(plan: Plan) -> None:
     assert schedule(plan) == schedule(Plan.from_json(plan.to_json()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(plans())
 def test_no_receive_is_posted_later_than_it_must(plan: Plan) -> None:
     """Each is listed before the computation ahead of the one that needs it, unless its turn had not come by then."""
@@ -46,7 +46,7 @@ def test_no_receive_is_posted_later_than_it_must(plan: Plan) -> None:
                 assert early or blocked or place == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(plans())
 def test_a_send_follows_what_it_sends_at_once(plan: Plan) -> None:
     for actions in schedule(plan).ranks:
@@ -178,7 +178,7 @@ def test_what_an_order_cannot_do_is_said() -> None:
         schedule(replace(sliced, order="gpip"))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(plan=plans())
 def test_early_receives_change_no_order_but_their_place(plan: Plan) -> None:
     """For gloo: sends and receives each stay in order, computations too, and no receive comes later than before."""

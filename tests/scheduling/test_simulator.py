@@ -14,7 +14,7 @@ from terapipe.scheduling.actions import COMPUTE, SENDS, completes, counterpart
 from terapipe.scheduling.idle import idle_by_cause
 from terapipe.scheduling.simulator import makespan, simulate
 from tests.costs import SimpleCost
-from tests.plans import plans
+from tests.plans import examples, plans
 
 COSTS = st.builds(
     SimpleCost,
@@ -79,7 +79,7 @@ def test_the_formula_holds_for_equal_stages(lengths: list[int], ranks: int, cost
     assert makespan(plan, cost)[0] >= formula - 2 * cost.sent * length.sum() - 1e-9
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(plan=plans(), cost=COSTS)
 def test_any_plan_obeys_the_rule(plan: Plan, cost: SimpleCost) -> None:
     made = schedule(plan)
@@ -153,7 +153,7 @@ def test_transfers_that_are_not_overlapped_hold_up_their_sender() -> None:
     assert [b.start - a.end for a, b in itertools.pairwise(first)] == pytest.approx([1.0] * 3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plan=plans(), cost=COSTS)
 def test_causes_add_up_to_all_idle_time(plan: Plan, cost: SimpleCost) -> None:
     timeline = simulate(schedule(plan), cost)

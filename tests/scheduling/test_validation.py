@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terapipe import Action, Op, Plan, Schedule, schedule, validate
-from tests.plans import plans
+from tests.plans import examples, plans
 
 PLAN = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 1, 2, 3), order="terapipe-1f1b")
 
@@ -120,7 +120,7 @@ def test_the_wrong_number_of_ranks() -> None:
         validate(Schedule(PLAN, made.ranks[:2]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(plans(), st.data())
 def test_moving_any_computation_before_its_needs_is_refused(plan: Plan, data: st.DataObject) -> None:
     made = schedule(plan)
