@@ -44,6 +44,7 @@ def test_attention_and_recurrence_are_exact_across_slices(
     assert worst_error(whole(), ranks(2)(cut, plan), variant(tied=False)) < 1e-12
 
 
+@pytest.mark.exhaustive
 def test_it_runs_as_printed() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, "examples/own_model.py"], capture_output=True, text=True, timeout=600)

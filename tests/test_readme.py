@@ -35,6 +35,7 @@ def test_a_newcomers_script_profiles_plans_trains_and_reports(tmp_path: Path) ->
     assert "<html" in (tmp_path / "step.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_the_hugging_face_example_leaves_a_folder(tmp_path: Path) -> None:
     code = programs()[1]
     assert lines(code) <= 15
