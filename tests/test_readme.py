@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from terapipe.config import parse
 
 README = Path(__file__).parent.parent / "README.md"
