@@ -33,3 +33,15 @@ def slicings(draw: st.DrawFn, tokens: int, most: int) -> tuple[int, ...]:
     cuts = draw(st.sets(st.integers(1, tokens - 1), max_size=most - 1)) if tokens > 1 else set()
     edges = [0, *sorted(cuts), tokens]
     return tuple(b - a for a, b in pairwise(edges))
+
+
+def uniform(order: str, ranks: int, batch: int, slices: int = 1, chunks: int = 1) -> Plan:
+    """One layer per stage, slices of four tokens."""
+    return Plan.uniform(
+        batch_size=batch,
+        seq_len=slices * 4,
+        num_slices=slices,
+        boundaries=range(ranks * chunks + 1),
+        order=order,
+        chunks=chunks,
+    )

@@ -132,6 +132,13 @@ def test_python_is_whole(page: Path) -> None:
         compile(code, page.name, "exec")
 
 
+def test_there_is_something_to_check() -> None:
+    """The tests above find commands, run files and code by patterns that could come to match nothing."""
+    assert sum(len(list(commands(page))) for page in PAGES) >= 20
+    assert sum(len(list(fenced(page, "toml"))) for page in PAGES) >= 1
+    assert sum(len(list(fenced(page, "python"))) for page in PAGES) >= 8
+
+
 # Reference and pictures
 
 

@@ -63,11 +63,8 @@ def profile(
     spec = model_spec(built)
     share = layers or max(1, built.num_layers // rank_and_size()[1])
     shape = None if spec is None else spec.config
-    profiler = Profiler(built, layers=share, seq_len=seq_len, sizes=tuple(microbatch_sizes), shape=shape)
-    if max_tokens is not None:
-        first = microbatch_sizes[0]
-        tokens = {p: p.size * (p.length + p.context) for p in profiler.points}
-        profiler.points = [p for p in profiler.points if p.size == first or tokens[p] <= max_tokens]
+    sizes = tuple(microbatch_sizes)
+    profiler = Profiler(built, layers=share, seq_len=seq_len, sizes=sizes, shape=shape, max_tokens=max_tokens)
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
 
 
@@ -112,7 +109,9 @@ def plan(
     - ``layers_only``: ignore embedding, head and loss, as the TeraPipe paper does (with a Cluster).
     """
     spec = model_spec(model)
-    request = Request(
+    request = _request(
+        spec,
+        memory,
         batch_size=batch_size,
         seq_len=seq_len,
         dp=dp,
@@ -127,9 +126,6 @@ def plan(
         recompute=recompute,
         tile=tile,
         distinct=distinct,
-        budget=_nbytes(memory),
-        min_slice=spec.min_slice if spec else 1,
-        can_recompute=spec.can_recompute if spec else True,
     )
     if isinstance(costs, CostTable):
         return timed(lambda: choose_by_table(costs, request))
@@ -158,7 +154,9 @@ def compare(
         raise ValueError("a cost table knows one kind of stage and no memory; compare with a Cluster or a Profile")
     spec = model_spec(model)
     began = time.perf_counter()
-    request = Request(
+    request = _request(
+        spec,
+        memory,
         batch_size=batch_size,
         seq_len=seq_len,
         dp=dp,
@@ -168,9 +166,6 @@ def compare(
         microbatch_size=microbatch_size,
         recompute=recompute,
         tile=tile,
-        budget=_nbytes(memory),
-        min_slice=spec.min_slice if spec else 1,
-        can_recompute=spec.can_recompute if spec else True,
     )
     source = source_of(spec, costs, request, devices, layers_only)
     rows = tuple(compare_orders(source, request))
@@ -274,6 +269,13 @@ def source_of(
     # For sequences longer than the preset's, plan for the same model with more positions.
     config = replace(spec.config, max_seq_len=max(spec.config.max_seq_len, request.seq_len))
     return ClusterSource(config, costs, not layers_only)
+
+
+def _request(spec: ModelSpec | None, memory: str | int | None, **given: Any) -> Request:
+    """With what the model cannot do, so that no caller can forget it."""
+    if spec is not None:
+        given |= {"min_slice": spec.min_slice, "can_recompute": spec.can_recompute}
+    return Request(budget=_nbytes(memory), **given)
 
 
 def _nbytes(memory: str | int | None) -> int | None:

@@ -9,20 +9,12 @@ from terapipe import Plan, schedule
 from terapipe.scheduling.footprint import curves, peaks
 from terapipe.scheduling.simulator import program, simulate
 from tests.costs import SimpleCost, SimpleMemory
-from tests.plans import examples, plans
+from tests.plans import examples, plans, uniform
 
 
 def peak(order: str, ranks: int, batch: int, slices: int, chunks: int = 1) -> float:
     """In microbatches on one rank."""
-    stages = ranks * chunks
-    plan = Plan.uniform(
-        batch_size=batch,
-        seq_len=slices * 4,
-        num_slices=slices,
-        boundaries=range(stages + 1),
-        order=order,
-        chunks=chunks,
-    )
+    plan = uniform(order, ranks, batch, slices, chunks)
     return max(peaks(program(plan), plan, SimpleMemory())) / (slices * 4 * chunks)
 
 

@@ -14,7 +14,7 @@ from terapipe.scheduling.actions import COMPUTE, SENDS, completes, counterpart
 from terapipe.scheduling.idle import idle_by_cause
 from terapipe.scheduling.simulator import makespan, simulate
 from tests.costs import SimpleCost
-from tests.plans import examples, plans
+from tests.plans import examples, plans, uniform
 
 COSTS = st.builds(
     SimpleCost,
@@ -25,18 +25,6 @@ COSTS = st.builds(
     overlapped=st.booleans(),
     latency=st.sampled_from([0.0, 2.0]),
 )
-
-
-def uniform(order: str, ranks: int, batch: int, slices: int = 1, chunks: int = 1) -> Plan:
-    stages = ranks * chunks
-    return Plan.uniform(
-        batch_size=batch,
-        seq_len=slices * 4,
-        num_slices=slices,
-        boundaries=range(stages + 1),
-        order=order,
-        chunks=chunks,
-    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

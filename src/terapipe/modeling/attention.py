@@ -83,32 +83,17 @@ def _attend(
     _check(q, k, v, cache)
     q, k, v = autocasted(q), autocasted(k), autocasted(v)
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
-        return _merge_slices(q, k, v, cache, layer, scale, softcap, sinks, blocks, kernel)
-
-
-def _merge_slices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: SliceCache,
-    layer: Hashable,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    blocks: Sequence[AttentionBlock] | None,
-    kernel: Kernel | None,
-) -> Tensor:
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    width = v.shape[3]
-    if width != q.shape[3]:  # kernels know one size: zeros add nothing to scores, and values of zeros are cut off
-        most = max(width, q.shape[3])
-        q, k, v = (F.pad(x, (0, most - x.shape[3])) for x in (q, k, v))
-    if kernel is None:
-        kernel = PlainKernel(softcap) if softcap else kernel_for(q.device, q.dtype)
-    seen = cache.blocks() if blocks is None else blocks
-    call = _Call(cache.store(layer), seen, cache.context, cache.seq_len, scale, kernel)
-    out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
-    return out if out.shape[3] == width else out[..., :width]
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        width = v.shape[3]
+        if width != q.shape[3]:  # kernels know one size: zeros add nothing to scores, and values of zeros are cut off
+            most = max(width, q.shape[3])
+            q, k, v = (F.pad(x, (0, most - x.shape[3])) for x in (q, k, v))
+        if kernel is None:
+            kernel = PlainKernel(softcap) if softcap else kernel_for(q.device, q.dtype)
+        seen = cache.blocks() if blocks is None else blocks
+        call = _Call(cache.store(layer), seen, cache.context, cache.seq_len, scale, kernel)
+        out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+        return out if out.shape[3] == width else out[..., :width]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cache: SliceCache) -> None:

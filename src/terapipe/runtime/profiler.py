@@ -34,11 +34,12 @@ Progress = Callable[[float], None]  # the share that is done
 
 
 class Profiler:
-    """All ranks make the same one and call ``run`` together.
+    """Every rank creates a Profiler with the same arguments, and all call ``run`` together.
 
-    ``shape`` is what the planner will reckon memory and messages with: a GPT has one, for a Hugging Face decoder
-    ``shape_of`` finds it, for a model of one's own a rough one will do. Of a model on the meta device only what is
-    measured is made real. ``dtype`` is that of parameters and hidden states, by default the model's.
+    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, ``shape_of`` derives
+    it from a Hugging Face decoder, and for a model of your own a rough one will do. Of a model on the meta device, only
+    the measured stages are materialized. ``dtype`` is that of parameters and hidden states, by default the model's. Of
+    microbatch sizes after the first, ``max_tokens`` leaves out slices that hold more tokens with their context.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Profiler:
         sizes: Sequence[int] = (1,),
         shape: GPTConfig | None = None,
         dtype: torch.dtype | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.device = local_device()
         self.transport = Transport(self.device)
@@ -67,7 +69,12 @@ class Profiler:
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
         self._carrying: set[int] = set()  # stages with other states than keys and values
         self._taken: dict[tuple[str, Point], list[float]] = {}
-        self.points = [point for point in grid(seq_len, sizes) if _takes(model, point.length)]
+        most = inf if max_tokens is None else max_tokens
+        self.points = [
+            p
+            for p in grid(seq_len, sizes)
+            if _takes(model, p.length) and (p.size == sizes[0] or p.size * (p.length + p.context) <= most)
+        ]
 
     def _convert(self, dtype: torch.dtype | None) -> torch.dtype:
         """All stages to this dtype; by default they are left as they are."""

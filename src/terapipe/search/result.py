@@ -1,7 +1,7 @@
 """The results of the planner: a chosen plan with its prediction, and comparisons of plans."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ class Comparison:
     where: str  # name of the cluster or machine
     seconds: float = 0.0  # time that the comparison took
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[PlanEstimate]:
         return iter(self.rows)
 
     def __len__(self) -> int:
