@@ -36,7 +36,7 @@ Progress = Callable[[float], None]  # the share that is done
 class Profiler:
     """Every rank creates a Profiler with the same arguments, and all call ``run`` together.
 
-    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, ``shape_of`` derives
+    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, ``shape_of`` finds
     it from a Hugging Face decoder, and for a model of your own a rough one will do. Of a model on the meta device, only
     the measured stages are materialized. ``dtype`` is that of parameters and hidden states, by default the model's. Of
     microbatch sizes after the first, ``max_tokens`` leaves out slices that hold more tokens with their context.
