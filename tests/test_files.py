@@ -45,3 +45,25 @@ def test_a_crash_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             put_in_place(folder, partial)
     folders.recover(folder)
     assert (folder / "what").read_text() in ("old", "new")
+
+
+def test_two_processes_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a script wrote a report beside under one name: the second to rename it found nothing there."""
+    path, plain = tmp_path / "report.html", Path.replace
+
+    def replace(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", plain)
+        folders.write(path, "second")  # between the first one's write and its rename
+        return plain(part, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    folders.write(path, "first")
+    assert path.read_text() == "first"
+    assert [f.name for f in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_what_cannot_be_written_leaves_nothing_beside(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match="report"):
+        folders.write(tmp_path / "report.html", "text")
+    assert [f.name for f in tmp_path.iterdir()] == ["report.html"]

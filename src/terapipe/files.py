@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -11,9 +12,13 @@ from pathlib import Path
 def write(path: Path, content: str | bytes) -> None:
     """Replaces a file; the old one stays whole until the new one is. Text is written as UTF-8."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-    part.replace(path)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")  # its own: several ranks may write the same file
+    try:
+        part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def beside(folder: Path, what: str) -> Path:
