@@ -31,11 +31,12 @@ ALLOWED = {
     },
     "cli": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",
-        "runtime", "launch", "doctor", "training",
+        "runtime", "launch", "doctor", "training", "verify",
     },
     "api": {"presets", "planning", "scheduling", "search", "modeling", "runtime"},
     "__init__": {"api", "presets", "planning", "scheduling", "search", "modeling", "runtime"},
     "hf": {"planning", "modeling", "runtime"},
+    "verify": {"planning", "modeling", "runtime", "launch"},
     "__main__": {"cli"},
 }  # fmt: skip
 # Imported inside functions only. Timelines and results have methods that draw them, and what draws imports them.

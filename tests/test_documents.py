@@ -9,7 +9,7 @@ from torch import Tensor
 from terapipe import GPTConfig, Pipeline, Plan
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.documents import document_lengths
+from terapipe.planning.solver import document_lengths
 from tests.costs import SimpleCost
 from tests.models import make_batch, make_model, worst_error
 from tests.ranks import Ranks

@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 from transformers.utils import logging
 
 from terapipe.cli import main
-from terapipe.cli.verify import config_of
 from terapipe.hf import Decoder, UnsupportedModelError
 from terapipe.modeling.hf import attention_backend, decoder_stage, rope, shrink
 from terapipe.modeling.hf.comparison import Batch, SlicedModel, errors, lengths, reference
@@ -26,6 +25,7 @@ from terapipe.modeling.hf.structure import find_structure
 from terapipe.modeling.hf.verification import BOUND, verify
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.verify import config_of
 
 Starts = tuple[tuple[int, ...], ...]
 
@@ -263,7 +263,7 @@ def test_all_types_are_counted_and_confirmed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``verify --all`` never ran documents."""
-    monkeypatch.setattr(shrink, "causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
+    monkeypatch.setattr("terapipe.verify.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
     assert main(["verify", "--all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["whole"] == {"exact": 3, "refused": 1, "wrong": 0}

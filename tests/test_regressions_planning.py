@@ -22,7 +22,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import KINDS
 from terapipe.reporting.plans import reasons
-from terapipe.scheduling import validated as proof
+from terapipe.scheduling import validation as proof
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult

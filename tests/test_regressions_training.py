@@ -33,7 +33,7 @@ from terapipe.runtime.transport import Transport
 from terapipe.search.request import Request
 from terapipe.training import planned
 from terapipe.training.checkpoint_folder import CheckpointFolder
-from terapipe.training.data.batches import Batches
+from terapipe.training.data.loader import Batches
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.text_reader import read_documents
 from terapipe.training.data.token_file import TokenFile, open_data
@@ -386,8 +386,8 @@ def test_the_export_is_announced(ranks: Callable[[int], Ranks], tmp_path: Path) 
 
 WATCHED = """
 import os, signal, sys, termios
-from terapipe.training.signals import StopSignal
-from terapipe.training.logging.terminal import Terminal
+from terapipe.training.trainer import StopSignal
+from terapipe.training.logging.display import Terminal
 
 with Terminal() as terminal:
     stop = StopSignal(terminal.restore)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe.api import compare, estimate, plan, profile, simulate
 from terapipe.planning.hardware import Cluster
-from terapipe.planning.layout import Layout
+from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.order import ORDERS, Order, register
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan, Slice
-from terapipe.planning.stages import balance, split_layers
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
 from terapipe.scheduling.orders import schedule

@@ -17,7 +17,7 @@ from terapipe.planning.slices import Plan
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
-from terapipe.search.compare import compare as compare_orders
+from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.result import Comparison, PlanResult, timed
@@ -286,7 +286,7 @@ def _named(text: str, dtype: str | None = None) -> Any:
     """A GPTConfig for a preset or shape, a Decoder without weights for a Hugging Face config.json or folder."""
     if text in PRESETS or not Path(text).exists():
         return gpt_config(text)
-    from terapipe.modeling.hf.load import decoder_from
+    from terapipe.modeling.hf.decoder import decoder_from
 
     return decoder_from(Path(text), dtype)
 

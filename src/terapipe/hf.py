@@ -2,7 +2,7 @@
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.decoder import Decoder
-from terapipe.planning.stages import balance
+from terapipe.planning.layout import balance
 from terapipe.runtime.checkpoint.hugging_face import save_pretrained
 
 __all__ = ["Decoder", "UnsupportedModelError", "save_pretrained", "split_layers"]

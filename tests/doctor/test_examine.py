@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from terapipe.doctor import environment, examine
+from terapipe.doctor import examine
 from terapipe.doctor.facts import Examination, Facts
 from terapipe.modeling import kernels
 from terapipe.modeling.kernels import CpuFlashKernel
 
 
 def test_facts_are_what_the_diagnosis_reads() -> None:
-    found = environment.facts(3)
+    found = examine.facts(3)
     assert set(found) == {field.name for field in fields(Facts)}
     assert found["rank"] == 3
     assert set(found["needs"]) == {"python", "torch", "numpy"} < set(found["versions"])
@@ -26,10 +26,10 @@ def test_facts_are_what_the_diagnosis_reads() -> None:
 
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment._kernels() == (["float32", "bfloat16"], [])
+    assert examine._kernels() == (["float32", "bfloat16"], [])
     kernels._trusted.cache_clear()
     monkeypatch.setattr(CpuFlashKernel, "schemas", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
-    passed, fallbacks = environment._kernels()
+    passed, fallbacks = examine._kernels()
     kernels._trusted.cache_clear()
     assert passed == []
     assert len(fallbacks) == 2

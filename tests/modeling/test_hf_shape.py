@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from terapipe.hf import Decoder
-from terapipe.modeling.hf.gpt_shape import shape_of
+from terapipe.modeling.hf.decoder import shape_of
 from terapipe.presets import PRESETS, GPTConfig
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}

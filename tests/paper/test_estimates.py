@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from terapipe.paper.studies import estimates
+from terapipe.paper.reproduce import estimates
 from terapipe.planning.hardware import Cluster
 from terapipe.search.request import Request
 from tests.search.test_sensitivity import SOURCE

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from terapipe.cli import main
-from terapipe.paper.published import ONE_LAYER, SETTINGS, SWEEP
-from terapipe.paper.reproduce import Row, mean_error, row, sweep
-from terapipe.paper.studies import CASES, orders, outcome
+from terapipe.paper.reproduce import CASES, ONE_LAYER, SETTINGS, SWEEP, Row, mean_error, orders, outcome, row, sweep
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import Cluster

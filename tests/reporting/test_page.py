@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from terapipe import Plan, Timeline
-from terapipe.reporting.page import report
-from terapipe.reporting.panels import peaks_by_column
+from terapipe.reporting.page import peaks_by_column, report
 from terapipe.reporting.view import RunView
 from tests.reporting.runs import stages, stepped, view
 

@@ -13,7 +13,7 @@ from examples import own_model
 from terapipe.cli import main
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.hf.gpt_shape import shape_of
+from terapipe.modeling.hf.decoder import shape_of
 from terapipe.modeling.hf.shrink import small_config
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.fitted import FittedCost

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from terapipe import Plan, schedule
-from terapipe.scheduling.footprint import curves, peaks
-from terapipe.scheduling.simulator import program, simulate
+from terapipe.scheduling.simulator import curves, peaks, program, simulate
 from tests.costs import SimpleCost, SimpleMemory
 from tests.plans import examples, plans, uniform
 

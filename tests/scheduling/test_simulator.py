@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from terapipe import Op, Plan, Timeline, dependencies, schedule
 from terapipe.planning.cost import LinkBehavior, StageSpec
 from terapipe.scheduling.actions import COMPUTE, SENDS, completes, counterpart
-from terapipe.scheduling.idle import idle_by_cause
 from terapipe.scheduling.simulator import makespan, simulate
+from terapipe.scheduling.timeline import idle_by_cause
 from tests.costs import SimpleCost
 from tests.plans import examples, plans, uniform
 

@@ -9,8 +9,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
-from terapipe.search.choose import choose
-from terapipe.search.compare import compare
+from terapipe.search.choose import choose, compare
 from terapipe.search.cuts import Grid, improve, ramped, uniform
 from terapipe.search.evaluator import PlanEvaluator, pareto_front
 from terapipe.search.request import Request, layouts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from terapipe.config import DataConfig
 from terapipe.modeling.stage import IGNORE
-from terapipe.training.data.batches import Batches, Packing
+from terapipe.training.data.loader import Batches, Packing
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Origin, TokenFile, open_data
 

@@ -16,7 +16,7 @@ from terapipe import GPT
 from terapipe.config import RunConfig, parse
 from terapipe.modeling.stage import IGNORE
 from terapipe.presets import gpt_config
-from terapipe.training.data.batches import Batches
+from terapipe.training.data.loader import Batches
 from terapipe.training.data.token_file import open_data
 from terapipe.training.logging.metrics import read
 from terapipe.training.optimizer import learning_rate

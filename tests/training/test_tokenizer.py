@@ -13,9 +13,16 @@ from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from terapipe.training.data.hf_tokenizer import END, FastTokenizer, SlowTokenizer
 from terapipe.training.data.text_reader import split_text
-from terapipe.training.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from terapipe.training.data.tokenizer import (
+    END,
+    ByteTokenizer,
+    FastTokenizer,
+    SlowTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
 
 TEXTS = ["the cat and the hat; another frog within that thorny garden, forever hidden " * 20, "où est l'été? 猫 😀"]
 

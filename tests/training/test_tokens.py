@@ -10,11 +10,10 @@ import pytest
 from terapipe.config import DataConfig
 from terapipe.training.data import prepare as preparing
 from terapipe.training.data import token_file
-from terapipe.training.data.hf_tokenizer import FastTokenizer
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.text_reader import PART
 from terapipe.training.data.token_file import TokenFile, open_data
-from terapipe.training.data.tokenizer import ByteTokenizer, make_tokenizer
+from terapipe.training.data.tokenizer import ByteTokenizer, FastTokenizer, make_tokenizer
 
 TEXTS = ["one two", "", "drei", "四" * 10, "a longer one, of many words"]
 

@@ -5,8 +5,17 @@ import json
 from pathlib import Path
 
 from terapipe import api, files
-from terapipe.cli import show
-from terapipe.cli.options import CUTS, Verbs, add_request, add_source, check_outputs, costs_of, refuse_with, request_of
+from terapipe.cli.options import (
+    CUTS,
+    Verbs,
+    add_request,
+    add_source,
+    check_outputs,
+    console,
+    costs_of,
+    refuse_with,
+    request_of,
+)
 from terapipe.reporting.plans import comparison_parts
 from terapipe.reporting.svg import to_png
 
@@ -43,5 +52,5 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps([{**e.to_dict(), "seconds_to_plan": comparison.seconds} for e in comparison]))
     else:
         for part in comparison_parts(comparison):
-            show.console.print(part)
+            console.print(part)
     return 0

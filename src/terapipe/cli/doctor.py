@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from terapipe.cli import show
-from terapipe.cli.options import Verbs
+from terapipe.cli.options import Verbs, console
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
 from terapipe.doctor.facts import Examination
 from terapipe.reporting.units import count
@@ -70,10 +69,10 @@ def _report(findings: Sequence[Finding], examined: dict[str, Any], as_json: bool
 def _print(findings: Sequence[Finding]) -> None:
     indent = " " * 26
     for f in findings:
-        show.console.print(f"[{_COLORS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.found)}")
+        console.print(f"[{_COLORS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.found)}")
         for line in f.details:
-            show.console.print(f"{indent}{escape(line)}", style="dim")
+            console.print(f"{indent}{escape(line)}", style="dim")
         if f.remedy:
-            show.console.print(f"{indent}-> {escape(f.remedy)}")
+            console.print(f"{indent}-> {escape(f.remedy)}")
     problems, warnings = (sum(f.status is s for f in findings) for s in (Status.PROBLEM, Status.WARNING))
-    show.console.print(f"\n{count(problems, 'problem')}, {count(warnings, 'warning')}")
+    console.print(f"\n{count(problems, 'problem')}, {count(warnings, 'warning')}")

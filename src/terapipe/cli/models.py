@@ -6,8 +6,7 @@ from importlib import metadata, resources
 
 from rich.table import Table
 
-from terapipe.cli import show
-from terapipe.cli.options import Verbs
+from terapipe.cli.options import Verbs, console
 
 
 def add(verbs: Verbs) -> None:
@@ -35,9 +34,9 @@ def run(parsed: argparse.Namespace) -> int:
         packed = ("exact" if row["documents_exact"] else "refused") if row["exact"] else ""
         state = "exact" if row["exact"] else "refused"
         table.add_row(row["model"], state, row["backend"] or "", error, packed, row["reason"] or mind)
-    show.console.print(table)
+    console.print(table)
     exact = sum(row["exact"] for row in known["models"])
-    show.console.print(
+    console.print(
         f"\n{exact} of {len(known['models'])} types are exact with transformers {known['transformers']}, "
         f"{sum(row['documents_exact'] for row in known['models'])} of them with packed documents."
     )
@@ -46,5 +45,5 @@ def run(parsed: argparse.Namespace) -> int:
     except metadata.PackageNotFoundError:
         installed = "none"
     if installed != known["transformers"]:
-        show.console.print(f"Installed here: {installed}. `terapipe verify --all` checks it, in a few minutes.")
+        console.print(f"Installed here: {installed}. `terapipe verify --all` checks it, in a few minutes.")
     return 0

@@ -1,20 +1,27 @@
-"""Options that several verbs share, and their conversion to arguments of the library."""
+"""What verbs share: options, their conversion to arguments of the library, and the console."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from terapipe.api import Costs
 from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS
+from terapipe.reporting.plans import WIDTH
 from terapipe.reporting.svg import require_png
 from terapipe.search.table import CostTable
 
 OUTPUTS = ("save", "slurm", "kubernetes", "html", "svg", "png", "trace", "out")
 INPUTS = ("profile", "cost_table", "plan", "measured")
+
+console = Console(highlight=False, soft_wrap=True)  # what all verbs print to
+if not console.is_terminal:
+    console.width = WIDTH
 
 
 def check_outputs(parsed: argparse.Namespace) -> None:

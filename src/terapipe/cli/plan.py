@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from terapipe import api, files
-from terapipe.cli import show
 from terapipe.cli.options import (
     Verbs,
     add_launch,
     add_request,
     add_source,
     check_outputs,
+    console,
     costs_of,
     orders_help,
     refuse_with,
@@ -86,8 +86,8 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(result, launch, mistakes)))
         return 0
     for part in explanation(result):
-        show.console.print(part)
-    show.console.print(f"\n[dim]planned in {result.seconds:.1f} s[/]")
+        console.print(part)
+    console.print(f"\n[dim]planned in {result.seconds:.1f} s[/]")
     _show_launch(parsed, result, launch, hosts)
     _show_sensitivity(mistakes)
     return 0
@@ -151,22 +151,22 @@ def _as_dict(result: PlanResult, launch: Launch | None, mistakes: Sequence[Mista
 
 def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None, hosts: Hosts) -> None:
     if launch is None:
-        show.console.print(f"\nNo launch: {why_uneven(result.layout, hosts)}.", markup=False)
+        console.print(f"\nNo launch: {why_uneven(result.layout, hosts)}.", markup=False)
         return
     if not parsed.save and parsed.script is None:
-        show.console.print(f"\nThe commands below read {PLAN}: write it with --save {PLAN}.", markup=False)
+        console.print(f"\nThe commands below read {PLAN}: write it with --save {PLAN}.", markup=False)
     alone = parsed.script is None and launch.hosts == 1
     lines = ["To start it, with your model and data in run.toml:", f"  {_train(parsed, result)}"] if alone else []
     lines = lines or instructions(launch, result.layout, parsed.save)
-    show.console.print("\n" + "\n".join(lines), markup=False)
+    console.print("\n" + "\n".join(lines), markup=False)
     for path, command in ((parsed.slurm, "sbatch"), (parsed.kubernetes, "kubectl apply -f")):
         if path:
-            show.console.print(f"Wrote {path}; submit it with: {command} {path}", markup=False)
+            console.print(f"Wrote {path}; submit it with: {command} {path}", markup=False)
 
 
 def _show_sensitivity(mistakes: Sequence[Mistake]) -> None:
     if mistakes:
-        show.console.print("\nStep time lost if a constant is assumed wrong by a factor (* if another plan is chosen):")
+        console.print("\nStep time lost if a constant is assumed wrong by a factor (* if another plan is chosen):")
     for constant, group in groupby(mistakes, key=lambda m: m.constant):
         cells = [f"x {m.factor:g}: {m.regret:+.1%}{'' if m.same else ' *'}" for m in group]
-        show.console.print(f"  {constant:20s} " + "   ".join(cells))
+        console.print(f"  {constant:20s} " + "   ".join(cells))

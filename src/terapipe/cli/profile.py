@@ -5,8 +5,7 @@ from math import inf
 from pathlib import Path
 
 from terapipe import api
-from terapipe.cli import show
-from terapipe.cli.options import Verbs, check_outputs, model_help
+from terapipe.cli.options import Verbs, check_outputs, console, model_help
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
 from terapipe.reporting import units
@@ -114,7 +113,7 @@ def _show(measured: Profile, out: Path) -> None:
     errors = [abs(e) for e in FittedCost(measured).errors()]
     held_out = f"{max(errors):.1%} at most, {sum(errors) / len(errors):.1%} on average" if errors else "none held out"
     counts = [len(sample.seconds) for sample in measured.samples]
-    show.console.print(
+    console.print(
         f"{len(measured.samples)} points, {min(counts)} to {max(counts)} measurements each, on {measured.ranks} ranks; "
         f"error on held-out points: {held_out}"
     )
@@ -122,13 +121,13 @@ def _show(measured: Profile, out: Path) -> None:
     for sample in whole_stage:
         middle = sorted(sample.seconds)[len(sample.seconds) // 2]
         what = f"{sample.kind} of {measured.layers} layers, {sample.size} x {sample.length} tokens"
-        show.console.print(f"  {what}: {units.seconds(middle)}")
+        console.print(f"  {what}: {units.seconds(middle)}")
     for apart, where in ((False, "within a host"), (True, "between hosts")):
         sizes = {t.nbytes: typical(t.seconds) for t in measured.transfers if t.between_hosts == apart}
         if sizes:
             times = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
-            show.console.print(f"  messages {where}: {times}")
-    show.console.print(
+            console.print(f"  messages {where}: {times}")
+    console.print(
         f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch-size 1 --seq-len {measured.seq_len}"
     )
 
@@ -136,16 +135,14 @@ def _show(measured: Profile, out: Path) -> None:
 def _warn_if_unreliable(measured: Profile) -> None:
     errors = [abs(e) for e in FittedCost(measured).errors()]
     if errors and max(errors) > TRUSTED:
-        show.console.print(
+        console.print(
             f"[yellow]The profile is off by {max(errors):.0%} on held-out points, so plans made with it are not "
             "reliable. Measure again on a quiet machine.[/]"
         )
     all_points = measured.machine["points"]
     points = len({(s.size, s.length, s.context) for s in measured.samples if s.kind == "forward"})
     if points < all_points:
-        show.console.print(
-            f"[yellow]There was time for {points} of {all_points} points; give more --seconds for all.[/]"
-        )
+        console.print(f"[yellow]There was time for {points} of {all_points} points; give more --seconds for all.[/]")
 
 
 def _sizes(text: str) -> tuple[int, ...]:

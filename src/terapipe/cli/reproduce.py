@@ -10,11 +10,21 @@ from typing import NamedTuple
 from rich.table import Table
 
 from terapipe import files
-from terapipe.cli import show
-from terapipe.cli.options import Verbs
-from terapipe.paper.published import SETTINGS, SWEPT, Setting
-from terapipe.paper.reproduce import Row, mean_error, rows, sweep
-from terapipe.paper.studies import CASES, Outcome, largest_throughput, orders, outcome
+from terapipe.cli.options import Verbs, console
+from terapipe.paper.reproduce import (
+    CASES,
+    SETTINGS,
+    SWEPT,
+    Outcome,
+    Row,
+    Setting,
+    largest_throughput,
+    mean_error,
+    orders,
+    outcome,
+    rows,
+    sweep,
+)
 from terapipe.reporting import charts, html, svg, units
 from terapipe.reporting.plans import cut, runs
 from terapipe.search.evaluator import PlanEstimate
@@ -128,12 +138,12 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps({**data, **({"beyond": tables} if more else {})}))
     else:
         for section in more:
-            show.console.print(f"\n{section.heading}:")
-            show.console.print(_table(section.header, section.rows))
+            console.print(f"\n{section.heading}:")
+            console.print(_table(section.header, section.rows))
     if parsed.out:
         _write(parsed.out, settings, swept, error, more)
         if not parsed.json:
-            show.console.print(f"Wrote [bold]{parsed.out / 'report.html'}[/] and its figures.")
+            console.print(f"Wrote [bold]{parsed.out / 'report.html'}[/] and its figures.")
     return 0
 
 
@@ -162,12 +172,12 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _print(settings: list[Row], swept: list[dict[str, object]], error: float, seconds: float) -> None:
-    show.console.print("Published / simulated, and the difference:")
-    show.console.print(_table(HEADER, [_cells(row) for row in settings]))
-    show.console.print(f"\nSetting {SWEPT} with equal slices, published / simulated:")
+    console.print("Published / simulated, and the difference:")
+    console.print(_table(HEADER, [_cells(row) for row in settings]))
+    console.print(f"\nSetting {SWEPT} with equal slices, published / simulated:")
     for point in swept:
-        show.console.print(f"  {point['slices']!s:>8}  {point['published']:.3f} / {point['simulated']:.3f} s")
-    show.console.print(f"\nmean error of the step times: {error:.1%}; simulated in {seconds:.1f} s")
+        console.print(f"  {point['slices']!s:>8}  {point['published']:.3f} / {point['simulated']:.3f} s")
+    console.print(f"\nmean error of the step times: {error:.1%}; simulated in {seconds:.1f} s")
 
 
 def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:

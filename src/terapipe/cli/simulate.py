@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from terapipe import api, files
-from terapipe.cli import show
-from terapipe.cli.options import Verbs, add_request, add_source, check_outputs, costs_of, load, refuse_with, request_of
+from terapipe.cli.options import (
+    Verbs,
+    add_request,
+    add_source,
+    check_outputs,
+    console,
+    costs_of,
+    load,
+    refuse_with,
+    request_of,
+)
 from terapipe.planning.layout import Layout
 from terapipe.reporting import svg, text, units
 from terapipe.reporting.page import report
 from terapipe.reporting.plans import described
 from terapipe.reporting.trace import trace
 from terapipe.reporting.view import RunView
-from terapipe.scheduling.idle import Idle
-from terapipe.scheduling.timeline import Timeline
+from terapipe.scheduling.timeline import Idle, Timeline
 from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
 
@@ -132,7 +140,7 @@ def _print_step(predicted: RunView, result: PlanResult, saved: SavedPlan | None)
     if saved is not None and saved.step_time is not None:
         same = abs(result.step_time / saved.step_time - 1) < 1e-6
         line += "; as planned" if same else f"; {units.seconds(saved.step_time)} when planned, with other costs"
-    show.console.print(f"  {'step':13s} {line}", markup=False)
+    console.print(f"  {'step':13s} {line}", markup=False)
 
 
 def _print(runs: Sequence[RunView], result: PlanResult, width: int) -> None:
@@ -141,10 +149,10 @@ def _print(runs: Sequence[RunView], result: PlanResult, width: int) -> None:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}
         total = run.timeline.makespan * run.timeline.plan.num_ranks
         idle = ", ".join(f"{name} {units.share(value / total)}" for name, value in causes.items())
-        show.console.print(f"{run.name}: {units.seconds(run.timeline.makespan)}; idle: {idle}")
-        show.console.print(text.draw(run.timeline, width, scale), markup=False)
+        console.print(f"{run.name}: {units.seconds(run.timeline.makespan)}; idle: {idle}")
+        console.print(text.draw(run.timeline, width, scale), markup=False)
     for name, value in described(result.estimate).items():
-        show.console.print(f"  {name:13s} {value}")
+        console.print(f"  {name:13s} {value}")
 
 
 def _write(parsed: argparse.Namespace, runs: Sequence[RunView], result: PlanResult) -> None:

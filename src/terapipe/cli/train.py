@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
     from terapipe.launch.processes import launch_module
     from terapipe.training.lock import Lock
-    from terapipe.training.logging.terminal import Terminal
+    from terapipe.training.logging.display import Terminal
     from terapipe.training.run import ENDED
 
     with Lock(config.folder):

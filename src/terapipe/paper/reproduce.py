@@ -1,17 +1,64 @@
-"""The published experiments, simulated: GPipe against slices along tokens, in the published layouts."""
+"""The published experiments, simulated: GPipe against slices along tokens, in the published layouts.
 
-from dataclasses import dataclass
+Published by Li et al., TeraPipe, ICML 2021 (arXiv 2102.07988). Times read off drawings to about 0.5 ms.
+"""
+
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from terapipe.paper.published import SETTINGS, SWEEP, SWEPT, TOKENS, Setting
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import Cluster
+from terapipe.planning.layout import Layout
+from terapipe.planning.memory import ShapeMemory
 from terapipe.presets import PRESETS
-from terapipe.search.choose import choose
+from terapipe.search.choose import choose, compare
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource
+
+TOKENS = 2048
+
+# Forward of one layer of GPT3-1B on one V100, milliseconds by tokens (figure 3).
+ONE_LAYER = {8: 1.458, 128: 1.492, 256: 1.482, 512: 1.726, 768: 1.960, 1024: 2.542}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the main table: seconds of a step without and with slices along tokens."""
+
+    number: int
+    model: str
+    hosts: int  # p3.16xlarge
+    batch_size: int
+    layout: Layout
+    without: float
+    sliced: float
+    scheme: tuple[int, ...] | None = None  # the published slices of one microbatch of one sequence, if any
+
+    @property
+    def speedup(self) -> float:
+        return self.without / self.sliced
+
+
+SETTINGS = (
+    Setting(1, "gpt3-1b", 24, 128, Layout(8, 24, 1), 1.517, 1.254),
+    Setting(2, "gpt3-1b", 24, 72, Layout(2, 12, 8), 1.018, 1.018, (TOKENS,)),
+    Setting(3, "gpt3-1b", 24, 72, Layout(1, 24, 8), 0.913, 0.913, (TOKENS,)),
+    Setting(4, "gpt3-13b", 40, 32, Layout(2, 20, 8), 2.637, 1.891),
+    Setting(5, "gpt3-13b", 40, 32, Layout(1, 40, 8), 1.863, 1.328, (704, 688, 656)),
+    Setting(6, "gpt3-44b", 48, 8, Layout(4, 96, 1), 13.319, 7.103),
+    Setting(7, "gpt3-44b", 48, 8, Layout(2, 24, 8), 4.311, 2.771),
+    Setting(8, "gpt3-44b", 48, 8, Layout(1, 48, 8), 2.662, 1.111, (384, 384, 368, 320, 296, 296)),
+    Setting(9, "gpt3-175b", 48, 2, Layout(1, 96, 4), 9.990, 1.481, (120,) * 4 + (112,) * 6 + (104,) * 8 + (64,)),
+    Setting(10, "gpt3-175b", 48, 2, Layout(1, 48, 8), 5.822, 1.160),
+)
+
+# Setting 9 with equal slices: seconds by number of slices per sequence.
+SWEEP = {1: 9.990, 4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252}
+SWEPT = 9
+
 
 UNLIMITED = 1 << 62  # the paper has no memory limit
 
@@ -104,3 +151,118 @@ def sweep(planned: float) -> list[dict[str, Any]]:
 def mean_error(found: list[Row]) -> float:
     """The mean absolute error of all step times, with and without slices."""
     return fmean(abs(error) for r in found for error in r.errors[:2])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    name: str
+    step_time: float
+    peak_bytes: int
+    note: str
+
+
+def estimates(source: ClusterSource, request: Request) -> list[Estimate]:
+    """FSDP if there is a sequence for every device, else FSDP with each sequence over a ring of devices."""
+    devices, batch_size = source.devices, request.batch_size
+    if batch_size % devices == 0:
+        return [_sharded(source, request, batch_size // devices, 1)]
+    if devices % batch_size == 0 and request.seq_len % (devices // batch_size) == 0:
+        return [_sharded(source, request, 1, devices // batch_size)]
+    return []
+
+
+def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int) -> Estimate:
+    """``sequences`` per device, or each sequence over ``ring`` devices."""
+    config, host = source.config, source.cluster.host
+    length = request.seq_len // ring
+    cost = source.cost(Layout(), recompute=True)
+    whole = StageSpec(config.layers, True, True)
+    # Devices of a ring share early and late tokens evenly, so each has the mean context.
+    context = (request.seq_len - length) / 2
+    compute = float(cost.forward(whole, sequences, length, context) + cost.backward(whole, sequences, length, context))
+    link = host.intra_node if ring <= host.devices else host.inter_node
+    block = sequences * length * 2 * config.num_kv_heads * config.head_size * host.device.element
+    # Keys and values pass the ring in the forward, and again, with their gradients, in the backward.
+    passed = 3 * config.layers * (ring - 1) * link.seconds(block) if ring > 1 else 0.0
+    # Weights are gathered for forward and backward, gradients scattered: each crosses every host's card once.
+    weights = config.parameters * (2 * host.device.element + 4)
+    gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)
+    per_step = cost.per_step([whole]) / source.devices
+    memory = ShapeMemory(config, host.device.element, host.device.state, 1, recompute=True)
+    layer = StageSpec(1)
+    activations = config.layers * float(memory.activations(layer, sequences, length)) / 2
+    working = float(memory.workspace(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element
+    logits = float(memory.workspace(StageSpec(1, last=True), sequences, min(length, 2048))[0])
+    peak = memory.model_state(whole) / source.devices + activations + working + logits
+    note = "traffic taken to overlap" if compute >= max(passed, gathered) else "bound by its traffic"
+    name = "FSDP (estimate)" if ring == 1 else f"FSDP, rings of {ring} (estimate)"
+    return Estimate(name, max(compute, passed, gathered) + per_step, round(peak), note)
+
+
+GROWTH = (1, 2, 4, 8, 16)
+
+
+def orders(setting: Setting, growth: int = 1) -> list[PlanEstimate]:
+    """The best plan of every order in the published layout, within a V100's memory and with recomputation allowed.
+
+    GPipe needs much memory, which 1F1B avoids. This study answers whether 1F1B, slices, or both together are best.
+    """
+    request = request_of(setting).fixed(batch_size=setting.batch_size * growth, budget=None, recompute=None)
+    return compare(source_of(setting), request)
+
+
+def largest_throughput(setting: Setting) -> dict[str, PlanEstimate]:
+    """For each order its highest throughput with batches of 1 to 16 times the published size, of plans that fit."""
+    best: dict[str, PlanEstimate] = {}
+    for growth in GROWTH:
+        for choice in orders(setting, growth):
+            known = best.get(choice.name)
+            if choice.fits and (known is None or choice.tokens_per_second > known.tokens_per_second):
+                best[choice.name] = choice
+    return best
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster that the paper does not have."""
+
+    model: str
+    where: str
+    batch_size: int
+    seq_len: int
+
+    @property
+    def source(self) -> ClusterSource:
+        config = PRESETS[self.model]
+        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), Cluster(self.where))
+
+
+CASES = (
+    Case("llama3-8b", "dgx-a100:1", 8, 8192),
+    Case("llama3-8b", "dgx-h100:1", 1, 131072),
+    Case("llama3-8b", "dgx-h100:8", 1, 1048576),
+    Case("llama3-70b", "dgx-a100:8", 16, 8192),
+    Case("llama3-70b", "dgx-h100:8", 4, 32768),
+    Case("llama3-70b", "dgx-h100:16", 1, 131072),
+    Case("llama3-405b", "dgx-h100:64", 64, 8192),
+    Case("llama3-405b", "dgx-h100:64", 4, 131072),
+    Case("llama3-405b", "dgx-h100:512", 512, 8192),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    planned: PlanEstimate
+    best_1f1b: PlanEstimate | None  # in any layout; None if none fits
+    others: list[Estimate]
+
+
+def outcome(case: Case) -> Outcome:
+    request = Request(case.batch_size, case.seq_len, tile=max(8, case.seq_len // 1024))
+    planned = choose(case.source, request).estimate
+    try:
+        best_1f1b = choose(case.source, request.fixed(order="1f1b")).estimate
+    except ValueError:
+        best_1f1b = None
+    return Outcome(case, planned, best_1f1b, estimates(case.source, request))

@@ -2,16 +2,14 @@
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, LinkBehavior, Memory, StageSpec, stage_specs
-from terapipe.planning.documents import document_lengths
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import HOSTS, Cluster, Device, Host, Link
-from terapipe.planning.layout import Layout
+from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.order import ORDERS, InFlight, Order, register
 from terapipe.planning.profile import Profile, Sample, Transfer
 from terapipe.planning.slices import Plan, Slice
-from terapipe.planning.solver import Array, Cuts, SliceCost, solve, solve_table
-from terapipe.planning.stages import balance, split_layers
+from terapipe.planning.solver import Array, Cuts, SliceCost, document_lengths, solve, solve_table
 
 __all__ = [
     "HOSTS",

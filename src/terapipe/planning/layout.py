@@ -1,6 +1,10 @@
-"""Layouts: the number of devices for each kind of parallelism."""
+"""Splitting a model over devices: the layout (dp, pp, tp), and layers over stages such that the slowest is fast."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from terapipe.presets import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -26,3 +30,42 @@ class Layout:
     def shards(self) -> int:
         """The number of shards of the model state."""
         return self.dp if self.shard else 1
+
+
+def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Stage boundaries that minimize the cost of the slowest stage.
+
+    ``costs`` has one number per layer. ``first`` is the additional cost of the first stage (embedding), ``last`` that
+    of the last stage (final norm, head and loss). Ties are broken by the smallest sum of squared stage costs, which
+    prefers even stages. Every stage has at least one layer.
+    """
+    n = len(costs)
+    if not 1 <= num_stages <= n:
+        raise ValueError(f"every stage needs at least one layer, got {n} layers for {num_stages} stages")
+    if any(not c >= 0 for c in (*costs, first, last)):
+        raise ValueError("the cost of a layer must be a number of at least 0")
+    sums = list(accumulate(costs, initial=0.0))
+
+    def stage_cost(a: int, b: int) -> float:
+        return sums[b] - sums[a] + (first if a == 0 else 0.0) + (last if b == n else 0.0)
+
+    # Dynamic programming over the stages. best[b] is the best split of the first b layers into the stages so far:
+    # (cost of its slowest stage, sum of squares, boundaries).
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    for k in range(1, num_stages + 1):
+        ends = [n] if k == num_stages else range(k, n - (num_stages - k) + 1)
+        best = {
+            b: min(
+                (max(slowest, c := stage_cost(a, b)), squares + c * c, (*boundaries, b))
+                for a, (slowest, squares, boundaries) in best.items()
+                if a < b
+            )
+            for b in ends
+        }
+    return best[n][2]
+
+
+def split_layers(config: GPTConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
+    """Stage boundaries for a GPT, balanced by the FLOPs of its layers and its head."""
+    layer = config.layer_flops(seq_len)
+    return balance([layer] * config.layers, num_stages, last=config.head_flops(seq_len))

@@ -1,17 +1,263 @@
-"""The interactive page of a simulated or measured step, or of several runs on one time scale."""
+"""The interactive page of a simulated or measured step, or of several runs on one time scale, and its sections."""
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from typing import Any
 
 from terapipe.planning.slices import Plan
-from terapipe.reporting.html import asset, page
-from terapipe.reporting.panels import comparison, comparison_heading, idle_bars, memory_curves, slice_bars
-from terapipe.reporting.style import DARKEST, LIGHTEST, MIDDLE, OP_HUES, OP_NAMES, op_color
-from terapipe.reporting.view import RunView, transfers
-from terapipe.scheduling.actions import COMPUTE
+from terapipe.reporting.html import asset, page, table
+from terapipe.reporting.style import (
+    CAUSES,
+    DARKEST,
+    LIGHTEST,
+    MIDDLE,
+    OP_HUES,
+    OP_NAMES,
+    OTHER_CAUSE,
+    lightness,
+    line_color,
+    op_color,
+    text_color,
+)
+from terapipe.reporting.svg import document, dot, line, path, staircase, text, text_width, ticks
+from terapipe.reporting.units import count, digits, memory, memory_unit, seconds, share
+from terapipe.reporting.view import RunView, Steps, transfers
+from terapipe.scheduling.actions import COMPUTE, Op
+from terapipe.scheduling.timeline import Timeline
+
+PAIR = ("predicted", "measured")
+_MANY = 16  # with more ranks, bars of idle time are thin and only some are labeled
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 400, 196, 58, 392, 34, 168  # of a memory chart
+_FEW = 4  # most ranks of which each gets a memory chart
+_MOST_CUTS = 8  # different ways to slice a microbatch that are drawn
+
+
+def comparison_heading(runs: Sequence[RunView]) -> str:
+    return "Predicted against measured" if _pair(runs) else "The runs" if len(runs) > 1 else "The step"
+
+
+def _pair(runs: Sequence[RunView]) -> tuple[RunView, RunView] | None:
+    """The predicted and the measured run, if both are there."""
+    named = {run.name: run for run in runs}
+    return (named[PAIR[0]], named[PAIR[1]]) if set(PAIR) <= set(named) else None
+
+
+def comparison(runs: Sequence[RunView]) -> str:
+    """A table of the runs in numbers, a row for each."""
+    totals = [_totals(run.timeline) for run in runs]
+    ops = [op for op in OP_HUES if any(op in total for total in totals)]
+    has_memory = any(run.memory for run in runs)
+    header = ["", "step time", "idle", *(OP_NAMES[op] for op in ops)] + ["peak memory"] * has_memory
+    rows = [_comparison_row(run, total, ops, has_memory) for run, total in zip(runs, totals, strict=True)]
+    both = _pair(runs)
+    if both:
+        rows.append(_ratios(*both, ops, has_memory))
+    elif len(runs) > 1:
+        fastest = min(run.timeline.makespan for run in runs)
+        header.insert(2, "to the fastest")
+        for run, row in zip(runs, rows, strict=True):
+            row.insert(2, f"{run.timeline.makespan / fastest:.2f} x")
+    note = "Forward and backward: the time of all ranks together." + " Memory: of the fullest rank." * has_memory
+    return table(header, rows) + f"<p class='note'>{note}</p>"
+
+
+def _totals(timeline: Timeline) -> dict[Op, float]:
+    totals: dict[Op, float] = {}
+    for event in timeline.computations:
+        totals[event.action.op] = totals.get(event.action.op, 0.0) + event.end - event.start
+    return totals
+
+
+def _comparison_row(run: RunView, totals: dict[Op, float], ops: Sequence[Op], has_memory: bool) -> list[str]:
+    spent = [seconds(totals[op]) if op in totals else "-" for op in ops]
+    peak = [memory(max(run.peaks)) if run.memory else "-"] if has_memory else []
+    return [run.name, seconds(run.timeline.makespan), share(run.timeline.idle), *spent, *peak]
+
+
+def _ratios(predicted: RunView, measured: RunView, ops: Sequence[Op], has_memory: bool) -> list[str]:
+    ours, theirs = _totals(predicted.timeline), _totals(measured.timeline)
+    pairs = [
+        (predicted.timeline.makespan, measured.timeline.makespan),
+        (predicted.timeline.idle, measured.timeline.idle),
+        *((ours.get(op, 0.0), theirs.get(op, 0.0)) for op in ops),
+        *[(max(predicted.peaks, default=0.0), max(measured.peaks, default=0.0))] * has_memory,
+    ]
+    return [" / ".join(PAIR), *(digits(a / b) if a > 0 and b > 0 else "-" for a, b in pairs)]
+
+
+def idle_bars(runs: Sequence[RunView]) -> str:
+    """A bar per rank with its idle time by cause, all runs on one scale. Empty if no run knows the causes."""
+    known = [run for run in runs if run.idle]
+    most = max((sum(rank.values()) for run in known for rank in run.idle), default=0.0)
+    if most <= 0:
+        return ""
+    found = [cause for run in known for rank in run.idle for cause, spent in rank.items() if spent > 0]
+    causes = [c for c in (*CAUSES, *dict.fromkeys(found)) if c in set(found)]
+    colors = {cause: CAUSES.get(cause, OTHER_CAUSE) for cause in causes}
+    keys = "".join(f"<span><i style='background:{colors[c]}'></i>{escape(c)}</span>" for c in colors)
+    panels = "".join(_idle_panel(run, colors, most) for run in known)
+    return f"<p class='legend'>{keys}</p><div class='panels'>{panels}</div>"
+
+
+def _idle_panel(run: RunView, colors: Mapping[str, str], most: float) -> str:
+    ranks, step = len(run.idle), run.timeline.makespan
+    every = max(1, ranks // _MANY) if ranks > _MANY else 1
+    rows = [_idle_row(i, spent, step, colors, most, labeled=i % every == 0) for i, spent in enumerate(run.idle)]
+    mean = sum(sum(spent.values()) for spent in run.idle) / ranks
+    head = f"<h3>{escape(run.name)} <small>{_of_step(mean, step)} on average</small></h3>"
+    return f"<div>{head}<div class='ranks{' many' if ranks > _MANY else ''}'>{''.join(rows)}</div></div>"
+
+
+def _idle_row(
+    rank: int, spent: Mapping[str, float], step: float, colors: Mapping[str, str], most: float, labeled: bool
+) -> str:
+    parts = {cause: spent.get(cause, 0.0) for cause in colors if spent.get(cause, 0.0) > 0}
+    words = ", ".join(f"{cause} {seconds(value)}" for cause, value in parts.items()) or "none"
+    bars = "".join(f"<i style='width:{100 * v / most:.2f}%;background:{colors[c]}'></i>" for c, v in parts.items())
+    name, value = (f"rank {rank}", _of_step(sum(parts.values()), step)) if labeled else ("", "")
+    title = escape(f"rank {rank} idle: {words}")
+    return f"<div title='{title}'><span>{name}</span><b>{bars}</b><span>{value}</span></div>"
+
+
+def _of_step(spent: float, step: float) -> str:
+    return f"{seconds(spent)}, {share(spent / step)}"
+
+
+def memory_curves(runs: Sequence[RunView], budget: int | None) -> str:
+    """Memory over time, a small chart per rank on one scale; with many ranks, of some. Empty if no run knows it."""
+    known = [run for run in runs if run.memory]
+    peak = max((p for run in known for p in run.peaks), default=0.0)
+    if not peak:
+        return ""
+    span = max(run.timeline.makespan for run in known)
+    near = budget is not None and budget <= 3 * peak
+    top = 1.1 * max(peak, float(budget or 0) if near else 0.0)
+    ranks = _ranks_to_draw(known)
+    drawn = "".join(_memory_chart(known, i, name, span, top, budget if near else None) for i, name in ranks.items())
+    notes = []
+    if len(known) > 1:
+        names = enumerate(escape(run.name) for run in known)
+        keys = (f"<span><i style='background:{line_color(i)}'></i>{name}</span>" for i, name in names)
+        notes.append(f"<p class='legend'>{''.join(keys)}</p>")
+    if budget is not None and not near:
+        notes.append(f"<p class='note'>The budget of {memory(budget)} lies far above this scale.</p>")
+    return "".join(notes) + f"<div class='panels'>{drawn}</div>"
+
+
+def _ranks_to_draw(known: Sequence[RunView]) -> dict[int, str]:
+    """Ranks and their labels: all if they are few, else the first, middle, last and fullest."""
+    num_ranks = max(len(run.memory) for run in known)
+    if num_ranks <= _FEW:
+        return {rank: f"rank {rank}" for rank in range(num_ranks)}
+    fullest = max(((p, -rank) for run in known for rank, p in enumerate(run.peaks)))
+    why = {0: "first", num_ranks // 2: "middle", num_ranks - 1: "last"}
+    why[-fullest[1]] = " and ".join(filter(None, (why.get(-fullest[1]), "highest peak")))
+    return {rank: f"rank {rank}, {why[rank]}" for rank in sorted(why)}
+
+
+def _memory_chart(known: Sequence[RunView], rank: int, name: str, span: float, top: float, budget: int | None) -> str:
+    x_unit, y_unit = (_RIGHT - _LEFT) / span, (_BOTTOM - _TOP) / top
+    parts = [text(0, 14, name, weight=600), *_memory_scales(span, top, x_unit, y_unit)]
+    end = float(_RIGHT)
+    for index, run in reversed(list(enumerate(known))):
+        steps = run.memory[rank] if rank < len(run.memory) else ()
+        if not steps:
+            continue
+        kept = peaks_by_column(steps, span, _RIGHT - _LEFT)
+        points = [(_LEFT + t * x_unit, _BOTTOM - size * y_unit) for t, size in kept]
+        last = min(_LEFT + max(run.timeline.makespan, steps[-1][0]) * x_unit, _RIGHT)
+        corners = staircase(points)
+        corners.append((max(last, corners[-1][0]), corners[-1][1]))
+        parts.append(path(corners, line_color(index), width=1.6))
+        x, y = min(points, key=lambda point: point[1])
+        label = memory(run.peak(rank))
+        parts += [
+            dot(x, y, 3.5, line_color(index)),
+            text(end, 14, label, anchor="end", fill=line_color(index), size=12, weight=600),
+        ]
+        end -= text_width(label, 12) + 12
+    parts.append(text(end, 14, "peak", anchor="end", tone="faint", size=12))
+    if budget is not None:
+        y = _BOTTOM - budget * y_unit
+        parts.append(line(_LEFT, y, _RIGHT, y, tone="ink", dash="5 4"))
+        parts.append(text(_RIGHT, y - 5, f"budget {memory(budget)}", anchor="end", size=11))
+    return document(_WIDTH, _HEIGHT, parts, f"memory of {name}")
+
+
+def _memory_scales(span: float, top: float, x_unit: float, y_unit: float) -> list[str]:
+    parts = []
+    for size in ticks(0, top, 3, memory_unit(top)):
+        y = _BOTTOM - size * y_unit
+        parts.append(line(_LEFT, y, _RIGHT, y))
+        parts.append(text(_LEFT - 8, y + 4, memory(size), anchor="end", tone="faint", size=11))
+    for at in ticks(0, span, 3):
+        x = _LEFT + at * x_unit
+        parts.append(text(x, _BOTTOM + 18, seconds(at), anchor="middle", tone="faint", size=11))
+    return parts
+
+
+def peaks_by_column(steps: Steps, span: float, columns: float) -> list[tuple[float, float]]:
+    """At most two points per column of pixels, its highest and its last, so no peak is lost."""
+    kept: dict[int, list[tuple[float, float]]] = {}
+    for at, size in steps:
+        column = int(at / span * columns)
+        same = kept.setdefault(column, [(at, size)])
+        highest = max([*same, (at, size)], key=lambda step: step[1])
+        kept[column] = [highest] if highest == (at, size) else [highest, (at, size)]
+    return [step for column in sorted(kept) for step in kept[column]]
+
+
+def slice_bars(runs: Sequence[RunView]) -> str:
+    """A bar per microbatch, divided into its slices. Runs with the same slices are drawn once."""
+    same: dict[tuple[object, ...], list[RunView]] = {}
+    for run in runs:
+        same.setdefault((run.timeline.plan.sizes, run.timeline.plan.lengths), []).append(run)
+    return "".join(_plan(alike[0].timeline.plan, alike if len(same) > 1 else []) for alike in same.values())
+
+
+def _plan(plan: Plan, runs: Sequence[RunView]) -> str:
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for m, key in enumerate(zip(plan.sizes, plan.lengths, strict=True)):
+        alike.setdefault(key, []).append(m)
+    head = f"<h3>{escape(', '.join(run.name for run in runs))}</h3>" if runs else ""
+    drawn = "".join(_microbatch(size, lengths, which) for (size, lengths), which in list(alike.items())[:_MOST_CUTS])
+    rest = len(alike) - _MOST_CUTS
+    more = f"<p class='note'>{count(rest, 'other way')} of cutting not drawn.</p>" if rest > 0 else ""
+    return f"{head}<div class='cuts'>{drawn}</div>{more}"
+
+
+def _microbatch(size: int, lengths: Sequence[int], which: Sequence[int]) -> str:
+    times = f" <b>&times; {len(which)}</b>" if len(which) > 1 else ""
+    spread = f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+    note = (
+        f"{count(size, 'sequence')} of {count(sum(lengths), 'token')}, {count(len(lengths), 'slice')} of {spread}"
+        if len(lengths) > 1
+        else f"{count(size, 'sequence')} of {count(sum(lengths), 'token')}, whole"
+    )
+    contexts = accumulate(lengths, initial=0)
+    slices = (_slice(i, n, context, lengths) for i, (n, context) in enumerate(zip(lengths, contexts, strict=False)))
+    return f"<div><p>{_which(which)}{times} <small>{note}</small></p><div class='cut'>{''.join(slices)}</div></div>"
+
+
+def _slice(number: int, length: int, context: int, lengths: Sequence[int]) -> str:
+    light = lightness(number, len(lengths))
+    wide = length / sum(lengths)
+    label = str(length) if wide > 0.013 * len(str(length)) else ""
+    title = f"slice {number}: {count(length, 'token')} after {context}"
+    style = f"flex:{length} 0 0;background:{op_color(Op.F, light)};color:{text_color(light)}"
+    return f"<i title='{title}' style='{style}'>{label}</i>"
+
+
+def _which(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"microbatch {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"microbatches {numbers[0]} to {numbers[-1]}"
+    return "microbatches " + ", ".join(map(str, numbers[:6])) + (", …" if len(numbers) > 6 else "")
+
 
 _Bar = tuple[int, float, float]  # code, start and end in seconds
 

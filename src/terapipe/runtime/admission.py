@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Terms, agree, check_total, checksum, lone_checksums
-from terapipe.runtime.precision import Autocast
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
 

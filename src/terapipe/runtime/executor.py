@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.precision import Autocast
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire

@@ -10,7 +10,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.validated import validated_actions
+from terapipe.scheduling.validation import validated_actions
 
 SHAPES = 8  # of batches, for which buffers are kept
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.stage import Predictor
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import GradientSync
-from terapipe.runtime.precision import Autocast
 from terapipe.runtime.transport import Transport
 
 

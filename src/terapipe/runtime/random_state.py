@@ -1,6 +1,6 @@
-"""The state of the random generators, so that a forward computed again draws the same dropout masks."""
+"""The state of the random generators: a forward computed again draws the same dropout masks, a resumed run goes on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -48,3 +48,22 @@ def share_random_state(transport: Transport) -> None:
     shared = transport.broadcast(flat, 0, "the state of the random generator", TP).cpu()
     cpu, *accelerator = torch.split(shared, [len(x) for x in mine])
     RandomState(state.device, cpu, accelerator[0] if accelerator else None).set()
+
+
+def seed_rng(seed: int, rank: int) -> dict[str, Tensor]:
+    """Seed the generators and return their states."""
+    torch.manual_seed(seed * 1_000_003 + rank)
+    return rng_state(rank)
+
+
+def rng_state(rank: int) -> dict[str, Tensor]:
+    states = {f"random.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Tensor], rank: int) -> None:
+    torch.set_rng_state(states[f"random.cpu.{rank}"])
+    if f"random.cuda.{rank}" in states:
+        torch.cuda.set_rng_state(states[f"random.cuda.{rank}"])

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from terapipe.runtime.precision import Autocast
+from terapipe.modeling.autocast import Autocast
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TAG = 8  # bytes before the data, a multiple of every dtype's size

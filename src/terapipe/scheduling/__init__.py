@@ -1,13 +1,10 @@
 """The order of work: actions, orders, schedules, their validation and simulation. No torch here."""
 
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
-from terapipe.scheduling.footprint import curves, peaks
-from terapipe.scheduling.idle import Idle, idle_by_cause
 from terapipe.scheduling.orders import computations, schedule
-from terapipe.scheduling.simulator import makespan, simulate
-from terapipe.scheduling.timeline import Event, Timeline
-from terapipe.scheduling.validated import validated_actions
-from terapipe.scheduling.validation import validate
+from terapipe.scheduling.simulator import curves, makespan, peaks, simulate
+from terapipe.scheduling.timeline import Event, Idle, Timeline, idle_by_cause
+from terapipe.scheduling.validation import validate, validated_actions
 
 __all__ = [
     "Action",

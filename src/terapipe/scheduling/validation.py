@@ -1,13 +1,15 @@
-"""Checks before the first step that a Schedule is complete and cannot deadlock."""
+"""Checks before the first step that a Schedule is complete and cannot deadlock, once for all plans of one shape."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple, Self
 
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule, counterpart, dependencies, required
+from terapipe.scheduling.orders import schedule
 
 OPS = tuple(Op)
 _PLACE = {op: i for i, op in enumerate(OPS)}
@@ -237,3 +239,36 @@ class _BlockingRun:
         steps = list(seen.items())
         start = [r for r, _ in steps].index(rank)
         return "; ".join(text for _, text in steps[start:])
+
+
+class Shape(NamedTuple):
+    """What a schedule depends on: the number of slices, not their lengths."""
+
+    order: str
+    counts: tuple[int, ...]  # slices of each microbatch
+    num_stages: int
+    chunks: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks)
+
+    def plan(self) -> Plan:
+        """A plan of this shape. All slices of a microbatch but the last have one token."""
+        most = max(self.counts)
+        lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
+        edges = tuple(range(self.num_stages + 1))
+        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks)
+
+
+def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
+    """The actions of ``rank``. Raises ValueError if the schedule is incomplete or could deadlock."""
+    grid = plan.grid
+    return tuple(Action(op, k, grid[s.microbatch][s.number]) for op, k, s in _of_shape(Shape.of(plan), rank))
+
+
+@lru_cache(maxsize=64)  # holds only the lists of one rank, the process's own
+def _of_shape(shape: Shape, rank: int) -> tuple[Action, ...]:
+    built = schedule(shape.plan())
+    validate(built)
+    return built.ranks[rank]

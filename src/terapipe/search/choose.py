@@ -1,17 +1,135 @@
-"""The search: simulates promising candidates, refines the best of them, and chooses the fastest that fits."""
+"""The search: ranks all candidates by a cheap formula, simulates promising ones, refines the best, chooses the fastest
+that fits; and compares the best of every order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from terapipe.planning.order import ORDERS, order_named
+import numpy as np
+
+from terapipe.planning.cost import StageSpec, stage_specs
+from terapipe.planning.order import ORDERS, InFlight, Order, order_named
 from terapipe.planning.slices import Plan
-from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
-from terapipe.search.refine import preference, refine, with_few_lengths
-from terapipe.search.request import Request
+from terapipe.search.refine import hill_climb, preference, refine, with_few_lengths
+from terapipe.search.request import Request, layouts
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of slices to start from
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kind of plan to simulate. ``estimate`` and ``peak`` only decide what is simulated first."""
+
+    estimate: float  # step time by the formula
+    peak: float  # rough number of bytes
+    evaluator: PlanEvaluator
+    order: str
+    size: int  # sequences per microbatch
+    count: int  # slices per sequence
+    chunks: int  # stages per rank
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it is too large for memory even if the rough estimate is twice too high."""
+        budget = self.evaluator.budget
+        return budget is not None and self.peak > 2 * budget
+
+    @property
+    def work(self) -> int:
+        """Computations in one step, to which the time of a simulation is proportional."""
+        microbatches = -(-self.evaluator.batch_size // self.size)
+        return 2 * microbatches * self.count * self.evaluator.layout.pp * self.chunks
+
+
+def candidates(source: Source, request: Request) -> list[Candidate]:
+    """All candidates, the most promising first."""
+    pool: list[Candidate] = []
+    for layout in layouts(source, request):
+        for recompute in _recompute(request):
+            pool += _of_evaluator(PlanEvaluator(source, request, layout, recompute))
+    return sorted(pool, key=lambda candidate: (candidate.estimate, candidate.count, candidate.chunks))
+
+
+def _recompute(request: Request) -> tuple[bool, ...]:
+    if request.recompute is not None:
+        return (request.recompute,)
+    return (False, True) if request.can_recompute else (False,)
+
+
+def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
+    request, kinds = evaluator.request, set(stage_specs(evaluator.boundaries()))
+    per_step = max(evaluator.cost.per_step([stage]) for stage in kinds)
+    model_state = max(evaluator.memory.model_state(stage) for stage in kinds)
+    for size in _sizes(evaluator):
+        microbatches = -(-evaluator.batch_size // size)
+        per_microbatch = _microbatch_bytes(evaluator, size)
+        for count in _counts(evaluator):
+            lengths = _even(request, count)
+            t = evaluator.seconds(size, lengths, np.cumsum(lengths) - lengths)
+            work = float(t.sum()) * microbatches
+            for order, chunks in _orders(evaluator, count):
+                bubble = (evaluator.layout.pp - 1) * float(t.mean()) / chunks * order.bubble
+                in_flight = order.in_flight(InFlight(microbatches, count, evaluator.layout.pp, chunks))
+                peak = model_state + per_microbatch * in_flight
+                yield Candidate(work + bubble + per_step, peak, evaluator, order.name, size, count, chunks)
+
+
+def _even(request: Request, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if request.slice_lengths is not None:
+        return np.array(request.slice_lengths, dtype=np.float64)
+    return np.full(count, request.seq_len / count)
+
+
+def _sizes(evaluator: PlanEvaluator) -> list[int]:
+    fixed = evaluator.request.microbatch_size
+    if fixed is not None:
+        if fixed > evaluator.batch_size:
+            raise ValueError(
+                f"a microbatch of {fixed} sequences does not fit into a replica's batch of {evaluator.batch_size}; "
+                "lower microbatch_size or dp"
+            )
+        return [fixed]
+    return [size for size in (2**i for i in range(20)) if size <= evaluator.batch_size]
+
+
+def _counts(evaluator: PlanEvaluator) -> list[int]:
+    request, tile = evaluator.request, evaluator.tile
+    if request.slice_lengths is not None:
+        return [len(request.slice_lengths)]
+    if request.num_slices is not None:
+        return [request.num_slices]
+    return [n for n in COUNTS if n * tile <= max(request.seq_len, tile)]
+
+
+def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]:
+    request, pp = evaluator.request, evaluator.layout.pp
+    for order in [order_named(request.order)] if request.order else ORDERS.values():
+        if not order.sliced and count > 1:
+            continue
+        if request.order is None and ((order.unsliced_twin and count == 1) or (pp == 1 and not order.one_rank)):
+            continue
+        for chunks in _chunks(order, request):
+            if pp * chunks <= evaluator.source.layers and (chunks == 1 or pp > 1):
+                yield order, chunks
+
+
+def _chunks(order: Order, request: Request) -> tuple[int, ...]:
+    """Stages per rank to try: those that the order requires or the request fixes, else the order's default."""
+    if order.chunks is not None:
+        return (order.chunks,) if request.chunks in (None, order.chunks) else ()
+    return order.tried_chunks if request.chunks is None else (request.chunks,)
+
+
+def _microbatch_bytes(evaluator: PlanEvaluator, size: int) -> float:
+    """Activations and KV cache of one microbatch on one rank."""
+    stage, seq_len = StageSpec(-(-evaluator.source.layers // evaluator.layout.pp)), evaluator.request.seq_len
+    activations = evaluator.memory.activations(stage, float(size), float(seq_len))
+    return float(activations + evaluator.memory.kv_cache(stage, float(size), seq_len))
+
 
 WORK = 250_000  # computations to simulate for each order
 FINALISTS = 4  # refinement is slow, so only the best few plans are refined
@@ -130,3 +248,48 @@ def _refuse_budget(pool: list[Candidate], best: list[PlanEstimate]) -> NoReturn:
         f"{'with' if least.plan.recompute else 'without'} recomputation); take more devices, a smaller batch or "
         "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
     )
+
+
+def compare(source: Source, request: Request) -> list[PlanEstimate]:
+    """The best plan of every order, all in the layout that is fixed or that the planner would choose.
+
+    If no plan of an order fits the memory budget, the one with the smallest peak is returned, with ``fits`` False.
+    """
+    if request.order or request.fixed_slices or request.chunks or request.distinct:
+        raise ValueError(
+            "a comparison tries all orders and slicings; leave out order, num_slices, slice_lengths, chunks "
+            "and distinct"
+        )
+    layout = best_by_order(candidates(source, request), source, request)[0].layout
+    pool = candidates(source, request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp))
+    rows = [(name, estimate) for order in ORDERS.values() for name, estimate in _rows(pool, order) if estimate]
+    if layout.pp == 1:  # all orders are the same then, and refinement may have merged the slices: one row per title
+        return list({estimate.title: estimate for _, estimate in reversed(rows)}.values())[::-1]
+    return [replace(estimate, name=name) for name, estimate in rows]
+
+
+def _rows(pool: list[Candidate], order: Order) -> Iterator[tuple[str, PlanEstimate | None]]:
+    """The order by its name, with one stage per rank if it supports that, and for some orders a variant of it."""
+    own = [c for c in pool if c.order == order.name]
+    plain = [c for c in own if c.chunks == 1] or own
+    if order.name == "terapipe":
+        even = best_of(plain, order.name, even=True)
+        yield "terapipe, equal slices", even and _refine_even(plain, even)
+    whole = [c for c in own if c.count == 1]
+    if order.sliced and order.chunks is None and 1 not in order.tried_chunks:
+        yield f"{order.name}, whole sequences", best_of(whole, order.name)
+        plain = [c for c in own if c.count > 1]
+    best = best_of(plain, order.name)
+    yield order.name, finish(plain, best) if best else None
+
+
+def _refine_even(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate:
+    """The best number of equal slices."""
+    evaluator = next(c.evaluator for c in pool if c.evaluator.recompute == start.plan.recompute)
+    request, plan = evaluator.request, start.plan
+
+    def evaluated(count: int) -> PlanEstimate:
+        lengths = uniform(request.seq_len, count, evaluator.tile)
+        return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths))
+
+    return hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // evaluator.tile)

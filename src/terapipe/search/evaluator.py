@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs
-from terapipe.planning.layout import Layout
+from terapipe.planning.layout import Layout, balance
 from terapipe.planning.slices import Plan
-from terapipe.planning.stages import balance
-from terapipe.scheduling.footprint import peaks
-from terapipe.scheduling.simulator import makespan, program
+from terapipe.scheduling.simulator import makespan, peaks, program
 from terapipe.search.cuts import Grid, Lengths
 from terapipe.search.request import Request
 from terapipe.search.source import Source

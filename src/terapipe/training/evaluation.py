@@ -9,7 +9,7 @@ from terapipe.config import RunConfig
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
-from terapipe.training.logging.run_log import RunLog
+from terapipe.training.logging.display import RunLog
 
 PROMPT = 32  # tokens, if the configuration has no prompt
 CONTEXT = 256  # last tokens that the next one is predicted from

@@ -10,8 +10,8 @@ from typing import Any
 
 from terapipe.config import RunConfig
 from terapipe.runtime.checkpoint.manifest import read_manifest
-from terapipe.training.data.hf_tokenizer import TOKENIZER_FILES
 from terapipe.training.data.token_file import STARTS, TOKENS, Data, TokenFile
+from terapipe.training.data.tokenizer import TOKENIZER_FILES
 from terapipe.training.model import Made
 
 NOTE = "trained_as"  # key in the notes of a checkpoint

@@ -14,7 +14,7 @@ import torch
 from terapipe.config import DataConfig, ModelConfig
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
-from terapipe.planning.stages import balance, split_layers
+from terapipe.planning.layout import balance, split_layers
 from terapipe.presets import GPTConfig, gpt_config
 
 
@@ -70,7 +70,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
         import transformers
 
         from terapipe import hf
-        from terapipe.modeling.hf.gpt_shape import shape_of
+        from terapipe.modeling.hf.decoder import shape_of
         from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None

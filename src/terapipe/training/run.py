@@ -25,6 +25,7 @@ from terapipe.runtime.checkpoint.reader import NOTES, read_notes
 from terapipe.runtime.failures import PipelineError, Record
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.random_state import seed_rng
 from terapipe.runtime.transport import Transport, local_device, rank_and_size, restarts
 from terapipe.training import planned as plans
 from terapipe.training.checkpoint_folder import check_notes, clean, folder_of, newest_whole, path_of, steps
@@ -33,16 +34,12 @@ from terapipe.training.data.token_file import Data, open_data
 from terapipe.training.export import check_export, export_gpt
 from terapipe.training.identity import Identity, compare, identity
 from terapipe.training.lock import Lock
-from terapipe.training.logging.display import Display
+from terapipe.training.logging.display import Display, RunLog, Terminal
 from terapipe.training.logging.metrics import Metrics
-from terapipe.training.logging.run_log import RunLog
 from terapipe.training.logging.run_report import write_report
-from terapipe.training.logging.terminal import Terminal
 from terapipe.training.model import Made, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
-from terapipe.training.rng_state import seed_rng
-from terapipe.training.signals import StopSignal
-from terapipe.training.trainer import NotFiniteError, Outcome, Trainer
+from terapipe.training.trainer import NotFiniteError, Outcome, StopSignal, Trainer
 
 T = TypeVar("T")
 

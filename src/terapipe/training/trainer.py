@@ -1,13 +1,16 @@
 """The training loop: steps, evaluations and checkpoints, until all steps are done or a stop is requested."""
 
 import math
+import os
 import resource
+import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from statistics import median
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +20,33 @@ from torch.optim import Optimizer
 from terapipe import files
 from terapipe.config import PlanConfig, RunConfig
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
 from terapipe.runtime.transport import ALL
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
 from terapipe.training.evaluation import Evaluator
 from terapipe.training.identity import NOTE, Identity, same_evaluation
-from terapipe.training.logging.run_log import RunLog
+from terapipe.training.logging.display import RunLog
 from terapipe.training.optimizer import learning_rate, set_lr
 from terapipe.training.planned import Planned
-from terapipe.training.rng_state import rng_state, seed_rng, set_rng_state
-from terapipe.training.signals import StopSignal
+
+
+class StopSignal:
+    """The first signal asks the run to stop, the second ends this process at once."""
+
+    def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
+        """``before_exit`` is called before the second signal ends the process."""
+        self.received = ""  # the name of the signal
+        self._before_exit = before_exit
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            self._before_exit()
+            os._exit(128 + number)
+        self.received = signal.Signals(number).name
 
 
 class Outcome(Enum):

@@ -1,15 +1,125 @@
-"""Batches for one rank: only the sequences of its replica, and only the tensors that its stages need."""
+"""Batches from a token file, for one rank: the sequences of its replica, the tensors that its stages need.
+
+The position in the data is one number, so a run can resume anywhere.
+"""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from terapipe.config import DataConfig
-from terapipe.modeling.stage import fill_batch
+from terapipe.modeling.stage import IGNORE, fill_batch
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.training.data.batches import Batches, DocumentStarts
-from terapipe.training.data.token_file import TokenFile
+from terapipe.training.data.token_file import TOKENS, TokenFile
+
+Packing = Literal["concat", "packed", "padded"]
+DocumentStarts = tuple[tuple[int, ...], ...]  # of each sequence, the places where documents begin
+Integers = NDArray[np.int64]
+
+
+class Sequences(NamedTuple):
+    """Token ids, the label of each token, and where documents begin (None unless packed)."""
+
+    ids: Tensor
+    labels: Tensor
+    documents: DocumentStarts | None
+
+
+class Batches:
+    """Sequences of ``seq_len`` tokens. Their numbers count from the start of training through all epochs.
+
+    concat: the token file, split every ``seq_len`` tokens. packed: the same, with the places where documents begin; the
+    first token of a document is not predicted. padded: each document is split by itself, the last sequence padded.
+    """
+
+    def __init__(self, file: TokenFile, seq_len: int, packing: Packing, shuffle: bool, seed: int) -> None:
+        self._file, self._seq_len, self._packing = file, seq_len, packing
+        self._shuffle, self._seed = shuffle, seed
+        self._permutation: tuple[int, Integers] | None = None  # of the latest epoch, and its number
+        if not len(self):
+            raise ValueError(
+                f"there must be at least one sequence, got none of {seq_len} tokens ({packing}) in {file.folder}, "
+                f"which has {file.num_tokens} tokens in {file.num_documents} documents"
+            )
+
+    def __len__(self) -> int:
+        """Sequences in an epoch."""
+        if self._packing == "padded":
+            return int(self._padded_ends[-1])
+        return self._file.num_tokens // self._seq_len
+
+    @cached_property
+    def _padded_ends(self) -> Integers:
+        """With padded: the number of sequences up to the end of each document. The last token has no label, so a
+        document of one token has no sequence."""
+        lengths = np.diff(self._file.starts, append=self._file.num_tokens)
+        return np.cumsum(-(-(lengths - 1) // self._seq_len))
+
+    def read(self, first: int, count: int) -> Sequences:
+        """``count`` sequences from number ``first`` on. They continue in the next epoch."""
+        ids = np.zeros((count, self._seq_len), np.int64)
+        labels = np.full((count, self._seq_len), IGNORE, np.int64)
+        for row, index in enumerate(self._indices(first, count)):
+            start, stop = self._padded_range(index) if self._packing == "padded" else self._range(index)
+            tokens = self._tokens(start, stop)
+            ids[row, : len(tokens)] = tokens[: self._seq_len]
+            labels[row, : len(tokens) - 1] = tokens[1:]
+            if self._packing == "packed":
+                labels[row, self._borders(index) - 1] = IGNORE
+        return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), self.documents(first, count))
+
+    def documents(self, first: int, count: int) -> DocumentStarts | None:
+        """Where documents begin in the same sequences. Does not read the tokens."""
+        if self._packing != "packed":
+            return None
+        borders = (self._borders(index) for index in self._indices(first, count))
+        return tuple((0, *places[places < self._seq_len].tolist()) for places in borders)
+
+    def _tokens(self, start: int, stop: int) -> NDArray[Any]:
+        tokens: NDArray[Any] = self._file.tokens[start:stop]
+        if tokens.max() >= self._file.vocab:
+            place = start + int((tokens >= self._file.vocab).argmax())
+            raise ValueError(
+                f"every token of {self._file.folder / TOKENS} must be below the vocabulary of {self._file.vocab}, the "
+                f"one at place {place} is {self._file.tokens[place]}; the file is damaged: delete {self._file.folder}, "
+                "and it is written again"
+            )
+        return tokens
+
+    def _range(self, index: int) -> tuple[int, int]:
+        """Range in the token file. It has one token more than the sequence: the label of the last one."""
+        start = index * self._seq_len
+        return start, min(start + self._seq_len + 1, self._file.num_tokens)
+
+    def _padded_range(self, index: int) -> tuple[int, int]:
+        """The same, inside one document."""
+        document = int(np.searchsorted(self._padded_ends, index, side="right"))
+        before = int(self._padded_ends[document - 1]) if document else 0
+        starts = self._file.starts
+        end = int(starts[document + 1]) if document + 1 < len(starts) else self._file.num_tokens
+        start = int(starts[document]) + (index - before) * self._seq_len
+        return start, min(start + self._seq_len + 1, end)
+
+    def _borders(self, index: int) -> Integers:
+        """Offsets at which documents begin: after the first token of the sequence, up to the one that follows it."""
+        start = index * self._seq_len
+        low, high = np.searchsorted(self._file.starts, (start, start + self._seq_len), side="right")
+        return self._file.starts[low:high] - start
+
+    def _indices(self, first: int, count: int) -> list[int]:
+        """Indices in the token file of the sequences with these numbers."""
+        places = (divmod(number, len(self)) for number in range(first, first + count))
+        return [int(self._order(epoch)[place]) if self._shuffle else place for epoch, place in places]
+
+    def _order(self, epoch: int) -> Integers:
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self))
+        return self._permutation[1]
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 from terapipe.config import DataConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
-from terapipe.training.data.hf_tokenizer import TOKENIZER_FILES
 from terapipe.training.data.text_reader import find_files, read_documents
 from terapipe.training.data.token_file import (
     FORMAT,
@@ -24,7 +23,7 @@ from terapipe.training.data.token_file import (
     open_data,
     split_names,
 )
-from terapipe.training.data.tokenizer import make_tokenizer
+from terapipe.training.data.tokenizer import TOKENIZER_FILES, make_tokenizer
 
 Say = Callable[[str], None]
 

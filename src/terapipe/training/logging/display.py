@@ -1,6 +1,9 @@
-"""The output of a run: a live panel on a terminal, plain lines elsewhere."""
+"""The output of a run: a live panel on a terminal, which is left as it was, plain lines elsewhere; rows of its log."""
 
 import math
+import os
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +21,49 @@ from rich.table import Table
 from rich.text import Text
 
 from terapipe.reporting.units import count, digits, memory, seconds, share
+from terapipe.training.logging.metrics import Metrics
+
+SHOW_CURSOR = b"\x1b[?25h"
+_NO_TERMINAL = (termios.error, OSError, ValueError, AttributeError)  # errors if there is no terminal
+
+
+class Terminal:
+    """While it is entered, Ctrl-C does not print ^C, which would move the panel. Does nothing without a terminal or in
+    the background."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        with suppress(*_NO_TERMINAL):
+            before = termios.tcgetattr(sys.stdin.fileno())
+            settings = [*before]
+            settings[3] &= ~termios.ECHOCTL
+            if _set(settings):
+                self._before = before
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Also called from a signal handler: an interrupted panel leaves the cursor hidden."""
+        with suppress(*_NO_TERMINAL):
+            if self._before is not None and _set(self._before):
+                self._before = None
+        with suppress(*_NO_TERMINAL):
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), SHOW_CURSOR)
+
+
+def _set(attributes: list[Any]) -> bool:
+    """Only in the foreground: the kernel suspends a background process that changes its terminal."""
+    terminal = sys.stdin.fileno()
+    if os.tcgetpgrp(terminal) != os.getpgrp():
+        return False
+    termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
+    return True
+
 
 _MAX_BARS = 8  # up to this number of ranks, each has a bar of its memory
 _WIDE, _MIDDLE, _NARROW = 116, 84, 50  # terminal widths for four, three and two columns of values
@@ -251,3 +297,20 @@ def _is_known(value: Any) -> bool:
 
 def _event(row: Mapping[str, Any]) -> str:
     return f"{row['event']}: {row['message']}" if row.get("message") else str(row["event"])
+
+
+class RunLog:
+    """Rank 0 has a display and metrics files. On other ranks, rows are dropped."""
+
+    def __init__(self, display: Display | None = None, metrics: Metrics | None = None) -> None:
+        self._display, self._metrics = display, metrics
+
+    @property
+    def is_main(self) -> bool:
+        return self._metrics is not None
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        if self._display is not None:
+            self._display.row(row)
+        if self._metrics is not None:
+            self._metrics.write(row)
