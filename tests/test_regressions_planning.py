@@ -28,7 +28,7 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
 from terapipe.search.source import ClusterSource, ProfileSource
-from terapipe.training.planned import given, ranks_wanted
+from terapipe.training.run_plan import given, ranks_wanted
 from tests.planning.test_fitted import made
 
 

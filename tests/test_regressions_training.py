@@ -31,7 +31,7 @@ from terapipe.launch.processes import blame
 from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.transport import Transport
 from terapipe.search.request import Request
-from terapipe.training import planned
+from terapipe.training import run_plan
 from terapipe.training.checkpoint_folder import CheckpointFolder
 from terapipe.training.data.loader import Batches
 from terapipe.training.data.prepare import prepare
@@ -41,7 +41,7 @@ from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.lock import FILE, Holder, Lock
 from terapipe.training.logging.display import Display
 from terapipe.training.logging.metrics import read
-from terapipe.training.model import Made, make_model
+from terapipe.training.model import RunModel, make_model
 from tests.ranks import Ranks
 from tests.test_readme import README
 from tests.training.test_run import TEXT, losses, train
@@ -174,14 +174,14 @@ class AskedError(Exception):
     """What the search was asked for."""
 
 
-def request_of(config: RunConfig, made: Made, monkeypatch: pytest.MonkeyPatch) -> Request:
+def request_of(config: RunConfig, made: RunModel, monkeypatch: pytest.MonkeyPatch) -> Request:
     def choose(source: object, request: Request) -> None:
         raise AskedError(request)
 
     monkeypatch.setattr(api, "choose", choose)
     monkeypatch.setattr(api, "source_of", lambda *_: None)
     with pytest.raises(AskedError) as found:
-        planned.by_costs(config, made, None, 12)  # type: ignore[arg-type]
+        run_plan.from_profile(config, made, None, 12)  # type: ignore[arg-type]
     request: Request = found.value.args[0]
     return request
 
@@ -199,12 +199,12 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     assert request_of(one, picky, monkeypatch).tile_for(tile=8, tp=1) == 16, "the last slice had one token"
     assert not request_of(one, picky, monkeypatch).can_recompute
     even = replace(one, plan=replace(one.plan, num_slices=255))
-    assert min(planned.evenly(even, picky, 2).plan.lengths[0]) >= 2
+    assert min(run_plan.equal_slices(even, picky, 2).plan.lengths[0]) >= 2
 
 
 def sizes_measured(config: RunConfig) -> set[int]:
     made = make_model(config.model, config.data, 257)
-    return {sample.size for sample in planned.measure(config, made).samples}
+    return {sample.size for sample in run_plan.measure(config, made).samples}
 
 
 def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_a_number_of_slices_and_their_lengths_are_two_keys(tmp_path: Path) -> No
     """``slices = [2048]`` was 2,048 slices, ``slices = [1024, 1024]`` two, and ``slices = 0`` a division by zero."""
     made = make_model(told(tmp_path, GPT).model, told(tmp_path, GPT).data, 257)
     for change, lengths in (("num_slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
-        assert planned.evenly(told(tmp_path, GPT, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
-    planned.evenly(told(tmp_path, GPT, "plan.num_slices=0"), made, 1)  # as many as seem right
+        assert run_plan.equal_slices(told(tmp_path, GPT, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
+    run_plan.equal_slices(told(tmp_path, GPT, "plan.num_slices=0"), made, 1)  # as many as seem right
     with pytest.raises(ValueError, match=r"plan\.slice_lengths must be positive, got 0"):
         told(tmp_path, GPT, "plan.slice_lengths=0")
     with pytest.raises(ValueError, match=r"plan\.num_slices is a number .* give one"):

@@ -13,7 +13,7 @@ from terapipe.config import DataConfig, ModelConfig, PlanConfig, RunConfig, pars
 from terapipe.planning.layout import Layout
 from terapipe.training.logging.metrics import read
 from terapipe.training.model import make_model
-from terapipe.training.planned import Planned, evenly, given, layout_of, ranks_wanted
+from terapipe.training.run_plan import RunPlan, equal_slices, from_file, layout_of, ranks_wanted
 from tests.ranks import Ranks
 from tests.training.test_run import TEXT, losses, train
 
@@ -128,14 +128,14 @@ def test_a_plan_from_a_file(tmp_path: Path) -> None:
     plan = Plan((1,), ((20, 12),), (0, 1, 2), "terapipe")
     (tmp_path / "plan.json").write_text(plan.to_json())
     config = told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", f"plan.file={tmp_path / 'plan.json'}")
-    assert given(config, 4) == Planned(Layout(2, 2, 1), plan)
+    assert from_file(config, 4) == RunPlan(Layout(2, 2, 1), plan)
     with pytest.raises(ValueError, match="1 sequences of 32 tokens to each of 1 replicas"):
-        given(config, 2)
+        from_file(config, 2)
     assert ranks_wanted(config.plan) == 2
 
 
 def test_equal_slices() -> None:
     config = parse('[model]\npreset="layers=4,hidden=16,heads=2"\n[data]\ntrain="x"\nseq_len=512\nbatch_size=3')
     made = make_model(config.model, config.data, 257)
-    plan = evenly(config, made, 2).plan
+    plan = equal_slices(config, made, 2).plan
     assert (plan.sizes, plan.lengths[0], plan.boundaries) == ((1, 1, 1), (64,) * 8, (0, 2, 4))

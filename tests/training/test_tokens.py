@@ -1,6 +1,9 @@
 """Token files hold what a plain encoding gives, are written whole or not at all, and written anew when they must be."""
 
 import json
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,7 +124,7 @@ def test_nothing_is_done_twice_and_nothing_stale_is_kept(
     config = replace(config, eval_share=0.5)
     assert built(config, folder) != plainly(["more", "something else"])
     assert built(replace(config, eval_share=0.0), folder) == plainly(["more", "something else"])
-    assert {f.name for f in folder.iterdir()} == {"train", "tokenizer"}
+    assert {f.name for f in folder.iterdir()} == {"train", "tokenizer", "turns.lock"}
 
 
 def test_a_text_without_tokens_is_no_document(
@@ -210,3 +213,34 @@ def test_what_is_refused(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "eval" / "precious.txt").touch()
     with pytest.raises(ValueError, match=r"eval is to hold tokens, but holds something else"):
         prepare(config, tmp_path)
+
+
+HOLDER = """
+import fcntl, pathlib, sys
+with open(sys.argv[1] + "/turns.lock", "ab") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    sys.stdin.read()
+    pathlib.Path(sys.argv[1], "released").touch()
+"""
+
+
+def test_runs_that_share_a_cache_take_turns(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs that were started together wrote the same files at once."""
+    folder, released = tmp_path / "data", []
+    folder.mkdir()
+    monkeypatch.setattr(preparing, "_is_ready", lambda *_: released.append((folder / "released").exists()))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdin
+        assert holder.stdout
+        assert holder.stdout.readline() == "locked\n"
+        run = threading.Thread(target=prepare, args=(config, folder))
+        run.start()
+        run.join(0.2)  # without a lock it would be over by now
+        holder.stdin.close()
+        run.join()
+    assert released == [True]

@@ -37,8 +37,8 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     from terapipe.runtime.transport import under_torchrun
     from terapipe.training.logging import metrics
-    from terapipe.training.planned import ranks_wanted
     from terapipe.training.run import run_rank
+    from terapipe.training.run_plan import ranks_wanted
 
     metrics.check(config.logging)
     ranks = ranks_wanted(config.plan)

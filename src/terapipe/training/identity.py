@@ -12,7 +12,7 @@ from terapipe.config import RunConfig
 from terapipe.runtime.checkpoint.manifest import read_manifest
 from terapipe.training.data.token_file import STARTS, TOKENS, Data, TokenFile
 from terapipe.training.data.tokenizer import TOKENIZER_FILES
-from terapipe.training.model import Made
+from terapipe.training.model import RunModel
 
 NOTE = "trained_as"  # key in the notes of a checkpoint
 MODEL, TOKENIZER, OBJECTIVE, DATA, KEYS = "model", "tokenizer", "objective", "data", "keys"
@@ -26,12 +26,12 @@ _TRAINING_ONLY = re.compile("dropout|pdrop|layerdrop|jitter|initializer_range|au
 Identity = dict[str, dict[str, Any]]
 
 
-def identity(config: RunConfig, data: Data, made: Made) -> Identity:
+def identity(config: RunConfig, data: Data, model: RunModel) -> Identity:
     """As it is after a round trip through JSON, so that it can be compared with the notes."""
     flat = {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
     keys = {key: value for key, value in flat.items() if key in _KEYS or key.split(".")[0] in _SECTIONS}
     parts = {
-        MODEL: made.identity,
+        MODEL: model.identity,
         TOKENIZER: {
             "vocab": data.tokenizer.vocab,
             "end": data.tokenizer.end,

@@ -1,11 +1,12 @@
-"""One run per folder: rank 0 locks a file in it, which names the process."""
+"""One run per folder: rank 0 locks a file in it, which names the process. Runs that share a cache take turns."""
 
 import errno
 import fcntl
 import json
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import BinaryIO, Self
 from terapipe.runtime.transport import job, restarts
 
 FILE = "run.lock"
+TURNS = "turns.lock"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,16 @@ class Lock:
         self._file.seek(0)
         self._file.truncate()
         self._file.write(text.encode())
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Waits for other processes that do the same with this folder; on file systems without locks it does not wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / TURNS).open("ab") as file:
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
 
 
 def _locked(file: BinaryIO) -> bool | None:

@@ -19,7 +19,7 @@ from terapipe.presets import GPTConfig, gpt_config
 
 
 @dataclass(frozen=True)
-class Made:
+class RunModel:
     """A model, and what the planner knows of it."""
 
     model: Splittable
@@ -30,13 +30,13 @@ class Made:
     recomputes: bool = True  # whether slices can be computed again
 
 
-def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
+def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
     if config.preset:
         return _preset(config, data, vocab)
     return _from_factory(config, data, vocab) if config.factory else _hugging_face(config, vocab)
 
 
-def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
+def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
     """Vocabulary and positions are those that the data needs, unless the shape sets them."""
     shape = gpt_config(config.preset)
     keys = {item.partition("=")[0].strip() for item in config.preset.split(",")}
@@ -54,7 +54,7 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
         selective = config.recompute == "selective"
         gpt = GPT(shape, seed=config.seed, recompute="selective" if selective else "off").to(dtype_of(config))
     identity = {**asdict(shape), "kind": "gpt", "kv_heads": shape.num_kv_heads, "ffn": shape.ffn_hidden}
-    return Made(gpt, shape, lambda stages: split_layers(shape, stages, data.seq_len), identity)
+    return RunModel(gpt, shape, lambda stages: split_layers(shape, stages, data.seq_len), identity)
 
 
 def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
@@ -65,7 +65,7 @@ def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
         )
 
 
-def _hugging_face(config: ModelConfig, vocab: int) -> Made:
+def _hugging_face(config: ModelConfig, vocab: int) -> RunModel:
     try:
         import transformers
 
@@ -90,7 +90,7 @@ def _hugging_face(config: ModelConfig, vocab: int) -> Made:
     decoder.check_slices(decoder.shortest, recompute=config.recompute == "full")
     identity = _identity(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
-    return Made(decoder, shape, split, identity, decoder.shortest, decoder.backend == "attention")
+    return RunModel(decoder, shape, split, identity, decoder.shortest, decoder.backend == "attention")
 
 
 # Keys of a Hugging Face configuration that do not change the model.
@@ -106,7 +106,7 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
     return {key: _identity(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
+def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
     function = _import_function(config.factory)
     arguments = {"vocab": vocab, "seq_len": data.seq_len, "seed": config.seed, "dtype": dtype_of(config)}
     accepted = inspect.signature(function).parameters
@@ -121,7 +121,7 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> Made:
             "model.recompute = 'selective' is for presets and Hugging Face models; with model.factory, set it to "
             "'auto', 'off' or 'full'"
         )
-    return Made(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
+    return RunModel(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
 
 
 def _import_function(place: str) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import seed_rng
 from terapipe.runtime.transport import Transport, local_device, rank_and_size, restarts
-from terapipe.training import planned as plans
+from terapipe.training import run_plan as plans
 from terapipe.training.checkpoint_folder import check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Data, open_data
@@ -37,7 +37,7 @@ from terapipe.training.lock import Lock
 from terapipe.training.logging.display import Display, RunLog, Terminal
 from terapipe.training.logging.metrics import Metrics
 from terapipe.training.logging.run_report import write_report
-from terapipe.training.model import Made, dtype_of, make_model
+from terapipe.training.model import RunModel, dtype_of, make_model
 from terapipe.training.optimizer import make_optimizer
 from terapipe.training.trainer import NotFiniteError, Outcome, StopSignal, Trainer
 
@@ -105,13 +105,13 @@ class Run:
         self._begin()
         self._on_first(self._check_begin)
         data = self._data()
-        made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
-        check_export(self._config, made.shape)
-        self._on_first(lambda: self._check_same(identity(self._config, data, made)))
-        planned = self._first_plan(made)
-        while self._train(data, made, planned) is Outcome.REPLAN:
-            made = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
-            planned = self._by_measuring(made)
+        model = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
+        check_export(self._config, model.shape)
+        self._on_first(lambda: self._check_same(identity(self._config, data, model)))
+        run_plan = self._first_plan(model)
+        while self._train(data, model, run_plan) is Outcome.REPLAN:
+            model = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
+            run_plan = self._from_measurements(model)
 
     def _check_same(self, now: Identity) -> None:
         """Refuse a checkpoint of another model before measuring. A damaged one is handled when it is loaded."""
@@ -143,37 +143,39 @@ class Run:
 
     # The plan
 
-    def _first_plan(self, made: Made) -> plans.Planned:
+    def _first_plan(self, model: RunModel) -> plans.RunPlan:
         """What was given, or was chosen before, or what measurements say."""
         config, ranks = self._config, self._world.size
-        found = self._on_first(lambda: plans.given(config, ranks) or plans.kept(config, ranks))
+        found = self._on_first(lambda: plans.from_file(config, ranks) or plans.resumed(config, ranks))
         if found is None and config.plan.profile:
-            return self._by_costs(made, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
-        if found is None and made.shape is not None and config.plan.seconds:
-            return self._by_measuring(made)
-        return self._decided(found or plans.evenly(config, made, ranks))
+            return self._from_profile(model, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
+        if found is None and model.shape is not None and config.plan.seconds:
+            return self._from_measurements(model)
+        return self._save_plan(found or plans.equal_slices(config, model, ranks))
 
-    def _by_measuring(self, made: Made) -> plans.Planned:
+    def _from_measurements(self, model: RunModel) -> plans.RunPlan:
         said = f"measuring the model for about {self._config.plan.seconds:g} s"
         with self._console.status(said) if self._console.is_terminal else nullcontext():
-            profile = plans.measure(self._config, made)
+            profile = plans.measure(self._config, model)
         if self._is_main:
             files.write(self._config.folder / "profile.json", profile.to_json() + "\n")
-        return self._by_costs(made, profile)
+        return self._from_profile(model, profile)
 
-    def _by_costs(self, made: Made, profile: Profile) -> plans.Planned:
+    def _from_profile(self, model: RunModel, profile: Profile) -> plans.RunPlan:
         self._profile = profile
-        return self._decided(self._on_first(lambda: plans.by_costs(self._config, made, profile, self._world.size)))
+        return self._save_plan(
+            self._on_first(lambda: plans.from_profile(self._config, model, profile, self._world.size))
+        )
 
-    def _decided(self, planned: plans.Planned) -> plans.Planned:
+    def _save_plan(self, run_plan: plans.RunPlan) -> plans.RunPlan:
         if self._is_main:
-            plans.keep(self._config, self._world.size, planned)
-            self._keep_prediction(planned)
-            plan = planned.plan
+            plans.save(self._config, self._world.size, run_plan)
+            self._keep_prediction(run_plan)
+            plan = run_plan.plan
             lengths = ", ".join(map(str, plan.lengths[0]))
-            self._console.print(f"{planned.layout}; order {plan.order}; slices of {lengths} tokens")
+            self._console.print(f"{run_plan.layout}; order {plan.order}; slices of {lengths} tokens")
             self._doubt_warmup()
-        return planned
+        return run_plan
 
     def _doubt_warmup(self) -> None:
         lr, optimizer = self._config.lr, self._config.optimizer
@@ -181,28 +183,28 @@ class Run:
             told = f"lr.warmup {lr.warmup} is longer than optimizer.steps {optimizer.steps}"
             self._console.print(f"{told}: the learning rate stays below optimizer.lr", soft_wrap=True)
 
-    def _keep_prediction(self, planned: plans.Planned) -> None:
+    def _keep_prediction(self, run_plan: plans.RunPlan) -> None:
         path = self._config.folder / "predicted.json"
         if self._profile is not None:
-            files.write(path, plans.predicted(self._profile, planned.layout, planned.plan).to_json())
-        elif planned.seconds is None:
+            files.write(path, plans.predicted(self._profile, run_plan.layout, run_plan.plan).to_json())
+        elif run_plan.seconds is None:
             path.unlink(missing_ok=True)
 
     # Training
 
-    def _train(self, data: Data, made: Made, planned: plans.Planned) -> Outcome:
-        config, layout = self._config, planned.layout
+    def _train(self, data: Data, model: RunModel, run_plan: plans.RunPlan) -> Outcome:
+        config, layout = self._config, run_plan.layout
         mesh = device_mesh(layout) if layout.dp * layout.tp > 1 else None
-        pipe = Pipeline(made.model, planned.plan, mesh=mesh, shard=layout.shard, timeout=config.failures.timeout)
+        pipe = Pipeline(model.model, run_plan.plan, mesh=mesh, shard=layout.shard, timeout=config.failures.timeout)
         if config.model.compile:
             self._compile(pipe)
         optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
         random = seed_rng(config.data.seed, self._world.global_rank)
         checkpoint, damaged = self._find_checkpoint()
         notes = self._load(checkpoint, pipe, optimizer, random) if checkpoint else {}
-        now = identity(config, data, made)
+        now = identity(config, data, model)
         with self._run_log(notes.get("step", 0)) as log:
-            trainer = Trainer(config, pipe, optimizer, data, planned, log, random, now)
+            trainer = Trainer(config, pipe, optimizer, data, run_plan, log, random, now)
             if checkpoint:
                 changes = self._compare(notes, now, checkpoint)
                 trainer.resume(notes)
@@ -211,7 +213,7 @@ class Run:
             if outcome is Outcome.FINISHED and config.checkpoints.export:
                 trainer.say("export", f"writing a Hugging Face model to {config.checkpoints.export}")
                 resumed = checkpoint if checkpoint and trainer.step == notes["step"] else None
-                self._export(pipe, data, made, resumed or path_of(self._checkpoints, trainer.step))
+                self._export(pipe, data, model, resumed or path_of(self._checkpoints, trainer.step))
                 trainer.say("export", f"wrote model and tokenizer to {config.checkpoints.export}")
         if self._is_main:
             self._end(outcome, trainer.step)
@@ -272,11 +274,11 @@ class Run:
             finally:
                 metrics.close()
 
-    def _export(self, pipe: Pipeline, data: Data, made: Made, checkpoint: Path) -> None:
+    def _export(self, pipe: Pipeline, data: Data, model: RunModel, checkpoint: Path) -> None:
         folder, tokenizer = Path(self._config.checkpoints.export), data.tokenizer
-        if self._config.model.preset and made.shape is not None:
+        if self._config.model.preset and model.shape is not None:
             dtype = dtype_of(self._config.model)
-            self._on_first(partial(export_gpt, checkpoint, made.shape, dtype, tokenizer.end, folder, tokenizer.save))
+            self._on_first(partial(export_gpt, checkpoint, model.shape, dtype, tokenizer.end, folder, tokenizer.save))
         else:
             from terapipe import hf
 

@@ -29,7 +29,7 @@ from terapipe.training.evaluation import Evaluator
 from terapipe.training.identity import NOTE, Identity, same_evaluation
 from terapipe.training.logging.display import RunLog
 from terapipe.training.optimizer import learning_rate, set_lr
-from terapipe.training.planned import Planned
+from terapipe.training.run_plan import RunPlan
 
 
 class StopSignal:
@@ -115,15 +115,15 @@ class Trainer:
         pipe: Pipeline,
         optimizer: Optimizer,
         data: Data,
-        planned: Planned,
+        run_plan: RunPlan,
         log: RunLog,
         random: dict[str, Tensor],
         identity: Identity,
     ) -> None:
         """``random`` are the tensors that random states are saved from and restored to; ``identity`` is saved, too."""
         self._config, self._pipe, self._optimizer = config, pipe, optimizer
-        self._planned, self._log, self._random, self._identity = planned, log, random, identity
-        self._predicted = planned.step_time(config.optimizer.accumulate)
+        self._run_plan, self._log, self._random, self._identity = run_plan, log, random, identity
+        self._predicted = run_plan.step_time(config.optimizer.accumulate)
         self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle)
         self._evaluator = Evaluator(config, pipe, data, log)
         self._checkpoints = CheckpointFolder(folder_of(config), config.checkpoints, log.is_main, self.say)
@@ -218,7 +218,7 @@ class Trainer:
         if result.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
-        layout = self._planned.layout
+        layout = self._run_plan.layout
         # Replicas without sharding compute new gradients and add the old ones, so keeping zeros would waste memory.
         self._pipe.zero_grad(set_to_none=layout.dp > 1 and not layout.shard)
         return result
@@ -281,7 +281,7 @@ class Trainer:
             "skipped": self._skipped,
             "best": self._best if math.isfinite(self._best) else None,
             "eval_loss": self._eval_loss if math.isfinite(self._eval_loss or 0.0) else None,
-            "layout": str(self._planned.layout),
+            "layout": str(self._run_plan.layout),
             NOTE: self._identity,
         }
         for name, state in rng_state(self._rank).items():
@@ -294,7 +294,7 @@ class Trainer:
         self._position, self._skipped = notes["position"], notes["skipped"]
         comparable = notes["best"] is not None and same_evaluation(notes, self._identity)
         self._best = notes["best"] if comparable else math.inf
-        if notes["layout"] == str(self._planned.layout):
+        if notes["layout"] == str(self._run_plan.layout):
             set_rng_state(self._random, self._rank)
         else:  # the layout has changed, so the saved states do not apply
             seed_rng(self._config.data.seed + self.step, self._rank)

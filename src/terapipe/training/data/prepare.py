@@ -24,6 +24,7 @@ from terapipe.training.data.token_file import (
     split_names,
 )
 from terapipe.training.data.tokenizer import TOKENIZER_FILES, make_tokenizer
+from terapipe.training.lock import taking_turns
 
 Say = Callable[[str], None]
 
@@ -33,12 +34,13 @@ def prepare(
 ) -> None:
     """Write the token files and the tokenizer, unless they are up to date.
 
-    One process calls it before any process calls ``open_data``. ``progress`` gets the number of tokens written so far,
-    ``say`` a message about each damaged file.
+    One process of a run calls it before any process calls ``open_data``. ``progress`` gets the number of tokens written
+    so far, ``say`` a message about each damaged file.
     """
     sources = _fingerprint(config)
-    if not _is_ready(config, folder, sources, say):
-        _build(config, folder, sources, progress)
+    with taking_turns(folder):  # several runs may share a cache: the first writes it, the others find it ready
+        if not _is_ready(config, folder, sources, say):
+            _build(config, folder, sources, progress)
     open_data(config, folder)
 
 

@@ -16,14 +16,14 @@ from terapipe.scheduling.timeline import Timeline
 from terapipe.search.cuts import uniform
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
-from terapipe.training.model import Made
+from terapipe.training.model import RunModel
 
 LEAST = 64  # tokens of a slice, where nothing is known of its cost
 FILE = "planned.json"
 
 
 @dataclass(frozen=True)
-class Planned:
+class RunPlan:
     """A layout, each replica's plan in it, and how long a step should take."""
 
     layout: Layout
@@ -38,7 +38,7 @@ class Planned:
         return {"layout": asdict(self.layout), "plan": self.plan.to_dict(), "seconds": self.seconds, "once": self.once}
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "Planned":
+    def from_dict(cls, found: dict[str, Any]) -> "RunPlan":
         return cls(Layout(**found["layout"]), Plan.from_dict(found["plan"]), found["seconds"], found["once"])
 
 
@@ -85,7 +85,7 @@ def layout_of(config: PlanConfig, ranks: int, pp: int) -> Layout:
     return Layout(dp, pp, config.tp, shard=config.shard and dp > 1)
 
 
-def given(config: RunConfig, ranks: int) -> Planned | None:
+def from_file(config: RunConfig, ranks: int) -> RunPlan | None:
     """The plan of plan.file."""
     if not config.plan.file:
         return None
@@ -102,27 +102,27 @@ def given(config: RunConfig, ranks: int) -> Planned | None:
             f"replicas, data.batch_size and data.seq_len ask for {config.data.batch_size} of {config.data.seq_len}; "
             "change them or plan again"
         )
-    return Planned(layout, plan)
+    return RunPlan(layout, plan)
 
 
-def kept(config: RunConfig, ranks: int) -> Planned | None:
+def resumed(config: RunConfig, ranks: int) -> RunPlan | None:
     """The plan that this run had before: what goes on after a stop goes on alike, unless something else is asked."""
     try:
         found = json.loads((config.folder / FILE).read_text(encoding="utf-8"))
-        same = found["asked"] == asked(config, ranks)
-        return Planned.from_dict(found) if same else None
+        same = found["asked"] == request_key(config, ranks)
+        return RunPlan.from_dict(found) if same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def keep(config: RunConfig, ranks: int, planned: Planned) -> None:
-    found = {"asked": asked(config, ranks), **planned.to_dict()}
-    saved = SavedPlan(planned.plan, planned.layout, config.model.dtype, step_time=planned.seconds)
+def save(config: RunConfig, ranks: int, run_plan: RunPlan) -> None:
+    found = {"asked": request_key(config, ranks), **run_plan.to_dict()}
+    saved = SavedPlan(run_plan.plan, run_plan.layout, config.model.dtype, step_time=run_plan.seconds)
     files.write(config.folder / "plan.json", saved.to_json() + "\n")
     files.write(config.folder / FILE, json.dumps(found, indent=1) + "\n")
 
 
-def asked(config: RunConfig, ranks: int) -> dict[str, Any]:
+def request_key(config: RunConfig, ranks: int) -> dict[str, Any]:
     """All that a choice depends on, as JSON gives it back."""
     sections = {"plan": asdict(config.plan), "model": asdict(config.model)}
     told = {**sections, "tokens": config.data.seq_len, "batch": config.data.batch_size, "ranks": ranks}
@@ -130,7 +130,7 @@ def asked(config: RunConfig, ranks: int) -> dict[str, Any]:
     return found
 
 
-def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
+def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> RunPlan:
     """Equal slices: where nothing is known of their costs."""
     wanted, tokens = config.plan, config.data.seq_len
     layout = layout_of(wanted, ranks, wanted.pp)
@@ -139,10 +139,10 @@ def evenly(config: RunConfig, made: Made, ranks: int) -> Planned:
     batch = config.data.batch_size // layout.dp
     size = wanted.microbatch_size or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
-    lengths = _lengths(wanted, tokens, layout, made.shortest) if order.sliced else (tokens,)
+    lengths = _lengths(wanted, tokens, layout, model.shortest) if order.sliced else (tokens,)
     recompute = config.model.recompute == "full"
-    plan = Plan(sizes, (lengths,) * len(sizes), made.split(layout.pp * chunks), order.name, chunks, recompute)
-    return Planned(layout, plan)
+    plan = Plan(sizes, (lengths,) * len(sizes), model.split(layout.pp * chunks), order.name, chunks, recompute)
+    return RunPlan(layout, plan)
 
 
 def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
@@ -153,12 +153,12 @@ def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> 
     return uniform(tokens, count, tile if tokens >= tile * count else 1)
 
 
-def measure(config: RunConfig, made: Made) -> Profile:
+def measure(config: RunConfig, model: RunModel) -> Profile:
     """All ranks together; each gets the first one's account."""
     sizes = (config.plan.microbatch_size,) if config.plan.microbatch_size else _sizes(config)
     seq_len, seconds = config.data.seq_len, config.plan.seconds
     # Of larger microbatches only short slices are measured: those gain by merging.
-    return api.profile(made.model, seq_len=seq_len, microbatch_sizes=sizes, seconds=seconds, max_tokens=seq_len)
+    return api.profile(model.model, seq_len=seq_len, microbatch_sizes=sizes, seconds=seconds, max_tokens=seq_len)
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
@@ -167,13 +167,13 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
     return (1,) if batch == 1 else (1, 4 if batch >= 4 else 2)
 
 
-def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Planned:
+def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> RunPlan:
     """The fastest by simulation that the model can run."""
     wanted = config.plan
     if ranks % wanted.tp:
         raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
     result = api.plan(
-        None if made.shape is None else ModelSpec(made.shape, made.shortest, made.recomputes),
+        None if model.shape is None else ModelSpec(model.shape, model.shortest, model.recomputes),
         profile,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
@@ -192,7 +192,7 @@ def by_costs(config: RunConfig, made: Made, profile: Profile, ranks: int) -> Pla
         devices=ranks,
     )
     once = max(0.0, result.step_time - result.simulate().makespan)
-    return Planned(result.layout, result.plan, result.step_time, once)
+    return RunPlan(result.layout, result.plan, result.step_time, once)
 
 
 def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
