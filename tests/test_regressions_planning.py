@@ -28,7 +28,7 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
 from terapipe.search.source import ClusterSource, ProfileSource
-from terapipe.training.run_plan import given, ranks_wanted
+from terapipe.training.run_plan import from_file, ranks_wanted
 from tests.planning.test_fitted import made
 
 
@@ -187,7 +187,7 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\nseq_len=32\nbatch_size=2\n[plan]\nfile="{file}"'
     config = parse(text)
     assert ranks_wanted(config.plan) == 8
-    found = given(config, 8)
+    found = from_file(config, 8)
     assert found is not None
     assert found.layout == Layout(2, 2, 2)
     with pytest.raises(ValueError, match=r"is for tp 2, plan.tp says 4"):
@@ -195,7 +195,7 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"plan.order would have no effect beside plan.file"):
         ranks_wanted(parse(text, ["plan.order=gpipe"]).plan)
     with pytest.raises(ValueError, match="8 processes; there are 4"):
-        given(config, 4)
+        from_file(config, 4)
 
 
 def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
