@@ -28,7 +28,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import terapipe
 from terapipe.launch.processes import launch, take_cores
-from terapipe.modeling.kernels import PLAIN, kernel_for
+from terapipe.modeling.block_kernels import Plain
+from terapipe.modeling.kernels import Need, kernel_for
 from terapipe.runtime.transport import host_name, local_device, local_rank, local_ranks, rank_and_size
 
 
@@ -91,11 +92,11 @@ def _kernels() -> tuple[list[str], list[str]]:
         name = str(dtype).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fast = kernel_for(local_device(), dtype) is not PLAIN
+            fast = not isinstance(kernel_for(Need(local_device(), dtype, HEAD_SIZE)), Plain)
         if fast:
             passed.append(name)
         else:
-            why = [str(w.message).partition(". Falling back")[0] for w in caught if w.category is RuntimeWarning]
+            why = [str(w.message).partition(". Use a version")[0] for w in caught if w.category is RuntimeWarning]
             fallbacks.append(f"{name}: {why[0] if why else 'the fast kernel is not trusted'}")
     return passed, fallbacks
 
@@ -128,6 +129,7 @@ def _shared_memory() -> int | None:
     return about.f_blocks * about.f_frsize
 
 
+HEAD_SIZE = 64  # of the attention kernels that are tried
 PINGS = 20
 LENGTHS = (2**11, 2**13, 2**15, 2**17, 2**19, 2**19, 2**19)  # numbers of 8 bytes; the last are 4 MiB
 ONE_LINK = 3.0  # seconds at most to measure one link
