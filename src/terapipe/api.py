@@ -56,8 +56,8 @@ def profile(
 
     Every rank returns the same Profile.
     """
+    from terapipe.runtime.environment import rank_and_size
     from terapipe.runtime.profiler import Profiler
-    from terapipe.runtime.transport import rank_and_size
 
     built = _model_object(model, seq_len, dtype)
     spec = model_spec(built)

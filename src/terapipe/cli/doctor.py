@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace) -> int:
         remedy = "install it anew: pip install --force-reinstall torch"
         return _report([Finding("versions", Status.PROBLEM, f"torch does not load: {error}", remedy)], {}, parsed.json)
     from terapipe.doctor.examine import alone, examine
-    from terapipe.runtime.transport import under_torchrun
+    from terapipe.runtime.environment import under_torchrun
 
     examined = examine(parsed.timeout) if under_torchrun() else alone(parsed.ranks, parsed.port, parsed.timeout)
     if examined is None:  # only the first rank reports

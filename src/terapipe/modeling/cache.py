@@ -78,6 +78,7 @@ class SliceCache:
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
         self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
         self.casts: dict[Tensor, Tensor] = {}  # weights in another dtype; several caches may share it
+        self.main_grads = False  # whether gradients of half-precision weights are summed in float32: see main_grads.py
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
 
@@ -190,8 +191,10 @@ def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor of the host that the host does not wait for."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """A copy that the host does not wait for, if the tensor is the host's."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def longest_document(starts: Sequence[Sequence[int]], seq_len: int) -> int:

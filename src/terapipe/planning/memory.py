@@ -35,11 +35,17 @@ class ShapeMemory:
 
     def model_state(self, stage: StageSpec) -> float:
         """Weights, gradients and optimizer state. With FSDP2 a device has a shard of each, and in addition the whole
-        weights and gradients of the stage during a step."""
-        per_parameter = float(2 * self.element + self.state)
+        weights and gradients of the stage during a step. Gradients are summed in float32 or wider."""
+        whole = self.element + self._sum
+        per_parameter = float(whole + self.state)
         if self.shards > 1:
-            per_parameter = 2 * self.element + per_parameter / self.shards
+            per_parameter = whole + (2 * self.element + self.state) / self.shards
         return parameters(self.config, [stage]) / self.tp * per_parameter
+
+    @property
+    def _sum(self) -> int:
+        """Bytes of a gradient that is a sum over slices."""
+        return max(self.element, 4)
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
@@ -57,8 +63,9 @@ class ShapeMemory:
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and the gradient of each
-        return np.asarray(stage.layers * np.multiply(size, seq_len) * width * self.element / self.tp, dtype=np.float64)
+        width = 2 * self.config.num_kv_heads * self.config.head_size  # keys and values, and the gradient of each
+        nbytes = width * (self.element + self._sum) / self.tp
+        return np.asarray(stage.layers * np.multiply(size, seq_len) * nbytes, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0

@@ -45,10 +45,12 @@ class Executors:
         return executor
 
     def begin(self, plan: Plan) -> Executor:
-        """For a step. Of all shapes, only this one's and the pipeline's own keep their keys and values in memory."""
+        """For a step. Only this shape's keys and values stay in memory; on CPUs, where fresh memory is slow to touch,
+        those of the pipeline's own shape too."""
         self.current = self.get(plan)
+        on_cpu = self._transport.device.type == "cpu"
         for other in self._kept.values():
-            if other is not self.current and other.plan != self._plan:
+            if other is not self.current and not (on_cpu and other.plan == self._plan):
                 other.release()
         return self.current
 
@@ -58,6 +60,11 @@ class Executors:
         kept, self.current = self.current, executor
         yield
         self.current = kept
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters."""
+        return self._wire.parameters
 
     @property
     def wide(self) -> torch.dtype:

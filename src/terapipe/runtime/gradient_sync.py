@@ -7,20 +7,23 @@ Replicas of a stage have their gradients summed once per step (all-reduce), or e
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.main_grads import add_to_main_grad, is_half, main_grad, match_main_grad, round_to_grad
 from terapipe.modeling.stage import Predictor, Stage
+from terapipe.runtime.mesh import DP, TP
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import DP, TP, Transport
+from terapipe.runtime.transport import Transport
 
 BUCKET = 25 << 20  # bytes that are summed in one message
 
@@ -47,6 +50,7 @@ class GradientSync:
 
     def stage_done(self, k: int) -> None:
         """The stage's gradients are complete on this rank; other stages are still at work."""
+        round_to_grad(self._modules[k].parameters())
         match_layouts(self._modules[k].parameters())
 
     def finish(self) -> None:
@@ -54,7 +58,7 @@ class GradientSync:
 
 
 class AllReduceSync(GradientSync):
-    """Sums gradients over replicas, in buckets, while the pipeline drains."""
+    """Sums gradients over replicas, in buckets, while the pipeline drains; those of half precision in float32."""
 
     sums_in_place = True
 
@@ -65,7 +69,7 @@ class AllReduceSync(GradientSync):
 
     def stage_done(self, k: int) -> None:
         """Called on all replicas in the same order."""
-        super().stage_done(k)
+        match_layouts(self._modules[k].parameters())
         for bucket in _buckets(list(_gradients(self._modules[k].parameters()))):
             flat = torch.cat([g.flatten() for g in bucket])
             self._pending.append((bucket, flat, self._transport.start_sum(flat)))
@@ -73,9 +77,11 @@ class AllReduceSync(GradientSync):
     def finish(self) -> None:
         for bucket, flat, work in self._pending:
             self._transport.finish_sum(work)
-            for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            parts = torch.split(flat, [g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
         self._pending.clear()
+        for module in self._modules.values():
+            round_to_grad(module.parameters())
 
 
 class ShardedSync(GradientSync):
@@ -90,11 +96,13 @@ class ShardedSync(GradientSync):
         return {k: cast(Stage, sharded) for k, sharded in self._sharded.items()}
 
     def stage_done(self, k: int) -> None:
+        round_to_grad(self._modules[k].parameters())
         self._sharded[k].reduce()
 
     def finish(self) -> None:
-        for sharded in self._sharded.values():
+        for k, sharded in self._sharded.items():
             sharded.release()
+            round_to_grad(self._modules[k].parameters())  # FSDP tells hooks of the shards, too
 
 
 @contextmanager
@@ -142,12 +150,20 @@ def match_layouts(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
+        match_main_grad(p)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    """The sums of all trained parameters, zeros where there is none: the other replicas may have one."""
     for p in parameters:
-        if p.requires_grad:
-            if p.grad is None:  # the other replicas may have one
+        if p.requires_grad and is_half(p):
+            if main_grad(p) is None:
+                add_to_main_grad(p, torch.zeros_like(p))
+            total = main_grad(p)
+            assert total is not None
+            yield to_local(total)
+        elif p.requires_grad:
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
             yield to_local(p.grad)
 
@@ -173,8 +189,12 @@ class Sharded(nn.Module):
         super().__init__()
         self.stage = stage
         assert isinstance(stage, Stage)
-        self._parts = [fully_shard(block, mesh=mesh, reshard_after_forward=False) for block in stage.blocks]
-        self._parts.append(fully_shard(self, mesh=mesh, reshard_after_forward=False))
+        # Gradients are summed over slices and replicas in float32, whatever the parameters are.
+        half = any(is_half(p) for p in stage.parameters())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        self._parts = [shard(block) for block in stage.blocks]
+        self._parts.append(shard(self))
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # the loss is already divided by the number of all labels
             part.set_force_sum_reduction_for_comms(True)
@@ -256,6 +276,9 @@ def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            to_local(p.grad).mul_(factor.to(p.grad.dtype))
+            by_dtype.setdefault(p.grad.dtype, []).append(to_local(p.grad))
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, factor.to(dtype))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -11,10 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from terapipe.modeling.main_grads import is_half, summed_in_float32
 from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
 from terapipe.runtime.admission import Admission, ModelChecks
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
+from terapipe.runtime.checkpoint.writer import ensure_channel
+from terapipe.runtime.environment import device_of
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import (
@@ -25,10 +29,11 @@ from terapipe.runtime.gradient_sync import (
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
+from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import ModelPart, persistent_buffers
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import ALL, DP, TP, Transport, local_device
+from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
@@ -77,7 +82,7 @@ class Pipeline(ModelPart):
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.device = local_device() if device is None else torch.device(device)
+        self.device = device_of(device)
         self._transport = Transport(self.device, mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
         with self.failing_together():
@@ -85,6 +90,7 @@ class Pipeline(ModelPart):
             checks = ModelChecks(model)
             checks.plan(plan)
             self._tile = 1
+            self._transport.connect(_pairs(plan))
             self.stages.update(self._make_stages(model))
             self._sync = gradient_sync(self.stages, self._transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
@@ -97,6 +103,8 @@ class Pipeline(ModelPart):
         inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, self._vocabulary())
         self._executors = executors = Executors(self.plan, stages, self._transport, wire, checks.plan, done)
         self._admission = Admission(inputs, checks, self._tied, executors, self._transport)
+        if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
+            ensure_channel(self._transport)
         self._generation = Generation(self.plan, self._sync, executors, self._transport)
 
     def _make_stages(self, model: Splittable) -> dict[int, nn.Module]:
@@ -193,9 +201,12 @@ class Pipeline(ModelPart):
         are accumulated, that of all of them, so that every label weighs the same.
         """
         batch = self._admit("step", input_ids, labels, documents, plan, total)
-        summed = list(self.parameters()) if self._sync.sums_in_place else self._tied.parameters
-        with hooks_when_complete(self.parameters()), earlier_gradients_set_aside(summed):
-            loss = self._run(batch, train=True)
+        held = list(self.parameters())
+        tied = set(self._tied.parameters)
+        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
+        with hooks_when_complete(held), earlier_gradients_set_aside(summed):
+            with summed_in_float32(held):
+                loss = self._run(batch, train=True)
             self._tied.sum_gradients()
         return loss
 
@@ -341,3 +352,9 @@ class Pipeline(ModelPart):
     def _timeline(self, events: list[list[Event]]) -> Timeline:
         assert self._executors is not None
         return Timeline.of(self._executors.current.plan, [event for rank in events for event in rank])
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """The ranks that send each other something: those of neighboring stages, and those of the first and the last."""
+    ranks = [plan.rank_of(k) for k in range(plan.num_stages)]
+    return {*pairwise(ranks), (ranks[0], ranks[-1])}

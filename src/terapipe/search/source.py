@@ -115,8 +115,11 @@ class ProfileSource:
 
     @property
     def budget(self) -> int | None:
-        """Memory per rank. The ranks of a host share its memory."""
-        memory = self.profile.machine.get("memory")
+        """Memory per rank: that of its GPU. Without GPUs, the ranks of a host share its memory."""
+        machine = self.profile.machine
+        if "device_memory" in machine:
+            return int(machine["device_memory"])
+        memory = machine.get("memory")
         return int(memory) // self.profile.ranks_per_host if memory else None
 
     @property
