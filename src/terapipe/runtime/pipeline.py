@@ -83,7 +83,7 @@ class Pipeline(ModelPart):
         super().__init__()
         self.plan = plan
         self.device = device_of(device)
-        self._transport = Transport(self.device, mesh, timeout, mesh_dims)
+        self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
         with self.failing_together():
             self._check(model)
@@ -96,6 +96,11 @@ class Pipeline(ModelPart):
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
             self._assemble(checks, vary)
+
+    def _make_transport(
+        self, mesh: DeviceMesh | None, timeout: float, mesh_dims: Mapping[str, str] | None
+    ) -> Transport:
+        return Transport(self.device, mesh, timeout, mesh_dims)
 
     def _assemble(self, checks: ModelChecks, vary: Vary) -> None:
         wire = Wire(next(self.parameters()).dtype)

@@ -95,7 +95,7 @@ class Transport:
         devices = self.gather((host_name(), _identity(self.device)), ALL)
         self.hosts = dict(zip(self._ranks(ALL), (host for host, _ in devices), strict=True))
         self._board = Board(store, self.hosts)
-        if not self._talk:
+        if store is None:
             return
         self._refuse_shared_devices(devices)
         ranks = self._ranks(PP)

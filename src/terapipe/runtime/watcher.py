@@ -43,7 +43,7 @@ class Watcher:
     ) -> None:
         self._store: Any = store.clone() if hasattr(store, "clone") else store  # a connection of its own
         self._rank, self._timeout = rank, timeout
-        self._failed, self._heard = weakref.WeakMethod(failed), weakref.WeakMethod(heard)  # type: ignore[arg-type]
+        self._failed, self._heard = weakref.WeakMethod(failed), weakref.WeakMethod(heard)
         self._pending: list[_Pending] = []
         self._lock = threading.Lock()
         self._progress = time.monotonic()  # when a transfer last came to an end, or there was none to wait for

@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -63,6 +63,7 @@ class MaskSpec:
 
     window: int | None = None
     chunk: int | None = None
+    unknown: str = ""  # what makes it neither: refused only where it is used, because models also make masks in vain
 
 
 def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> MaskSpec:
@@ -73,11 +74,11 @@ def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> M
             continue
         name = getattr(part, "__qualname__", repr(part)).partition(".")[0]
         if name not in LIMITS:
-            raise UnsupportedModelError(f"attention has a mask that slices do not know ({name})")
+            return MaskSpec(unknown=name)
         kind, variable = LIMITS[name]
         limit = inspect.getclosurevars(part).nonlocals[variable]
         limits[kind] = min(limit, limits.get(kind, limit))
-    return MaskSpec(**limits)
+    return MaskSpec(limits.get("window"), limits.get("chunk"))
 
 
 # Functions of transformers that make a mask function: what it limits, and the variable that holds the number.
@@ -115,10 +116,15 @@ def slice_attention(
         )
     if not getattr(module, "is_causal", True) or not isinstance(attention_mask, MaskSpec | None):
         raise UnsupportedModelError("attention is not causal, or its mask is the model's own")
+    seen = attention_mask or MaskSpec()
+    if seen.unknown:
+        raise UnsupportedModelError(f"attention has a mask that slices do not know ({seen.unknown})")
     layer = (module, now.calls[module])
     now.calls[module] += 1
-    limits = asdict(attention_mask or MaskSpec())
-    out = attend(query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, **limits)
+    out = attend(
+        query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
+        chunk=seen.chunk,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
