@@ -205,7 +205,9 @@ class Pipeline(ModelPart):
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
         are accumulated, that of all of them, so that every label weighs the same.
         """
-        batch = self._admit("step", input_ids, labels, documents, plan, total)
+        return self._train(self._admit("step", input_ids, labels, documents, plan, total))
+
+    def _train(self, batch: Batch) -> Tensor:
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe.modeling.attention import attend
@@ -72,7 +72,7 @@ def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> M
     for part in _parts(mask_function):
         if part is causal_mask_function:
             continue
-        name = getattr(part, "__qualname__", repr(part)).partition(".")[0]
+        name = _maker(part)
         if name not in LIMITS:
             return MaskSpec(unknown=name)
         kind, variable = LIMITS[name]
@@ -85,13 +85,29 @@ def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> M
 LIMITS = {"sliding_window_overlay": ("window", "sliding_window"), "chunked_overlay": ("chunk", "chunk_size")}
 
 
+# Tokens of one image see each other. Only token ids reach a stage, so there are none, and it adds nothing.
+IMAGES = "blockwise_overlay"
+
+
+def _maker(mask_function: MaskFunction) -> str:
+    """The function of transformers that made it, or its own name."""
+    return str(getattr(mask_function, "__qualname__", mask_function)).partition(".")[0]
+
+
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
     """Of which all must hold."""
-    if getattr(mask_function, "__qualname__", "").startswith(f"{and_masks.__name__}."):
-        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
-            yield from _parts(part)
-    else:
+    maker = _maker(mask_function)
+    if maker not in ("and_masks", "or_masks"):
         yield mask_function
+        return
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if maker == "or_masks":
+        parts = [part for part in parts if _maker(part) != IMAGES]
+        if len(parts) > 1:
+            yield mask_function
+            return
+    for part in parts:
+        yield from _parts(part)
 
 
 def slice_attention(
