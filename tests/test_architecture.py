@@ -23,7 +23,7 @@ ALLOWED = {
     "modeling": {"presets"},
     "runtime": {"files", "presets", "planning", "scheduling", "modeling"},
     "launch": {"planning", "runtime"},
-    "doctor": {"launch", "modeling", "reporting", "runtime"},
+    "doctor": {"api", "launch", "modeling", "planning", "presets", "reporting", "runtime"},
     "config": {"planning"},
     "training": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import parse_bytes
+from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
@@ -245,6 +245,12 @@ def dry_run(
     built = _model_object(model, given.seq_len, dtype)
     found = dry.dry_run(built, given, layout, rank, state=getattr(memory, "state", 0))
     return replace(found, predicted=None if predicted is None else predicted[rank])
+
+
+def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str) -> list[int]:
+    """The bytes of every pipeline rank, by the planner, without optimizer state."""
+    element = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
+    return peaks(program(plan), plan, ShapeMemory(config, element, 0, recompute=plan.recompute))
 
 
 def _parts(
