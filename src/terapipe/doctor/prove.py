@@ -88,8 +88,8 @@ def prove(ranks: int, size: Size, tell: Callable[[str], None] = lambda text: Non
         except Exception as error:
             proof = Proof(name, False, f"could not be run: {_reason(error)}")
         proofs.append({**asdict(proof), "name": name, "seconds": round(time.monotonic() - began, 2)})
-    return {"format": FORMAT, "machine": machine(), "ranks": ranks, "holds": all(p["holds"] is not False for p in proofs),
-            "proofs": proofs}  # fmt: skip
+    holds = all(proof["holds"] is not False for proof in proofs)
+    return {"format": FORMAT, "machine": machine(), "ranks": ranks, "holds": holds, "proofs": proofs}
 
 
 def _reason(error: Exception) -> str:
