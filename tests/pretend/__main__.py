@@ -40,7 +40,7 @@ def _skip(command: list[str], error: Exception) -> NoReturn:
 
 def environment(gpus: int) -> dict[str, str]:
     """Of a process with pretend GPUs, and of all that it starts."""
-    paths = [str(SITE), os.environ.get("PYTHONPATH", ""), str(ROOT)]
+    paths = [str(SITE), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, GPUS: str(gpus), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

@@ -184,7 +184,19 @@ class Event(torch.Event):
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> "Event":
         torch.cuda.init()
-        return super().__new__(cls, "cuda", enable_timing=enable_timing)
+        made = super().__new__(cls, "cuda", enable_timing=enable_timing)
+        made._time = time.perf_counter() if enable_timing else None
+        return made
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(torch.cuda.current_stream() if stream is None else stream)
+        if self._time is not None:
+            self._time = time.perf_counter()
+
+    def elapsed_time(self, other: "Event") -> float:  # type: ignore[override]
+        if self._time is None or other._time is None:
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        return 1000 * (other._time - self._time)
 
     def synchronize(self) -> None:
         note("Event.synchronize")

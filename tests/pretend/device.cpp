@@ -321,6 +321,32 @@ void PinnedMemory::release(void* pointer) {
   std::free(pointer);
 }
 
+// Where the host would wait for the device. waits.py listens, while a test counts.
+
+std::atomic<int64_t> listeners{0};
+
+void note_wait(const std::string& kind) {
+  if (listeners == 0) {
+    return;
+  }
+  static const OperatorHandle note = Dispatcher::singleton().findSchemaOrThrow("pretend::note_wait", "");
+  const impl::ExcludeDispatchKeyGuard no_modes(DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
+  torch::jit::Stack stack{IValue(kind)};
+  note.callBoxed(&stack);
+}
+
+// A copy between the host and a device is one, unless it was asked not to be and the host's memory is pinned.
+void note_copy(const Tensor& target, const Tensor& source, bool non_blocking) {
+  if (target.device().type() == source.device().type() || source.numel() == 0) {
+    return;
+  }
+  const bool to_host = target.device().is_cpu();
+  const bool pinned = pinned_memory()->contains((to_host ? target : source).const_data_ptr());
+  if (!pinned || !non_blocking) {
+    note_wait(to_host ? "copy to the host" : pinned ? "copy from the host" : "copy from pageable memory");
+  }
+}
+
 // Random numbers. As with CUDA's Philox generator, the state is a seed and an offset, 16 bytes; every call of an
 // operator draws from a generator of the CPU that is made from the two, and moves the offset on.
 
@@ -563,6 +589,9 @@ class Call {
   }
 
   void run() {
+    if (const auto kind = kind_of_wait()) {
+      note_wait(*kind);
+    }
     if (!op_.hasTag(at::Tag::nondeterministic_seeded)) {
       op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack_);
     } else if (!has_generator_) {
@@ -600,6 +629,9 @@ class Call {
     if (value.isOptionalTensorList()) {  // only indices are given so, and those may lie on the CPU
       List<std::optional<Tensor>> list;
       for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+        if (tensor) {
+          count_index(*tensor);
+        }
         list.push_back(tensor ? std::optional<Tensor>(aliased(*tensor, true)) : std::nullopt);
       }
       return list;
@@ -610,14 +642,25 @@ class Call {
       }
       return Device(kCPU);
     }
-    if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
-      return default_of(value.toGenerator());
+    if (value.isGenerator()) {
+      const at::Generator& given = value.toGenerator();
+      TORCH_CHECK(
+          given.device().is_cuda(), "Expected a 'cuda' device type for generator but found '", given.device().type(),
+          "'");
+      return default_of(given);
     }
     return value;
   }
 
+  void count_index(const Tensor& index) {
+    indices_ += 1;
+    masks_ += index.scalar_type() == kBool || index.scalar_type() == kByte;
+    indices_on_host_ = indices_on_host_ || !is_pretend(index);
+  }
+
   Tensor aliased(const Tensor& tensor, bool may_be_on_cpu) {
     if (!is_pretend(tensor)) {
+      host_number_ = host_number_ || (tensor.defined() && tensor.dim() == 0 && !may_be_on_cpu);
       if (tensor.defined() && tensor.dim() > 0 && !may_be_on_cpu) {
         check_same_device(tensor.device());
       }
@@ -634,6 +677,27 @@ class Call {
         !seen_ || *seen_ == device, "Expected all tensors to be on the same device, but found at least two devices, ",
         *seen_, " and ", device, "! (when checking arguments of ", op_.operator_name(), ")");
     seen_ = device;
+  }
+
+  // Shapes and numbers that the host must know. Masks become indices, and how many the host must know, too; indices of
+  // the host are copied. Where a tensor is read, torch has done both before this call.
+  std::optional<std::string> kind_of_wait() const {
+    const std::string& name = op_.operator_name().name;
+    if (name == "aten::index") {
+      return std::nullopt;
+    }
+    if (indices_ > 0) {
+      const bool fills = host_number_ && masks_ == 1 && indices_ == 1;  // which masked_fill does
+      return indices_on_host_ ? std::optional("index on the host")
+          : masks_ > 0 && !fills ? std::optional("index by a mask")
+                                 : std::nullopt;
+    }
+    const bool depends =
+        op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape);
+    if (!depends || (name == "aten::repeat_interleave" && stack_->back().isInt())) {  // whose length is given
+      return std::nullopt;
+    }
+    return name.substr(name.find("::") + 2);
   }
 
   static at::Generator default_of(const at::Generator& generator) {
@@ -707,6 +771,10 @@ class Call {
   DeviceIndex device_ = current_index;
   std::optional<Device> seen_;
   std::vector<Alias> aliases_;
+  bool indices_on_host_ = false;
+  bool host_number_ = false;  // a tensor of the host without dimensions
+  int indices_ = 0;
+  int masks_ = 0;
 };
 
 void fallback(const OperatorHandle& op, torch::jit::Stack* stack) {
@@ -730,7 +798,8 @@ Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, allocator(), kCudaKey, dtype_or_default(dtype));
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  note_copy(self, source, non_blocking);
   as_cpu(self).copy_(as_cpu(source));
   return self;
 }
@@ -831,6 +900,8 @@ TORCH_LIBRARY(pretend, library) {
   library.def("default_generator(int device) -> Generator?", [](int64_t device) {
     return default_generator(static_cast<DeviceIndex>(device));
   });
+  library.def("note_wait(str kind) -> ()");  // by waits.py
+  library.def("listen(bool on) -> ()", [](bool on) { listeners += on ? 1 : -1; });
   library.def("set_memory(int device, int size) -> ()", [](int64_t device, int64_t size) {
     memory().set_total(static_cast<DeviceIndex>(device), size);
   });

@@ -127,6 +127,13 @@ def _on_host(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(_pretend.as_cpu(x) for x in tensors)
 
 
+def _on_device(x: Tensor, like: Tensor) -> Tensor:
+    """Where ``like`` is. Not by a copy from the host: the counter of waits would take it for the caller's."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=like.device)
+    _pretend.as_cpu(made).copy_(x)
+    return made
+
+
 # FlashAttention: (batch, tokens, heads, head size), or ragged: (tokens, heads, head size)
 
 
@@ -231,7 +238,7 @@ def _flash_attention_forward(
             _bhmk(o[piece.queries]).copy_(found)
             lse[:, piece.queries] = sums[0]
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
-    return out, lse.to(query.device), state, state[0].clone(), query.new_empty(0)
+    return out, _on_device(lse, query), state, state[0].clone(), query.new_empty(0)
 
 
 def _flash_attention_backward(
@@ -428,7 +435,7 @@ def _efficient_attention_forward(
         if compute_log_sumexp:
             lse[batch.number, :, : batch.rows] = sums[0]
     state = torch.empty((), dtype=torch.int64, device=query.device)
-    return out, lse.to(query.device), state, state.clone(), longest_q, longest_k
+    return out, _on_device(lse, query), state, state.clone(), longest_q, longest_k
 
 
 def _efficient_attention_backward(
