@@ -219,7 +219,7 @@ def test_streams_and_events() -> None:
     with torch.cuda.stream(stream):
         assert torch.cuda.current_stream() == stream
         first.record()
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(4_000_000)
         x = torch.ones(1, device=CUDA)
     second.record(stream)
     torch.cuda.current_stream().wait_stream(stream)

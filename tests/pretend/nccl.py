@@ -90,10 +90,9 @@ _faults = _fault_of_environment()
 class _Communicator:
     """Some ranks of a group and their devices. ``ranks`` are those of the group."""
 
-    def __init__(self, group: "ProcessGroupNCCL", ranks: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, group: "ProcessGroupNCCL", name: str, ranks: Sequence[int], device: torch.device) -> None:
         self._ranks = ranks
         self._sent: dict[int, int] = {}  # messages exchanged with each peer
-        name = "all" if len(ranks) == group.size() else "-".join(map(str, ranks))
         store = dist.PrefixStore(f"communicator/{name}", group.store)
         self._check_devices(group, store, device)
         place = ranks.index(group.rank())
@@ -194,10 +193,11 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     NCCLConfig = _Config
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: _Options) -> None:
-        super().__init__(store, rank, size)
+        super().__init__(rank, size)
         self.store, self.options = store, options
+        self._name = self._description = ""
         self.faults: list[_Fault] = []
-        self._communicators: dict[tuple[int, ...], _Communicator] = {}
+        self._communicators: dict[str, _Communicator] = {}
         self._eager = False
         self._error: str | None = None  # of a group that was aborted
         self._posted = self._splits = 0
@@ -219,6 +219,20 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         if device.type == "cpu" and self._host is not None:
             return self._host
         raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
 
     @property
     def supports_splitting(self) -> bool:
@@ -280,7 +294,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             self.options.split_from.perform_nocolor_split(device)
         self.bound_device_id = device
         self._eager = True
-        self._communicator(tuple(range(self.size())), device)
+        self._communicator(device)
 
     def perform_nocolor_split(self, device: torch.device | None = None) -> None:
         """All ranks of a group must take part when a communicator is split off from its own."""
@@ -312,10 +326,14 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         child.eager_connect_single_device(self.bound_device_id)
         return child
 
-    def _communicator(self, ranks: tuple[int, ...], device: torch.device) -> _Communicator:
-        if ranks not in self._communicators:
-            self._communicators[ranks] = _Communicator(self, ranks, device)
-        return self._communicators[ranks]
+    def _communicator(self, device: torch.device, peer: int | None = None) -> _Communicator:
+        """For messages between this rank and a peer, or for operations of all ranks."""
+        shared = peer is None or self._eager
+        ranks = list(range(self.size())) if shared else sorted((self.rank(), peer))
+        name = "all" if shared else "-".join(map(str, ranks))
+        if name not in self._communicators:
+            self._communicators[name] = _Communicator(self, name, ranks, device)
+        return self._communicators[name]
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
         """Until the other ranks have come; the host does nothing else."""
@@ -356,8 +374,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         if not tensor.is_cuda and self._host is not None:
             return (self._host.send if is_send else self._host.recv)(tensors, peer, tag)
         device = self._check(tensors)
-        ranks = range(self.size()) if self._eager else sorted({self.rank(), peer})
-        communicator = self._communicator(tuple(ranks), device)
+        communicator = self._communicator(device, peer)
         work = self._work("SEND" if is_send else "RECV", tensors)
         return communicator.channel.post(lambda: communicator.transfer(peer, _on_host(tensor), is_send), work)
 
@@ -369,10 +386,10 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         if flat and self._host is not None and not any(x.is_cuda for x in flat):
             return run(self._host, lambda x: x)
         device = self._check(flat)
-        communicator = self._communicator(tuple(range(self.size())), device)
+        communicator = self._communicator(device)
         alike = flat if described is None else list(_flat(described))
         what = f"{name} of {', '.join(f'{x.numel()} {x.dtype}' for x in alike) or 'nothing'}"
-        what += f" {op}" if op is not None else ""
+        what += f" by {_name(op)}" if op is not None else ""
 
         def match_and_run() -> None:
             communicator.match_all(what)
@@ -478,6 +495,12 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+
+def _name(op: Any) -> str:
+    """An operation has no name of its own."""
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    return next((name for name in names if op == getattr(dist.ReduceOp, name)), "another reduction")
 
 
 def _flat(tensors: Any) -> Iterator[Tensor]:
