@@ -162,9 +162,18 @@ class NoSinks(CpuFlash):
         return super().backward(grad, q, *self.forward(q, store, seen, scores), store, seen, scores)
 
 
+class NotANumber(CpuFlash):
+    """Right outputs and gradients of keys, no number in those of queries."""
+
+    def backward(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: Any, seen: Any, scores: Scores) -> Any:
+        for part in super().backward(grad, q, out, lse, store, seen, scores):
+            yield part._replace(dq=part.dq * torch.nan)
+
+
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
+        (NotANumber, "causal"),
         (Unmerged, "causal"),
         (Base2, "causal"),
         (Shifted, "causal"),

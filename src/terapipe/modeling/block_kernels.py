@@ -207,7 +207,7 @@ class Efficient(BlockKernel):
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             *_grouped(q, k, v), None, True, 0.0, causal, scale=scores.scale
         )
-        return out.view(q.shape), lse.narrow(-1, 0, q.shape[2]).unflatten(0, (q.shape[0], -1)).flatten(1, 2)
+        return out.reshape(q.shape), lse.narrow(-1, 0, q.shape[2]).unflatten(0, (q.shape[0], -1)).flatten(1, 2)
 
     def block_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
