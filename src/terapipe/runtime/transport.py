@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,10 +98,9 @@ class Transport:
         if store is None:
             return
         self._refuse_shared_devices(devices)
-        ranks = self._ranks(PP)
         if self._is_cuda:
             self._watcher = Watcher(store, self.global_rank, self.timeout, self._missed, self._heard)
-            self._links = NcclLinks(ranks, self.rank, self.device, self._span)
+            self._links = NcclLinks(self._talk[PP], self.rank, self.device, self._span)
         else:
             self._links = GlooLinks(self._groups[PP], self._span)
 
@@ -333,7 +332,7 @@ class Transport:
         others = tuple(r for r in self.others(ALL) if self._board.read(r) is not None)
         self.fail(Record(self.global_rank, "", str(why), others or self.others(ALL)))
 
-    def _own_groups(self) -> list[dist.ProcessGroup]:
+    def _own_groups(self) -> list[Any]:
         found = [*self._groups.values(), *self._talk.values(), *(self._links.groups if self._links else ())]
         return list({id(group): group for group in found}.values())
 

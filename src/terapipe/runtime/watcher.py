@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 BEAT = 0.5  # seconds between looks
-SILENCE = 30.0  # seconds without a sign of life after which a process is taken for dead
+SILENCE = 10.0  # seconds without a sign of life after which a process is taken for dead
 
 
 @dataclass
