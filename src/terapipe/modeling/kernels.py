@@ -95,7 +95,7 @@ def kernel_for(need: Need) -> Kernel:
     for kernel in special:
         if kernel.refusal(need) is None and _is_trusted(kernel, need):
             return kernel
-    if need.device.type == "cuda":
+    if need.device.type == "cuda" and need.dtype is not torch.float64:  # for which no GPU has another
         _warn_of_plain(need, special)
     return plain
 

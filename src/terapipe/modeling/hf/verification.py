@@ -254,7 +254,8 @@ def refuse_inexact_tp(result: VerifyResult, config: PretrainedConfig, mesh: Devi
 def _tp_errors(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> dict[str, float]:
     assert result.structure is not None
     with _quietly():
-        model = small_model(config)
+        model: Any = small_model(config)
+        model = model.to(mesh.device_type)
         batch = Batch.of(model)
         sliced = SlicedModel(model, result.structure.of(model), result.backend, tp=TensorParallel(mesh))
         return errors(reference(model, batch), sliced(batch, lengths(4, result.shortest)))
