@@ -8,6 +8,7 @@ device's: the host goes on. Whether a peer answers at all is the watcher's busin
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from terapipe.runtime.environment import errors_left_to_us
 
@@ -26,6 +28,7 @@ PATIENCE = 4  # times the timeout: torch's own watchdog must not end a process b
 # connections, so a later Transport over the same ranks takes the groups of an earlier one. They are never used at the
 # same time. Passing one Transport around would not do: a Pipeline may be made after another was dropped.
 _groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
+_made: Counter[tuple[object, ...]] = Counter()  # how many there were for each purpose
 
 
 def group_of(
@@ -38,10 +41,28 @@ def group_of(
         span = timeout if backend == "gloo" else PATIENCE * timeout
         options = _options() if backend == "nccl" and device is not None else None
         with errors_left_to_us(), _not_split():
-            _groups[key] = dist.new_group(
-                list(ranks), span, backend, options, use_local_synchronization=True, device_id=device
-            )
+            _groups[key] = new_group(ranks, span, backend, use, pg_options=options, device_id=device)
     return _groups[key]
+
+
+def new_group(ranks: Collection[int], timeout: timedelta, backend: str, use: str, **more: Any) -> dist.ProcessGroup:
+    """Made by its own ranks alone.
+
+    torch would name it after its ranks and the number of groups that the process has. Ranks that have made different
+    numbers of groups before, as those at the ends of a pipeline and those in the middle, would wait for each other
+    under different names, for ever.
+    """
+    purpose = (dist.group.WORLD, tuple(ranks), backend, use)
+    _made[purpose] += 1
+    name = f"terapipe {use} {backend} {'-'.join(map(str, ranks))} {_made[purpose]}"
+    kept: Any = distributed_c10d._process_group_name
+    torch_names: Any = distributed_c10d
+    torch_names._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **more)
+    finally:
+        torch_names._process_group_name = kept
+    return group
 
 
 def forget(groups: Collection[dist.ProcessGroup]) -> None:

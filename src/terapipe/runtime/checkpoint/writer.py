@@ -26,6 +26,7 @@ from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.checkpoint.reader import NOTES
 from terapipe.runtime.checkpoint.staging import Staging
 from terapipe.runtime.failures import is_connection_error
+from terapipe.runtime.links import new_group
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
 
@@ -97,8 +98,7 @@ def new_channel(transport: Transport) -> Channel:
     """All ranks make it together. On CPUs whatever the devices are: the thread must not disturb their queues."""
     group = None
     if transport.everyone is not None:
-        ranks = list(transport.hosts)
-        group = dist.new_group(ranks, PATIENCE, "gloo", use_local_synchronization=True)
+        group = new_group(list(transport.hosts), PATIENCE, "gloo", "checkpoints")
     _channels[_key(transport)] = channel = Channel(group)
     return channel
 
