@@ -12,10 +12,10 @@ from terapipe import hf
 from terapipe.cli import parser
 
 ROOT = Path(__file__).parent.parent
-NAMES = """GPT GPTConfig ORDERS PRESETS Action Cluster Comparison CostTable Event Layout ModelSpec Op Order Pipeline
-PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage Timeline attend balance compare DryRun
-dependencies device_mesh dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers
-validate"""
+NAMES = """Action Cluster Comparison CostTable DryRun Event GPT GPTConfig Layout ModelSpec ORDERS Op Order
+PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage
+Timeline attend balance compare dependencies device_mesh dry_run estimate fill_batch
+next_token_labels plan profile register schedule simulate split_layers validate"""
 SOURCE = "--model --cluster --profile --layers-only"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
 --chunks --recompute --shard --tile --distinct"""

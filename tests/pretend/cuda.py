@@ -39,6 +39,7 @@ def install() -> None:
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
 
 
 def _bindings(count: int) -> dict[str, Any]:
@@ -206,6 +207,15 @@ class Event(torch.Event):
 # Storages
 
 _resize_on_host = torch.UntypedStorage.resize_
+_clone_on_host = torch.UntypedStorage.clone
+
+
+def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """What a deep copy of a tensor does; torch has no constructor of such storages without CUDA."""
+    if self.device.type != "cuda":
+        return _clone_on_host(self)
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+    return bytes_.clone().untyped_storage()
 
 
 def _resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
