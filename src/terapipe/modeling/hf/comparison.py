@@ -103,11 +103,12 @@ class SlicedModel:
         self._tied = structure.tied
         num_layers = len(list(model.get_submodule(structure.layers).children()))
         edges = [num_layers * k // num_stages for k in range(num_stages + 1)]
-        self._stages = [
-            DecoderStage(copy.deepcopy(model), structure, first, last, backend)
-            for first, last in pairwise(edges)
-            if first < last
-        ]
+        with model.device:  # on which a stage makes zeros in place of other stages' weights
+            self._stages = [
+                DecoderStage(copy.deepcopy(model), structure, first, last, backend)
+                for first, last in pairwise(edges)
+                if first < last
+            ]
         if tp is not None:
             for stage in self._stages:
                 stage.parallelize(tp)

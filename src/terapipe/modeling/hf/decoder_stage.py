@@ -143,7 +143,7 @@ class DecoderStage(nn.Module):
             if not weights or self._holds(self.structure.place(name)):
                 continue
             module._parameters = {k: None for k in module._parameters if k not in weights}
-            zeros = {k: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for k, p in weights.items()}
+            zeros = {k: torch.zeros((), dtype=p.dtype).expand(p.shape) for k, p in weights.items()}
             module._buffers.update(zeros)
             module._non_persistent_buffers_set |= zeros.keys()
 
