@@ -78,12 +78,12 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     costs = [FittedCost(profile, layout=two) for profile in (wide, half)]
     message = [cost.transfer(0, 1, 2, 512) for cost in costs]
     assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
-    assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(500))
+    assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(1000))  # in float32
     float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout(), False) for profile in (wide, half))
-    assert bfloat16.kv_cache(StageSpec(3), 1, 512) == float32.kv_cache(StageSpec(3), 1, 512) / 2
-    assert bfloat16.model_state(StageSpec(3)) == float32.model_state(
-        StageSpec(3)
-    )  # 2 + 2 bytes and 12 of state; 4 + 4 and 8
+    cached = float32.kv_cache(StageSpec(3), 1, 512)
+    assert bfloat16.kv_cache(StageSpec(3), 1, 512) == cached * 3 / 4  # gradients are summed in float32
+    # 2 + 4 bytes and 12 of state; 4 + 4 and 8.
+    assert bfloat16.model_state(StageSpec(3)) == float32.model_state(StageSpec(3)) * 18 / 16
     with pytest.raises(ValueError, match="a profile is of one of"):
         replace(wide, machine={"dtype": "int3"})
 

@@ -38,8 +38,8 @@ class BlockKernel(Kernel):
         merged = _Merged(q)
         for block in seen.blocks(self.largest):
             at = (block.sequences, EVERY, block.rows)
-            part = _flipped(block, q[at], *store.read(block.sequences, block.keys))
-            out, lse = self.block(*part, block.shape != "full", scores)
+            rows, keys, values = _flipped(block, q[at], *store.read(block.sequences, block.keys))
+            out, lse = self.block(rows, keys, values, block.shape != "full", scores)
             (out,), (lse,) = _flipped(block, out), _flipped(block, lse)
             merged.add(out, lse, at)
         return merged.result(q.dtype)

@@ -9,14 +9,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from terapipe.modeling.cache import KeyValueStore, on_device
-from terapipe.modeling.kernels import Gradients, Kernel, Need, Scores, aten
+from terapipe.modeling.kernels import Gradients, Kernel, Need, Operators, Scores, aten
 from terapipe.modeling.visibility import EVERY, Segment, Visibility
 
 HALF = (torch.float16, torch.bfloat16)
@@ -78,7 +78,7 @@ class Flash(Kernel):
 
     name = "flash"
     head_multiple = 8
-    operators = (
+    operators: ClassVar[Operators] = (
         (
             "_flash_attention_forward",
             "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
@@ -104,7 +104,8 @@ class Flash(Kernel):
         outs, sums = [], []
         for part in _parts(seen, q.shape[0], q.device):
             keys, values = store.read(part.sequences, part.keys)
-            out, lse = self._run(*_laid_out(part, q[part.sequences], keys, values), part.ragged, seen.window, scores)
+            rows, keys, values = _laid_out(part, q[part.sequences], keys, values)
+            out, lse = self._run(rows, keys, values, part.ragged, seen.window, scores)
             outs.append(_back(part, out))
             sums.append(lse if part.ragged is None else lse[None])
         return (outs[0], sums[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(sums))
@@ -113,14 +114,13 @@ class Flash(Kernel):
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
     ) -> Iterator[Gradients]:
         for part in _parts(seen, q.shape[0], q.device):
-            rows = part.sequences
-            keys, values = store.read(rows, part.keys)
-            tensors = _laid_out(part, grad[rows], q[rows], keys, values, out[rows])
+            at = part.sequences
+            dout, rows, k, v, o = _laid_out(part, grad[at], q[at], *store.read(at, part.keys), out[at])
             # The kernel reads it as it lies in memory, whatever its strides.
-            sums = (lse if part.ragged is None else lse[rows][0]).contiguous()
-            found = self._run_backward(*tensors, sums, part.ragged, seen.window, scores)
+            sums = (lse if part.ragged is None else lse[at][0]).contiguous()
+            found = self._run_backward(dout, rows, k, v, o, sums, part.ragged, seen.window, scores)
             dq, dk, dv = (_back(part, x) for x in found)
-            yield Gradients(slice(0, seen.length), dq, part.keys, dk, dv, rows)
+            yield Gradients(slice(0, seen.length), dq, part.keys, dk, dv, at)
 
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, ragged: _Ragged | None, window: int | None, scores: Scores
@@ -176,7 +176,7 @@ class FlashAttnPackage(Flash):
     """The package flash-attn, version 2.6 or newer, which also has softcaps. It is used if it is installed."""
 
     name = "flash-attn"
-    operators = ()
+    operators: ClassVar[Operators] = ()
 
     def refusal(self, need: Need) -> str | None:
         if reason := super().refusal(need._replace(softcap=False)):
@@ -188,9 +188,7 @@ class FlashAttnPackage(Flash):
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, ragged: _Ragged | None, window: int | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        package = _package()
-        common = {"dropout_p": 0.0, "softmax_scale": scores.scale, "causal": True, "softcap": scores.softcap or 0.0}
-        common |= {**_window(window), "alibi_slopes": None, "return_softmax": False}
+        package, common = _package(), {**_common(window, scores), "return_softmax": False}
         if ragged is None:
             out, lse, *_ = package._flash_attn_forward(q, k, v, **common)
         else:
@@ -209,15 +207,24 @@ class FlashAttnPackage(Flash):
         window: int | None,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        package = _package()
-        found = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        common = {"dropout_p": 0.0, "softmax_scale": scores.scale, "causal": True, "softcap": scores.softcap or 0.0}
-        common |= {**_window(window), "alibi_slopes": None, "deterministic": False}
+        package, common = _package(), {**_common(window, scores), "deterministic": False}
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if ragged is None:
-            package._flash_attn_backward(grad, q, k, v, out, lse, *found, **common)
+            package._flash_attn_backward(grad, q, k, v, out, lse, dq, dk, dv, **common)
         else:
-            package._flash_attn_varlen_backward(grad, q, k, v, out, lse, *found, *ragged, **common)
-        return found  # type: ignore[return-value]
+            package._flash_attn_varlen_backward(grad, q, k, v, out, lse, dq, dk, dv, *ragged, **common)
+        return dq, dk, dv
+
+
+def _common(window: int | None, scores: Scores) -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scores.scale,
+        "causal": True,
+        "softcap": scores.softcap or 0.0,
+        "alibi_slopes": None,
+        **_window(window),
+    }
 
 
 def _package() -> Any:
@@ -306,7 +313,8 @@ def _has_triton() -> bool:
 def _flex_attention(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    attention: Callable[..., Any] = flex_attention
+    return torch.compile(attention, dynamic=True) if compiled else attention
 
 
 @cache
@@ -327,10 +335,14 @@ def _block_mask(seen: Visibility, sequences: int, keys: slice, device: torch.dev
         oldest[segment.sequences, segment.first - seen.context : segment.last - seen.context] = first
     newest = np.arange(seen.context, seen.end)
     oldest, newest = oldest - keys.start, newest - keys.start
-    tables = _tables(oldest, newest, keys.stop - keys.start, size)
+    tables = [torch.from_numpy(x)[:, None] for x in _tables(oldest, newest, keys.stop - keys.start, size)]
+    partly, which, wholly, whole = (on_device(x, device) for x in tables)
     low, high = on_device(torch.from_numpy(oldest), device), on_device(torch.from_numpy(newest), device)
     return BlockMask.from_kv_blocks(
-        *(on_device(torch.from_numpy(table), device)[:, None] for table in tables),
+        partly,
+        which,
+        wholly,
+        whole,
         BLOCK_SIZE=size,
         mask_mod=lambda b, h, i, j: (j >= low[b, i]) & (j <= high[i]),
         seq_lengths=(seen.length, keys.stop - keys.start),

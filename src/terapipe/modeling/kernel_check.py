@@ -6,6 +6,7 @@ log-sum-exps from outside (sinks), windows, documents that differ between sequen
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,7 +48,17 @@ CASES = (
 
 
 def fault_of(kernel: Kernel, need: Need) -> str | None:
-    """What it does wrong for this head size and dtype, in the cases that it claims to know."""
+    """What it does wrong for this head size and dtype, in the cases that it claims to know.
+
+    In a thread of its own, in which contexts of the caller (no_grad, autocast, hooks, modes) do not apply.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_fault_of, kernel, need).result()
+
+
+def _fault_of(kernel: Kernel, need: Need) -> str | None:
+    if need.device.type == "cuda":
+        torch.cuda.set_device(need.device)
     for case in CASES:
         asked = need._replace(softcap=case.softcap is not None, sinks=case.sinks)
         if kernel.refusal(asked) is not None:
@@ -67,8 +78,8 @@ def tolerance(device: torch.device, dtype: torch.dtype) -> float:
 
 def error_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, case: Case) -> float:
     """The largest error of outputs and gradients, relative to the largest value of each."""
-    q, k, v, grad, sinks = _inputs(head_size, dtype)
-    sinks = sinks if case.sinks else None
+    q, k, v, grad, drawn = _inputs(head_size, dtype)
+    sinks = drawn if case.sinks else None
     truth = _reference(q, k, v, grad, sinks, case)
     found = _sliced(kernel, q, k, v, grad, sinks, case, device)
     errors = [(a.double().cpu() - b).abs().max() / b.abs().max() for a, b in zip(found, truth, strict=True)]
@@ -128,10 +139,13 @@ def _sliced(
     outs = []
     for start, end in pairwise(CUTS):
         cache.begin(start, end - start)
-        rows = (x[:, :, start:end] for x in given[:3])
-        options = {"scale": SCALE, "softcap": case.softcap, "window": case.window, "chunk": case.chunk}
+        rows, keys, values = (x[:, :, start:end] for x in given[:3])
         sink = given[3] if sinks is not None else None
-        outs.append(attend(*rows, cache, 0, sinks=sink, kernel=kernel, **options))  # type: ignore[arg-type]
+        limits = {"window": case.window, "chunk": case.chunk}
+        softcap = case.softcap
+        outs.append(
+            attend(rows, keys, values, cache, 0, scale=SCALE, softcap=softcap, sinks=sink, kernel=kernel, **limits)
+        )
     for (start, end), out in reversed(list(zip(pairwise(CUTS), outs, strict=True))):
         cache.begin(start, end - start)
         cache.backward(out, grad[:, :, start:end].to(device))

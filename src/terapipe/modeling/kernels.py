@@ -50,13 +50,16 @@ class Gradients(NamedTuple):
     sequences: slice = EVERY
 
 
+Operators = tuple[tuple[str, str], ...]  # names, each with the arguments that are relied on
+
+
 class Kernel(ABC):
     """Queries are (batch, heads, tokens, head size); keys and values may have fewer heads. Head sizes are multiples of
     ``head_multiple``. Rows' log-sum-exps are (batch, heads, tokens), natural logarithms, in float32 or wider."""
 
     name: ClassVar[str]
     head_multiple: ClassVar[int] = 1
-    operators: ClassVar[tuple[tuple[str, str], ...]] = ()  # private ones of aten, with the arguments it relies on
+    operators: ClassVar[Operators] = ()  # private ones of aten
 
     @abstractmethod
     def refusal(self, need: Need) -> str | None:
@@ -92,7 +95,7 @@ def kernel_for(need: Need) -> Kernel:
     for kernel in special:
         if kernel.refusal(need) is None and _is_trusted(kernel, need):
             return kernel
-    if need.device.type == "cuda":
+    if need.device.type == "cuda" and need.dtype is not torch.float64:  # for which no GPU has another
         _warn_of_plain(need, special)
     return plain
 

@@ -70,16 +70,22 @@ def drop_main_grads(parameters: Iterable[nn.Parameter]) -> None:
         _pop(p)
 
 
+def sum_in_float32(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """From now on, what autograd adds to ``.grad`` of half-precision parameters goes to ``main_grad`` instead. Returns
+    handles of the hooks that do it."""
+    half = (p for p in parameters if p.requires_grad and is_half(p))
+    return [p.register_post_accumulate_grad_hook(_move) for p in half]  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def summed_in_float32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, what autograd adds to ``.grad`` of half-precision parameters goes to ``main_grad`` instead. Gradients of
-    an earlier step must have been set aside. On failure nothing is left."""
-    half = [p for p in parameters if p.requires_grad and is_half(p)]
-    handles: list[Any] = [p.register_post_accumulate_grad_hook(_move) for p in half]
+    """Inside, as ``sum_in_float32``. Gradients of an earlier step must be set aside. On failure no sum is left."""
+    held = list(parameters)
+    handles = sum_in_float32(held)
     try:
         yield
     except BaseException:
-        drop_main_grads(half)
+        drop_main_grads(held)
         raise
     finally:
         for handle in handles:
@@ -88,8 +94,8 @@ def summed_in_float32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _move(parameter: Tensor) -> None:
     grad, parameter.grad = parameter.grad, None
-    assert grad is not None
-    add_to_main_grad(parameter, grad)
+    if grad is not None:  # torch calls hooks of parameters without a gradient, too
+        add_to_main_grad(parameter, grad)
 
 
 def _pop(parameter: Tensor) -> Tensor | None:

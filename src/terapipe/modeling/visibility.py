@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 
 def _blocks(seen: Visibility, largest: tuple[int, int] | None) -> tuple[Block, ...]:
-    found = []
+    found: list[Block] = []
     for segment in seen.segments:
         for first, last, oldest in _tiles(segment, seen.window):
             for rows, keys, shape in _of_tile(first, last, oldest, seen.window):

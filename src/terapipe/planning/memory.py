@@ -50,7 +50,7 @@ class ShapeMemory:
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
         # that gradient.
-        hidden = np.multiply(size, length) * float(self.config.hidden * self.element)
+        hidden = np.multiply(size, length) * float(self.config.hidden * self.element) / self.tp  # sequence parallel
         if self.recompute:
             return np.asarray(2 * hidden, dtype=np.float64)
         return hidden * (1 + stage.last) + stage.layers * self._layer(size, length)
@@ -74,11 +74,12 @@ class ShapeMemory:
         return np.asarray(logits, dtype=np.float64), np.asarray(recomputed, dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
-        """What autograd saves in one layer. Tensor parallel ranks replicate inputs and outputs of the norms and shard
+        """What autograd saves in one layer. Tensor parallel ranks gather the inputs of the two projections and shard
         the rest."""
         c = self.config
-        replicated = 4 * c.hidden
-        sharded = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention output twice, both sides of the activation
+        replicated = 2 * c.hidden
+        # Inputs of the norms, queries, attention output twice, both sides of the activation.
+        sharded = 5 * c.hidden + 2 * c.ffn_hidden
         per_token = (replicated + sharded / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 

@@ -63,8 +63,8 @@ class Admission:
             self._executors.get(batch.plan)
             work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
             ids, targets = lone_checksums(input_ids, labels)
-            if batch.labels is not None and self._transport.tp_rank == 0:
-                counted = int((batch.labels != IGNORE).sum())
+            if batch.labels is not None and labels is not None and self._transport.tp_rank == 0:
+                counted = int((labels != IGNORE).sum())  # as given: those on the device would have to be waited for
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
         terms = self._agreed(work, error, ids, targets, counted)

@@ -34,6 +34,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def is_timeout(error: Exception) -> bool:
+    return bool(re.search(r"timed? ?out", str(error), re.IGNORECASE))
+
+
 def own_words(error: Exception) -> str:
     """What an error between ranks says beyond that the connection is gone. NCCL names causes: a GPU that two ranks
     share, no network interface, no memory for its buffers."""

@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.main_grads import add_to_main_grad, is_half, main_grad, match_main_grad, round_to_grad
+from terapipe.modeling.main_grads import (
+    add_to_main_grad,
+    is_half,
+    main_grad,
+    match_main_grad,
+    round_to_grad,
+    sum_in_float32,
+)
 from terapipe.modeling.stage import Predictor, Stage
 from terapipe.runtime.mesh import DP, TP
 from terapipe.runtime.tied_weights import TiedWeights
@@ -102,7 +109,7 @@ class ShardedSync(GradientSync):
     def finish(self) -> None:
         for k, sharded in self._sharded.items():
             sharded.release()
-            round_to_grad(self._modules[k].parameters())  # FSDP tells hooks of the shards, too
+            round_to_grad(self._modules[k].parameters())  # FSDP calls hooks of the shards, too
 
 
 @contextmanager
@@ -189,9 +196,10 @@ class Sharded(nn.Module):
         super().__init__()
         self.stage = stage
         assert isinstance(stage, Stage)
-        # Gradients are summed over slices and replicas in float32, whatever the parameters are.
-        half = any(is_half(p) for p in stage.parameters())
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+        # Gradients are summed over replicas in float32, as they are over slices, whatever the parameters are.
+        self._half = any(is_half(p) for p in stage.parameters())
+        self._gathered: set[nn.Parameter] = set()  # of which the gradients are summed in float32
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if self._half else None)
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         self._parts = [shard(block) for block in stage.blocks]
         self._parts.append(shard(self))
@@ -210,6 +218,10 @@ class Sharded(nn.Module):
         if cache is None:
             return x * 1.0
         out: Tensor = self.stage(x, cache)
+        if self._half and torch.is_grad_enabled():
+            new = [p for p in self.stage.parameters() if p not in self._gathered]  # FSDP has parameters of its own
+            sum_in_float32(new)
+            self._gathered.update(new)
         return out
 
     def reduce(self) -> None:

@@ -8,7 +8,6 @@ device's: the host goes on. Whether a peer answers at all is the watcher's busin
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import GroupName
 
 from terapipe.runtime.environment import errors_left_to_us
 
@@ -28,53 +28,25 @@ PATIENCE = 4  # times the timeout: torch's own watchdog must not end a process b
 # connections, so a later Transport over the same ranks takes the groups of an earlier one. They are never used at the
 # same time. Passing one Transport around would not do: a Pipeline may be made after another was dropped.
 _groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
-_made: Counter[tuple[object, ...]] = Counter()  # how many there were for each purpose
+_pairs: dict[tuple[object, ...], Any] = {}  # NCCL's communicators of two ranks, by the group of their pipeline
 
 
-def group_of(
-    ranks: Collection[int], timeout: timedelta, backend: str, *, device: torch.device | None = None, use: str = ""
-) -> dist.ProcessGroup:
-    """Of these ranks, which all ask for it. With a ``device``, NCCL's communicator is made at once. Groups for another
-    ``use`` are other groups."""
-    key = (dist.group.WORLD, tuple(ranks), timeout, backend, device, use)
+def group_of(ranks: Collection[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    """Of these ranks, which all ask for it. torch names a group by the number of groups that a rank has: all ranks of a
+    pipeline must make as many, in the same order."""
+    key = (dist.group.WORLD, tuple(ranks), timeout, backend)
     if key not in _groups:
         span = timeout if backend == "gloo" else PATIENCE * timeout
-        options = _options() if backend == "nccl" and device is not None else None
         with errors_left_to_us(), _not_split():
-            _groups[key] = new_group(ranks, span, backend, use, pg_options=options, device_id=device)
+            _groups[key] = dist.new_group(list(ranks), span, backend, use_local_synchronization=True)
     return _groups[key]
 
 
-def new_group(ranks: Collection[int], timeout: timedelta, backend: str, use: str, **more: Any) -> dist.ProcessGroup:
-    """Made by its own ranks alone.
-
-    torch would name it after its ranks and the number of groups that the process has. Ranks that have made different
-    numbers of groups before, as those at the ends of a pipeline and those in the middle, would wait for each other
-    under different names, for ever.
-    """
-    purpose = (dist.group.WORLD, tuple(ranks), backend, use)
-    _made[purpose] += 1
-    name = f"terapipe {use} {backend} {'-'.join(map(str, ranks))} {_made[purpose]}"
-    kept: Any = distributed_c10d._process_group_name
-    torch_names: Any = distributed_c10d
-    torch_names._process_group_name = lambda ranks, use_hashed_name: name
-    try:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **more)
-    finally:
-        torch_names._process_group_name = kept
-    return group
-
-
-def forget(groups: Collection[dist.ProcessGroup]) -> None:
-    for key in [key for key, group in _groups.items() if group in groups]:
-        del _groups[key]
-
-
-def _options() -> Any:
-    """For transfers: they go before computations, and hold few of the device's multiprocessors while they wait."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MAX_CTAS
-    return options
+def forget(groups: Collection[object]) -> None:
+    """Nobody gets these again."""
+    for known in (_groups, _pairs):
+        for key in [key for key, group in known.items() if group in groups]:
+            del known[key]
 
 
 @contextmanager
@@ -111,7 +83,7 @@ class Links(ABC):
         """What follows on this device comes after it."""
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def groups(self) -> list[Any]:
         """That it made itself."""
         return []
 
@@ -134,40 +106,56 @@ class GlooLinks(Links):
 
 
 class NcclLinks(Links):
-    def __init__(self, ranks: list[int], rank: int, device: torch.device, timeout: timedelta) -> None:
-        """``ranks`` of the pipeline, as torch.distributed counts them."""
-        self._ranks, self._rank, self._device, self._timeout = ranks, rank, device, timeout
-        self._outgoing: dict[int, dist.ProcessGroup] = {}
-        self._incoming: dict[int, dist.ProcessGroup] = {}
+    """``group`` is that of the pipeline's ranks for objects. Communicators are made by NCCL's class itself, not by
+    ``new_group``: each rank makes its own pairs only, which torch's names for groups do not allow."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, device: torch.device, timeout: timedelta) -> None:
+        self._group, self._rank, self._device, self._timeout = group, rank, device, timeout
+        self._outgoing: dict[int, Any] = {}
+        self._incoming: dict[int, Any] = {}
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         for source, target in _in_order(pairs):
-            if self._rank not in (source, target):
-                continue
-            ranks = sorted((self._ranks[source], self._ranks[target]))
-            use = f"from {self._ranks[source]}"
-            group = group_of(ranks, self._timeout, "nccl", device=self._device, use=use)
-            line = self._outgoing if self._rank == source else self._incoming
-            line[target if self._rank == source else source] = group
-            self._warm_up(source, target)
+            if self._rank == source:
+                self._outgoing[target] = self._pair(source, target)
+                self.wait(self.send(self._nothing(), target))
+            elif self._rank == target:
+                self._incoming[source] = self._pair(source, target)
+                self.wait(self.receive(self._nothing(), source))
 
-    def _warm_up(self, source: int, target: int) -> None:
+    def _nothing(self) -> Tensor:
         """The first message of a pair sets up its buffers."""
-        nothing = torch.zeros(1, device=self._device)
-        work = self.send(nothing, target) if self._rank == source else self.receive(nothing, source)
-        self.wait(work)
+        return torch.zeros(1, device=self._device)
+
+    def _pair(self, source: int, target: int) -> Any:
+        key = (self._group, source, target, self._timeout)
+        if key not in _pairs:
+            name = f"terapipe from {source} to {target}"
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before computations
+            options.config.max_ctas = MAX_CTAS
+            options._timeout = PATIENCE * self._timeout
+            options.group_name = GroupName(name)
+            options.global_ranks_in_group = dist.get_process_group_ranks(self._group)
+            store = PrefixStore(name, self._group.get_group_store())
+            with errors_left_to_us():
+                backend = dist.ProcessGroupNCCL(store, int(self._rank == target), 2, options)
+            backend.eager_connect_single_device(self._device)
+            _pairs[key] = backend
+        return _pairs[key]
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
-        return made(dist.isend(tensor, self._ranks[peer], group=self._outgoing[peer]))
+        work: dist.Work = self._outgoing[peer].send([tensor], 1, 0)
+        return work
 
     def receive(self, buffer: Tensor, peer: int) -> dist.Work:
-        return made(dist.irecv(buffer, self._ranks[peer], group=self._incoming[peer]))
+        work: dist.Work = self._incoming[peer].recv([buffer], 0, 0)
+        return work
 
     def wait(self, work: dist.Work) -> None:
         work.wait()
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def groups(self) -> list[Any]:
         return [*self._outgoing.values(), *self._incoming.values()]
 
 

@@ -83,7 +83,7 @@ class Pipeline(ModelPart):
         super().__init__()
         self.plan = plan
         self.device = device_of(device)
-        self._transport = Transport(self.device, mesh, timeout, mesh_dims)
+        self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
         with self.failing_together():
             self._check(model)
@@ -96,6 +96,11 @@ class Pipeline(ModelPart):
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
             self._assemble(checks, vary)
+
+    def _make_transport(
+        self, mesh: DeviceMesh | None, timeout: float, mesh_dims: Mapping[str, str] | None
+    ) -> Transport:
+        return Transport(self.device, mesh, timeout, mesh_dims)
 
     def _assemble(self, checks: ModelChecks, vary: Vary) -> None:
         wire = Wire(next(self.parameters()).dtype)
@@ -200,7 +205,9 @@ class Pipeline(ModelPart):
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
         are accumulated, that of all of them, so that every label weighs the same.
         """
-        batch = self._admit("step", input_ids, labels, documents, plan, total)
+        return self._train(self._admit("step", input_ids, labels, documents, plan, total))
+
+    def _train(self, batch: Batch) -> Tensor:
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]

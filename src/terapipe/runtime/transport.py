@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,10 @@ from terapipe.runtime.failures import (
     in_words,
     is_connection_error,
     is_out_of_memory,
+    is_timeout,
     own_words,
 )
-from terapipe.runtime.links import GlooLinks, Links, NcclLinks, forget, group_of, made
+from terapipe.runtime.links import PATIENCE, GlooLinks, Links, NcclLinks, forget, group_of, made
 from terapipe.runtime.mesh import ALL, DP, PP, TP, lines_of, with_roles
 from terapipe.runtime.watcher import Watcher
 
@@ -79,7 +80,7 @@ class Transport:
             self._talk[name] = group_of(lines[name][0], self._span, "gloo")
         for name, (ranks, group) in lines.items():
             if group is not None:
-                _set_pg_timeout(self._span, group)
+                _set_pg_timeout(PATIENCE * self._span if self._is_cuda else self._span, group)
             elif not self._is_cuda:
                 group = self._talk[name]
             else:
@@ -95,13 +96,12 @@ class Transport:
         devices = self.gather((host_name(), _identity(self.device)), ALL)
         self.hosts = dict(zip(self._ranks(ALL), (host for host, _ in devices), strict=True))
         self._board = Board(store, self.hosts)
-        if not self._talk:
+        if store is None:
             return
         self._refuse_shared_devices(devices)
-        ranks = self._ranks(PP)
         if self._is_cuda:
             self._watcher = Watcher(store, self.global_rank, self.timeout, self._missed, self._heard)
-            self._links = NcclLinks(ranks, self.rank, self.device, self._span)
+            self._links = NcclLinks(self._talk[PP], self.rank, self.device, self._span)
         else:
             self._links = GlooLinks(self._groups[PP], self._span)
 
@@ -309,7 +309,7 @@ class Transport:
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
         """What to raise where an operation between ranks failed."""
-        late = seconds >= 0.95 * self.timeout or "timed out" in str(error).lower()
+        late = seconds >= 0.95 * self.timeout or is_timeout(error)
         return self.fail(Record(self.global_rank, own_words(error), str(why), peers, seconds or self.timeout, late))
 
     def fail(self, record: Record) -> PipelineError:
@@ -328,12 +328,16 @@ class Transport:
         """The watcher's: a transfer does not come to an end, or its peer is dead."""
         self.fail(Record(self.global_rank, "", str(why), peers or self.others(ALL), seconds, not is_dead))
 
-    def _heard(self, why: object) -> None:
-        """The watcher's: another rank has failed. This one is where its device waits, or not there yet."""
-        others = tuple(r for r in self.others(ALL) if self._board.read(r) is not None)
-        self.fail(Record(self.global_rank, "", str(why), others or self.others(ALL)))
+    def _heard(self, why: object | None, peers: tuple[int, ...]) -> None:
+        """The watcher's: another rank has failed. If this one is not known to wait for anybody, only the connections
+        are cut: where it waits inside an operator, that fails and tells; or it is the one that others wait for."""
+        if why is None:
+            forget(self._own_groups())
+            self._cut()
+        else:
+            self.fail(Record(self.global_rank, "", str(why), peers))
 
-    def _own_groups(self) -> list[dist.ProcessGroup]:
+    def _own_groups(self) -> list[Any]:
         found = [*self._groups.values(), *self._talk.values(), *(self._links.groups if self._links else ())]
         return list({id(group): group for group in found}.values())
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 BEAT = 0.5  # seconds between looks
-SILENCE = 30.0  # seconds without a sign of life after which a process is taken for dead
+SILENCE = 10.0  # seconds without a sign of life after which a process is taken for dead
 
 
 @dataclass
@@ -30,8 +30,8 @@ class _Pending:
 
 class Watcher:
     """``failed(why, peers, seconds, is_dead)`` is called when a transfer does not end in time or the rank that it needs
-    is dead; ``heard(why)`` when another rank has failed. Either is called once, in the watcher's thread; ``why`` is the
-    transfer that this rank waits for."""
+    is dead; ``heard(why, peers)`` when another rank has failed. One of them is called once, in the watcher's thread;
+    ``why`` is the transfer that this rank waits for, None if there is none."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Watcher:
         rank: int,
         timeout: float,
         failed: Callable[[object, tuple[int, ...], float, bool], object],
-        heard: Callable[[object], object],
+        heard: Callable[[object, tuple[int, ...]], object],
     ) -> None:
         self._store: Any = store.clone() if hasattr(store, "clone") else store  # a connection of its own
         self._rank, self._timeout = rank, timeout
-        self._failed, self._heard = weakref.WeakMethod(failed), weakref.WeakMethod(heard)  # type: ignore[arg-type]
+        self._failed, self._heard = weakref.WeakMethod(failed), weakref.WeakMethod(heard)
         self._pending: list[_Pending] = []
         self._lock = threading.Lock()
         self._progress = time.monotonic()  # when a transfer last came to an end, or there was none to wait for
@@ -79,7 +79,7 @@ class Watcher:
     def _look(self) -> bool:
         waiting = self._oldest()
         if self._store.check(["failed"]):
-            return self._tell(self._heard, waiting.why if waiting else "the next transfer")
+            return self._tell(self._heard, waiting and waiting.why, waiting.peers if waiting else ())
         if waiting is None:
             return False
         spent = time.monotonic() - self._progress

@@ -9,12 +9,12 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe.modeling.attention import attend
@@ -63,6 +63,7 @@ class MaskSpec:
 
     window: int | None = None
     chunk: int | None = None
+    unknown: str = ""  # what makes it neither: refused only where it is used, because models also make masks in vain
 
 
 def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> MaskSpec:
@@ -71,26 +72,42 @@ def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> M
     for part in _parts(mask_function):
         if part is causal_mask_function:
             continue
-        name = getattr(part, "__qualname__", repr(part)).partition(".")[0]
+        name = _maker(part)
         if name not in LIMITS:
-            raise UnsupportedModelError(f"attention has a mask that slices do not know ({name})")
+            return MaskSpec(unknown=name)
         kind, variable = LIMITS[name]
         limit = inspect.getclosurevars(part).nonlocals[variable]
         limits[kind] = min(limit, limits.get(kind, limit))
-    return MaskSpec(**limits)
+    return MaskSpec(limits.get("window"), limits.get("chunk"))
 
 
 # Functions of transformers that make a mask function: what it limits, and the variable that holds the number.
 LIMITS = {"sliding_window_overlay": ("window", "sliding_window"), "chunked_overlay": ("chunk", "chunk_size")}
 
 
+# Tokens of one image see each other. Only token ids reach a stage, so there are none, and it adds nothing.
+IMAGES = "blockwise_overlay"
+
+
+def _maker(mask_function: MaskFunction) -> str:
+    """The function of transformers that made it, or its own name."""
+    return str(getattr(mask_function, "__qualname__", mask_function)).partition(".")[0]
+
+
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
     """Of which all must hold."""
-    if getattr(mask_function, "__qualname__", "").startswith(f"{and_masks.__name__}."):
-        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
-            yield from _parts(part)
-    else:
+    maker = _maker(mask_function)
+    if maker not in ("and_masks", "or_masks"):
         yield mask_function
+        return
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if maker == "or_masks":
+        parts = [part for part in parts if _maker(part) != IMAGES]
+        if len(parts) > 1:
+            yield mask_function
+            return
+    for part in parts:
+        yield from _parts(part)
 
 
 def slice_attention(
@@ -115,10 +132,15 @@ def slice_attention(
         )
     if not getattr(module, "is_causal", True) or not isinstance(attention_mask, MaskSpec | None):
         raise UnsupportedModelError("attention is not causal, or its mask is the model's own")
+    seen = attention_mask or MaskSpec()
+    if seen.unknown:
+        raise UnsupportedModelError(f"attention has a mask that slices do not know ({seen.unknown})")
     layer = (module, now.calls[module])
     now.calls[module] += 1
-    limits = asdict(attention_mask or MaskSpec())
-    out = attend(query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, **limits)
+    out = attend(
+        query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
+        chunk=seen.chunk,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

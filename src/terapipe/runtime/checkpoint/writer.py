@@ -26,7 +26,6 @@ from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.checkpoint.reader import NOTES
 from terapipe.runtime.checkpoint.staging import Staging
 from terapipe.runtime.failures import is_connection_error
-from terapipe.runtime.links import new_group
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
 
@@ -98,7 +97,8 @@ def new_channel(transport: Transport) -> Channel:
     """All ranks make it together. On CPUs whatever the devices are: the thread must not disturb their queues."""
     group = None
     if transport.everyone is not None:
-        group = new_group(list(transport.hosts), PATIENCE, "gloo", "checkpoints")
+        ranks = list(transport.hosts)
+        group = dist.new_group(ranks, PATIENCE, "gloo", use_local_synchronization=True)
     _channels[_key(transport)] = channel = Channel(group)
     return channel
 
