@@ -1,5 +1,6 @@
 """The pretend device: its numbers are the CPU's, and what is about devices is as on a GPU."""
 
+import copy
 import os
 from collections.abc import Callable
 from threading import Thread
@@ -53,6 +54,7 @@ def pair(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tupl
         lambda x: torch.arange(5, device=x.device).flip(0),
         lambda x: torch.zeros_like(x).scatter_(1, torch.zeros(2, 3, 4, dtype=torch.int64, device=x.device), x),
         lambda x: F.conv1d(x, x[:, :, :2].contiguous(), padding=1),
+        lambda x: F.conv1d(x, x[0, :, None, :2].contiguous(), groups=3),
     ],
 )
 def test_numbers_are_those_of_the_cpu(function: Function) -> None:
@@ -155,6 +157,15 @@ def test_storages_may_be_freed_and_taken_again() -> None:
     view = torch.arange(4.0, device=CUDA)
     y = torch.empty(0, device=CUDA).set_(view.untyped_storage(), 1, (3,), (1,))  # type: ignore[call-overload]
     assert y.tolist() == [1, 2, 3]
+
+
+def test_copies_of_storages() -> None:
+    x = torch.arange(3.0, device=CUDA)
+    y = copy.deepcopy(x)
+    x.zero_()
+    assert y.device == CUDA
+    assert y.tolist() == [0, 1, 2]
+    assert copy.deepcopy(torch.ones(2)).tolist() == [1, 1]
 
 
 def test_views_of_a_resized_tensor_see_the_same_memory() -> None:

@@ -38,8 +38,8 @@ def install() -> None:
     cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
-    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
-    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
+    storage: Any = torch.UntypedStorage
+    storage.resize_, storage.__new__ = _resize, staticmethod(_new_storage)
 
 
 def _bindings(count: int) -> dict[str, Any]:
@@ -207,15 +207,12 @@ class Event(torch.Event):
 # Storages
 
 _resize_on_host = torch.UntypedStorage.resize_
-_clone_on_host = torch.UntypedStorage.clone
 
 
-def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """What a deep copy of a tensor does; torch has no constructor of such storages without CUDA."""
-    if self.device.type != "cuda":
-        return _clone_on_host(self)
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
-    return bytes_.clone().untyped_storage()
+def _new_storage(cls: type[torch.UntypedStorage], *args: Any, device: Any = None, **more: Any) -> torch.UntypedStorage:
+    if device is None or torch.device(device).type != "cuda":
+        return _C.StorageBase.__new__(cls, *args, device=device, **more)
+    return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def _resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -888,6 +888,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Tensor", &at::native::set_tensor_);
   library.impl("record_stream", &record_stream);
+  // These would choose kernels that only CUDA has.
+  library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // What the python half asks for
