@@ -540,7 +540,18 @@ def _sdpa_efficient_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None
 
 
+# Operators that the CPU has for fewer dtypes
+
+
+def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002
+    """Also of whole numbers, as mixtures of experts count tokens."""
+    places = ((self.float() - min) * (bins / (max - min))).floor().clamp(0, bins - 1).long().flatten()
+    inside = ((self >= min) & (self <= max)).flatten().to(self.dtype)
+    return torch.zeros(bins, dtype=self.dtype, device=self.device).scatter_add_(0, places, inside)
+
+
 _DOUBLES: dict[str, Callable[..., Any]] = {
+    "histc": _histc,
     "_flash_attention_forward": _flash_attention_forward,
     "_flash_attention_backward": _flash_attention_backward,
     "_scaled_dot_product_flash_attention": _sdpa_flash,
