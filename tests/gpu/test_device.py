@@ -64,6 +64,21 @@ def test_numbers_are_those_of_the_cpu(function: Function) -> None:
     torch.testing.assert_close(found.cpu(), function(host))
 
 
+def test_whole_numbers_are_counted() -> None:
+    """Not on the CPU; transformers does it for experts."""
+    numbers = torch.tensor([0, 2, 2, 3], dtype=torch.int32, device=CUDA)
+    assert torch.histc(numbers, bins=4, min=0, max=3).tolist() == [1, 0, 2, 1]
+
+
+def test_views_that_are_conjugated() -> None:
+    """Rotations written with complex numbers have them in their backward."""
+    host = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    device = host.to(CUDA)
+    assert torch.equal((device * device.conj()).cpu(), host * host.conj())
+    assert torch.equal(device.conj().cpu(), host.conj())
+    assert torch.equal(device.conj().imag.cpu(), host.conj().imag)
+
+
 def test_results_in_place_and_in_tensors_that_are_given() -> None:
     host, device = pair(3, 4)
     kept = device[1]

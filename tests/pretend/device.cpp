@@ -537,6 +537,8 @@ bool is_pretend(const Tensor& tensor) {
 Tensor tensor_of(Storage storage, DispatchKeySet keys, const Tensor& like) {
   auto made = at::detail::make_tensor<TensorImpl>(std::move(storage), keys, like.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  made._set_conj(like.is_conj());
+  made._set_neg(like.is_neg());
   return made;
 }
 
