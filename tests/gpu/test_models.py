@@ -101,7 +101,7 @@ def test_nor_in_other_orders(order: str) -> None:
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 def test_nor_does_a_step_of_a_hugging_face_model(name: str, documents: Any) -> None:
-    """Positions of documents, searches for packed rows and for padding, masks of windows: each waited in every slice."""
+    """Positions of documents, searches for packed rows and padding, masks of windows: each waited in every slice."""
     assert waits(decoder(name), documents) == []
 
 
@@ -134,7 +134,7 @@ def test_batches_of_one_shape_keep_their_buffers() -> None:
 
 
 def test_float16_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="float16 needs a loss scale .* use bfloat16 or float32"):
+    with pytest.raises(ValueError, match=r"float16 needs a loss scale .* use bfloat16 or float32"):
         piped(GPT(CONFIG).half(), None).step(IDS, next_token_labels(IDS))
     pipe = piped(GPT(CONFIG), None)
     with torch.autocast("cuda", torch.float16), pytest.raises(ValueError, match="got autocast to float16"):

@@ -32,9 +32,9 @@ from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
-from terapipe.runtime.inputs import Batch
 from terapipe.runtime.mesh import DP, PP, TP
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.silence import Nothing, SilentTransport
 from terapipe.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -193,31 +193,21 @@ class _DryPipeline(Pipeline):
         super().__init__(model, plan, device=device)
 
     def train_on_nothing(self) -> None:
-        """A step on a batch without numbers. What a step checks of a batch needs numbers, and is left out."""
-        shape = (self.plan.batch_size, self.plan.seq_len)
-        ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        scale = torch.ones((), device=self.device)
-        self._train(Batch(self.plan, ids if self.is_first else None, ids if self.is_last else None, (), scale))
+        """A step. What it checks of a batch before needs numbers, and is left out."""
+        self._is_warm = True
+        self._train(self._made_up(self.plan))
 
     def _make_transport(self, *_: Any) -> Transport:
         rank, dp, mesh = self._place
         return _DryTransport(self.device, rank, self.plan.num_ranks, dp, mesh)
 
 
-class _Sent(dist.Work):
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _DryTransport(Transport):
+class _DryTransport(SilentTransport):
     """What other ranks would send has the right shape and no numbers; what they would say is what this one says."""
 
     def __init__(self, device: torch.device, rank: int, size: int, dp: int, mesh: DeviceMesh | None) -> None:
-        self.device, self.timeout = device, 0.0
-        self.rank, self.size = rank, size
+        super().__init__(device, rank)
+        self.size, self.timeout = size, 0.0
         self.dp_rank, self.dp_size = 0, dp
         self.tp_rank, self.tp_size = 0, 1 if mesh is None else mesh.size()
         self._mesh, self.mesh_dims = mesh, {TP: TP}
@@ -243,13 +233,7 @@ class _DryTransport(Transport):
 
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
         self.sent[str(why).partition("(")[0]] += 1
-        return _Sent()
-
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, why: object) -> tuple[Tensor, dist.Work]:
-        return torch.empty(shape, dtype=dtype, device=self.device), _Sent()
-
-    def wait(self, work: dist.Work, peer: int, why: object) -> None:
-        pass
+        return super().send(tensor, peer, why)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         return torch.empty_like(tensor).add_(tensor)
@@ -262,7 +246,7 @@ class _DryTransport(Transport):
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         self.sent["sum of gradients"] += 1
-        return _Sent()
+        return Nothing()
 
     def finish_sum(self, work: dist.Work) -> None:
         pass

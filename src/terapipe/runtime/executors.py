@@ -8,6 +8,7 @@ import torch
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
+from terapipe.runtime.silence import SilentTransport
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
 from terapipe.scheduling.validation import validated_actions
@@ -35,6 +36,12 @@ class Executors:
         self._check(plan)
         actions = validated_actions(plan, self._transport.rank)
         return Executor(self._stages, plan, actions, self._transport, self._wire, self._stage_done)
+
+    def alone(self, plan: Plan) -> Executor:
+        """For this rank's actions without the other ranks. Nothing of it is kept."""
+        silent = SilentTransport(self._transport.device, self._transport.rank)
+        actions = validated_actions(plan, silent.rank)
+        return Executor(self._stages, plan, actions, silent, self._wire, self._stage_done)
 
     def get(self, plan: Plan) -> Executor:
         """Of shapes other than the pipeline's own only the last few are kept."""

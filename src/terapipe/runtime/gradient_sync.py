@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -131,25 +131,45 @@ def earlier_gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[
 
 
 @contextmanager
+def gradients_put_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Whatever happens inside, gradients are as before, and no hook is called for them."""
+    held = list(parameters)
+    earlier = [p.grad for p in held]
+    with _hooks_set_aside(held):
+        try:
+            for p in held:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(held, earlier, strict=True):
+                p.grad = grad
+
+
+@contextmanager
 def hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Calls what ``register_post_accumulate_grad_hook`` registered once, at the end, for parameters with a gradient.
 
     Autograd would call it after each slice, with a part of the gradient, and not at all for the weights of ``Linear``.
     After a failure nothing is called.
     """
-    hooked = [p for p in parameters if p._post_accumulate_grad_hooks]
-    hooks = [dict(p._post_accumulate_grad_hooks) for p in hooked]
-    for p in hooked:
-        p._post_accumulate_grad_hooks.clear()
-    try:
+    with _hooks_set_aside(parameters) as hooks:
         yield
-    finally:
-        for p, mine in zip(hooked, hooks, strict=True):
-            p._post_accumulate_grad_hooks.update(mine)  # in place: the handles that remove hooks refer to it
-    for p, mine in zip(hooked, hooks, strict=True):
+    for p, mine in hooks.items():
         if p.requires_grad and p.grad is not None:
             for hook in mine.values():
                 hook(p)
+
+
+@contextmanager
+def _hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, dict[int, Any]]]:
+    hooks = {p: dict(p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks}
+    for p in hooks:
+        p._post_accumulate_grad_hooks.clear()
+    try:
+        yield hooks
+    finally:
+        for p, mine in hooks.items():
+            p._post_accumulate_grad_hooks.update(mine)  # in place: the handles that remove hooks refer to it
 
 
 def match_layouts(parameters: Iterable[nn.Parameter]) -> None:

@@ -24,6 +24,7 @@ from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import (
     earlier_gradients_set_aside,
     gradient_sync,
+    gradients_put_back,
     hooks_when_complete,
     scale_gradients,
     total_norm,
@@ -31,7 +32,7 @@ from terapipe.runtime.gradient_sync import (
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
 from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import ModelPart, persistent_buffers
-from terapipe.runtime.random_state import share_random_state
+from terapipe.runtime.random_state import RandomState, share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
@@ -85,6 +86,7 @@ class Pipeline(ModelPart):
         self.device = device_of(device)
         self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
+        self._is_warm = False
         with self.failing_together():
             self._check(model)
             checks = ModelChecks(model)
@@ -208,6 +210,8 @@ class Pipeline(ModelPart):
         return self._train(self._admit("step", input_ids, labels, documents, plan, total))
 
     def _train(self, batch: Batch) -> Tensor:
+        if self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
+            self.warm_up(batch.plan)
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
@@ -216,6 +220,25 @@ class Pipeline(ModelPart):
                 loss = self._run(batch, train=True)
             self._tied.sum_gradients()
         return loss
+
+    def warm_up(self, plan: Plan | None = None) -> None:
+        """One step on made-up numbers, without messages between stages. All ranks call it, and are at it at the same
+        time: what is compiled, tuned or loaded when first used is ready before anybody has to wait for it. Gradients
+        and random generators are as before, no hook is called. On GPUs the first step does it by itself."""
+        assert self._executors is not None
+        self._is_warm = True
+        plan = plan or self.plan
+        held = list(self.parameters())
+        with self.failing_together(), RandomState.now(self.device).restored(), gradients_put_back(held):
+            with summed_in_float32(held), self._loss_parallel():
+                self._executors.alone(plan).run(self._made_up(plan), train=True)
+                self._sync.finish()
+            self._transport.gather(None, ALL)
+
+    def _made_up(self, plan: Plan) -> Batch:
+        ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64, device=self.device)
+        scale = torch.ones((), device=self.device)
+        return Batch(plan, ids if self.is_first else None, ids if self.is_last else None, (), scale)
 
     def evaluate(
         self,
@@ -244,13 +267,16 @@ class Pipeline(ModelPart):
             executor = self._executors.begin(batch.plan)
             if train and self._transport.tp_size > 1:
                 share_random_state(self._transport)
-            # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
-            with loss_parallel() if self._transport.tp_size > 1 else nullcontext():
+            with self._loss_parallel():
                 loss = executor.run(batch, train=train)
             self._sync.finish()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DP)
             return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
+
+    def _loss_parallel(self) -> AbstractContextManager[None]:
+        """A loss over a vocabulary in parts is known to torch within this context only, its gradient too."""
+        return loss_parallel() if self._transport.tp_size > 1 else nullcontext()
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor | None) -> Tensor:

@@ -153,6 +153,9 @@ class Transport:
         if self._links is not None and self.size > 1:
             with self._waiting(self.others(PP), "the connections between neighbors"):
                 self._links.connect(pairs)
+        if self._is_cuda:  # NCCL makes a communicator at its first operation, which must not be within a step
+            for line in self._groups:
+                self.all_reduce(torch.zeros(1, device=self.device), line)
 
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
         with self._waiting(self._peer(peer), why):

@@ -243,6 +243,7 @@ class Run:
 
         for stage in pipe.stages.values():
             compile_layers(stage)
+        pipe.warm_up()  # compiles on all ranks at the same time; in a step they would wait for each other
 
     def _find_checkpoint(self) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from: the run's own newest whole one, or the one that the configuration names. And
