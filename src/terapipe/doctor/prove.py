@@ -237,9 +237,13 @@ def _add_delays(pipe: Pipeline) -> None:
     def delay(*_: object) -> None:
         torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=generator)))  # type: ignore[no-untyped-call]
 
+    def hook(module: object, inputs: object, out: Tensor) -> None:
+        delay()
+        if out.requires_grad:
+            out.register_hook(delay)  # type: ignore[no-untyped-call]
+
     for stage in pipe.stages.values():
-        stage.register_forward_hook(delay)
-        stage.register_full_backward_hook(delay)
+        stage.register_forward_hook(hook)
 
 
 def _leave() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, StageSpec
+from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
 from terapipe.presets import GPTConfig
 
 
@@ -32,15 +32,30 @@ class ShapeMemory:
     tp: int = 1
     recompute: bool = False
     shards: int = 1  # replicas that shard the model state (FSDP2)
+    replicas: int = 1
 
     def model_state(self, stage: StageSpec) -> float:
-        """Weights, gradients and optimizer state. With FSDP2 a device has a shard of each, and in addition the whole
-        weights and gradients of the stage during a step. Gradients are summed in float32 or wider."""
-        whole = self.element + self._sum
-        per_parameter = float(whole + self.state)
+        """Weights and optimizer state. With FSDP2 a device has a shard of each, and during a step all weights of the
+        stage, too."""
+        per_parameter = float(self.element + self.state)
         if self.shards > 1:
-            per_parameter = whole + (2 * self.element + self.state) / self.shards
-        return parameters(self.config, [stage]) / self.tp * per_parameter
+            per_parameter = self.element + (self.element + self.state) / self.shards
+        return self._parameters(stage) * per_parameter
+
+    def gradients(self, stage: StageSpec) -> GradientBytes:
+        """Sums over slices are in float32 or wider. Those of half-precision weights do not exist before the first
+        backward, and are rounded after the last; with replicas, when all are summed over replicas. With FSDP2 a device
+        also has a shard of the rounded ones."""
+        sums = self._parameters(stage) * self._sum
+        if self.shards > 1:
+            sums += self._parameters(stage) * self.element / self.shards
+        if self.shards > 1 or self.element == self._sum:
+            return GradientBytes(sums, sums, sums)
+        rounded = sums if self.replicas > 1 else self._parameters(stage) * self.element
+        return GradientBytes(0.0, sums, rounded)
+
+    def _parameters(self, stage: StageSpec) -> float:
+        return parameters(self.config, [stage]) / self.tp
 
     @property
     def _sum(self) -> int:

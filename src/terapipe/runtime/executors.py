@@ -8,6 +8,7 @@ import torch
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
+from terapipe.runtime.inputs import Batch
 from terapipe.runtime.silence import SilentTransport
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
@@ -37,11 +38,13 @@ class Executors:
         actions = validated_actions(plan, self._transport.rank)
         return Executor(self._stages, plan, actions, self._transport, self._wire, self._stage_done)
 
-    def alone(self, plan: Plan) -> Executor:
-        """For this rank's actions without the other ranks. Nothing of it is kept."""
+    def run_alone(self, batch: Batch) -> None:
+        """This rank's actions without the other ranks. Nothing of it is kept."""
         silent = SilentTransport(self._transport.device, self._transport.rank)
-        actions = validated_actions(plan, silent.rank)
-        return Executor(self._stages, plan, actions, silent, self._wire, self._stage_done)
+        actions = validated_actions(batch.plan, silent.rank)
+        executor = Executor(self._stages, batch.plan, actions, silent, self._wire, self._stage_done)
+        executor.run(batch, train=True)
+        executor.release()
 
     def get(self, plan: Plan) -> Executor:
         """Of shapes other than the pipeline's own only the last few are kept."""

@@ -78,12 +78,15 @@ class AllReduceSync(GradientSync):
         """Called on all replicas in the same order."""
         match_layouts(self._modules[k].parameters())
         for bucket in _buckets(list(_gradients(self._modules[k].parameters()))):
-            flat = torch.cat([g.flatten() for g in bucket])
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()  # large ones are not copied
+            flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
             self._pending.append((bucket, flat, self._transport.start_sum(flat)))
 
     def finish(self) -> None:
         for bucket, flat, work in self._pending:
             self._transport.finish_sum(work)
+            if flat is bucket[0]:
+                continue
             parts = torch.split(flat, [g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
         self._pending.clear()

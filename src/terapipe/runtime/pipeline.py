@@ -231,7 +231,7 @@ class Pipeline(ModelPart):
         held = list(self.parameters())
         with self.failing_together(), RandomState.now(self.device).restored(), gradients_put_back(held):
             with summed_in_float32(held), self._loss_parallel():
-                self._executors.alone(plan).run(self._made_up(plan), train=True)
+                self._executors.run_alone(self._made_up(plan))
                 self._sync.finish()
             self._transport.gather(None, ALL)
 

@@ -74,7 +74,7 @@ class ClusterSource:
 
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         device = self.cluster.host.device
-        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards)
+        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards, layout.dp)
 
     @property
     def tile(self) -> int:
@@ -136,7 +136,9 @@ class ProfileSource:
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         profile = self.profile
         state = STATE[profile.dtype]
-        return ShapeMemory(profile.config, profile.element, state, recompute=recompute, shards=layout.shards)
+        return ShapeMemory(
+            profile.config, profile.element, state, recompute=recompute, shards=layout.shards, replicas=layout.dp
+        )
 
     def tensor_degrees(self) -> list[int]:
         return [self.tp]
