@@ -24,6 +24,7 @@ class _Finder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
+        sys.meta_path.insert(0, self)  # who asks for torch need not import it
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -39,6 +40,7 @@ class _Loader(Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         for path in (build.torch_folder() / "lib" / "libtorch_cpu.so", build.library()):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self._inner.exec_module(module)
