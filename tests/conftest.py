@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 
 from tests import pretend
-from tests.gpu.known import mark_known
+from tests.gpu.selection import mark_seldom
 from tests.processes import started_with
 from tests.ranks import Ranks
 
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if pretend.is_active():
-        mark_known(items)
+        mark_seldom(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -87,7 +87,7 @@ def peak(device: torch.device, dtype: torch.dtype, window: int | None) -> int:
     """Of a slice of 1024 tokens behind 8192, forward and backward, without keys, values and their gradients."""
     cache, context, length = SliceCache(9216), 8192, 1024
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 2, 9216, 16, generator=generator).to(device, dtype) for _ in range(4))
+    q, k, v, grad = (torch.randn(1, 1, 9216, 16, generator=generator).to(device, dtype) for _ in range(4))
     cache.begin(0, context)
     attend(*(x[:, :, :context] for x in (q, k, v)), cache, 0, window=1)
     last = [x[:, :, context:].clone().requires_grad_() for x in (q, k, v)]

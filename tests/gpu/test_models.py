@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(level)
 
 
+@cache
 def decoder(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     return Decoder.from_config(AutoConfig.for_model(name, **{**SMALL, **TYPES[name]}), seed=0, dtype=dtype)
 

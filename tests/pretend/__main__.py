@@ -1,6 +1,7 @@
 """``python -m tests.pretend [--gpus N] PYTEST ARGUMENTS``, or after ``--`` any command, on pretend GPUs.
 
-After ``--``, arguments that begin with a dash or name a script are python's: ``-- -m terapipe doctor``.
+Without names of tests, those of tests/gpu/selection.py. After ``--``, arguments that begin with a dash or name a script
+are python's: ``-- -m terapipe doctor``.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from tests.gpu.selection import FILES
 from tests.pretend import GPUS, build
 
 SITE = Path(__file__).with_name("site")
@@ -20,6 +22,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options, pytest = parser.parse_known_args(arguments[:at])
+    if not any(Path(argument.partition("::")[0]).exists() for argument in pytest):
+        pytest += FILES
     command = arguments[at + 1 :] or ["-m", "pytest", *pytest]
     try:
         build.library()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,19 @@ def install() -> None:
     helper = distributed_c10d._new_process_group_helper
 
     def with_host(size: int, rank: int, ranks: list[int], backend: str, *args: Any, **kwargs: Any) -> Any:
-        """torch takes a process group that is written in python for all of its devices."""
-        group, store = helper(size, rank, ranks, backend, *args, **kwargs)
-        backends = distributed_c10d.BackendConfig(distributed_c10d.Backend(backend)).get_device_backend_map()
-        if isinstance(group, ProcessGroupNCCL) and backends.get("cpu") == "gloo":
-            group.add_host()
+        """torch takes a process group that is written in python for all of its devices, and drops the one that it has
+        made for the CPU: while the peers may still be connecting to it."""
+        made: list[Gloo] = []
+
+        class Kept(dist.ProcessGroupGloo):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                made.append(self)
+
+        with mock.patch.object(distributed_c10d, "ProcessGroupGloo", Kept):
+            group, store = helper(size, rank, ranks, backend, *args, **kwargs)
+        if isinstance(group, ProcessGroupNCCL) and made:
+            group.host = made[0]
         return group, store
 
     distributed_c10d._new_process_group_helper = with_host
@@ -201,23 +210,19 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self._eager = False
         self._error: str | None = None  # of a group that was aborted
         self._posted = self._splits = 0
-        self._host: Gloo = None  # for tensors of the CPU
-
-    def add_host(self) -> None:
-        store = dist.PrefixStore("host", self.store)
-        self._host = dist.ProcessGroupGloo(store, self.rank(), self.size(), self.options._timeout)
+        self.host: Gloo = None  # for tensors of the CPU
 
     # What torch asks of process groups and of backends
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cuda"), *([torch.device("cpu")] if self._host is not None else [])]
+        return [torch.device("cuda"), *([torch.device("cpu")] if self.host is not None else [])]
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cuda":
             return self
-        if device.type == "cpu" and self._host is not None:
-            return self._host
+        if device.type == "cpu" and self.host is not None:
+            return self.host
         raise RuntimeError(f"No backend type associated with device type {device.type}")
 
     def _set_group_name(self, name: str) -> None:
@@ -321,8 +326,10 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         child = ProcessGroupNCCL(store, new_ranks.index(self.rank()), len(new_ranks), options)
         child._set_group_name(group_name or "")
         child._set_group_desc(group_desc or "")
-        if self._host is not None:
-            child.add_host()
+        if self.host is not None:
+            child.host = dist.ProcessGroupGloo(
+                dist.PrefixStore("host", child.store), child.rank(), child.size(), child.options._timeout
+            )
         child.eager_connect_single_device(self.bound_device_id)
         return child
 
@@ -371,8 +378,8 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     def _point_to_point(self, tensors: list[Tensor], peer: int, tag: int, is_send: bool) -> Any:
         (tensor,) = tensors
-        if not tensor.is_cuda and self._host is not None:
-            return (self._host.send if is_send else self._host.recv)(tensors, peer, tag)
+        if not tensor.is_cuda and self.host is not None:
+            return (self.host.send if is_send else self.host.recv)(tensors, peer, tag)
         device = self._check(tensors)
         communicator = self._communicator(device, peer)
         work = self._work("SEND" if is_send else "RECV", tensors)
@@ -383,8 +390,8 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     ) -> Any:
         """``tensors`` are all that take part; ``described``, those that must be alike on all ranks."""
         flat = list(_flat(tensors))
-        if flat and self._host is not None and not any(x.is_cuda for x in flat):
-            return run(self._host, lambda x: x)
+        if flat and self.host is not None and not any(x.is_cuda for x in flat):
+            return run(self.host, lambda x: x)
         device = self._check(flat)
         communicator = self._communicator(device)
         alike = flat if described is None else list(_flat(described))
@@ -481,8 +488,8 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         """The host waits for a real one, too."""
-        if self._host is not None and opts is not None and opts.device is not None and opts.device.type == "cpu":
-            return self._host.barrier()
+        if self.host is not None and opts is not None and opts.device is not None and opts.device.type == "cpu":
+            return self.host.barrier()
         note("barrier")
         work = self._collective("BARRIER", [], lambda gloo, host: gloo.barrier())
         work.wait()
@@ -525,11 +532,11 @@ def _averaging(opts: Any, size: int, run: Callable[[Gloo, Host], Any], results: 
 
     class Divided:
         def __init__(self, work: Any, host: Host) -> None:
-            self._work, self._host = work, host
+            self._work, self.host = work, host
 
         def wait(self) -> None:
             self._work.wait()
-            for x in self._host(results):
+            for x in self.host(results):
                 x.div_(size)
 
     return lambda gloo, host: Divided(run(gloo, host), host)

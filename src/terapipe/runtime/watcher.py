@@ -21,6 +21,11 @@ BEAT = 0.5  # seconds between looks
 SILENCE = 10.0  # seconds without a sign of life after which a process is taken for dead
 
 
+def _end(stopped: threading.Event, thread: threading.Thread) -> None:
+    stopped.set()
+    thread.join(BEAT)
+
+
 @dataclass
 class _Pending:
     work: dist.Work
@@ -49,7 +54,10 @@ class Watcher:
         self._progress = time.monotonic()  # when a transfer last came to an end, or there was none to wait for
         self._beats: dict[int, tuple[bytes, float]] = {}  # of other ranks: the last one, and when it was seen first
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="terapipe-watcher", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="terapipe-watcher", daemon=True)
+        thread.start()
+        # A thread inside the store's C++ code when the interpreter ends would abort the process.
+        weakref.finalize(self, _end, self._stopped, thread)
 
     def watch(self, work: dist.Work, peers: tuple[int, ...], why: object) -> None:
         """A transfer that is on its way. It must come to an end, one after the other, each within the timeout."""
