@@ -1,6 +1,5 @@
 """A rank's step on fake tensors: at real size, without memory, other ranks or GPUs."""
 
-import json
 import re
 from typing import Any
 
@@ -18,10 +17,11 @@ from terapipe.runtime.dry_run import MemoryCounter
 @pytest.mark.parametrize(
     ("dp", "options"),
     [
-        (1, {}), (1, {"order": "terapipe", "chunks": 1}), (1, {"order": "terapipe", "chunks": 2}),
-        (2, {"order": "terapipe-v"}), (2, {"order": "terapipe-1f1b"}),
+        (1, {"order": "terapipe", "chunks": 1}),
+        (1, {"order": "terapipe-deferred", "chunks": 2}),
+        (2, {"order": "terapipe-v"}),
     ],
-)  # fmt: skip
+)
 def test_bytes_of_a_rank_of_gpt3_13b_are_the_planners(dp: int, options: dict[str, Any]) -> None:
     """Replicas needed 16 % more: copies of all gradients. A rank with two stages was taken to need 7 % more."""
     result = terapipe.plan(
@@ -77,15 +77,12 @@ def test_what_it_refuses(more: dict[str, Any], said: str) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model=gpt3-1b", "--cluster=p3.16xlarge:1", "--batch-size=8", "--seq-len=2048", "--dry-run"]
+    arguments = ["plan", "--model=layers=4,hidden=256,heads=4", "--cluster=dgx-a100:1", "--batch-size=8", "--seq-len=512", "--dry-run"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "Dry run of rank" in said
     assert "by the planner" in said
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["dry_run"]
-    assert found["waits"] == []
-    assert found["peak"] > found["weights"] > 0
+    assert "no hidden waits" in said
 
 
 def test_storages_are_counted_once_and_while_they_live() -> None:
