@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all coverage lint types docs format clean
+.PHONY: demo test test-cpu test-gpu test-all coverage lint types docs format clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -11,9 +11,16 @@ demo: $(READY)
 # Tests share the cores, file by file, but for those with a wire between hosts, which takes a core for itself.
 HOSTS := tests/test_hosts.py tests/test_cut_off.py
 
-test: lint types
+test: lint types test-cpu test-gpu
+
+test-cpu: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(HOSTS))
 	$(BIN)/python -m pytest $(HOSTS)
+
+# CUDA and NCCL code on pretend GPUs (tests/pretend), which g++ compiles; without g++ they are skipped. Many of these
+# tests wait for silent ranks, so there is one more worker than cores.
+test-gpu: $(READY)
+	$(BIN)/python -m tests.pretend -n 3 --dist loadfile --no-loadscope-reorder
 
 # Every combination of layout and order, too, and random examples that differ from run to run: `make test-all SEED=...`
 # repeats those of one. Half an hour on two cores.
@@ -22,6 +29,7 @@ SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-all: lint types
 	$(BIN)/python -m pytest -m '' --hypothesis-profile=explore --hypothesis-seed=$(SEED) \
 		|| { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
+	$(BIN)/python -m tests.pretend -m '' -n 3 --dist loadfile --no-loadscope-reorder
 
 # The same tests with coverage, which makes them slower: for the nightly run.
 coverage: $(READY)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import pretend
+from tests.gpu.selection import mark_seldom
 from tests.processes import started_with
 from tests.ranks import Ranks
 
@@ -15,6 +17,16 @@ torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", print_blob=True, deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if pretend.is_active():  # exact tests are in float64, for which GPUs have no fast attention
+        config.addinivalue_line("filterwarnings", "ignore:attention in torch.float64:RuntimeWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if pretend.is_active():
+        mark_seldom(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

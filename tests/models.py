@@ -70,8 +70,9 @@ def gradients(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def whole(x: Tensor) -> Tensor:
+    """In one piece, on the CPU."""
     full: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
-    return full
+    return full.cpu()
 
 
 def piped(
@@ -80,7 +81,7 @@ def piped(
     """This rank's loss and gradients."""
     pipe = Pipeline(make_model(config, dtype), plan, timeout=300.0)
     loss = pipe.step(ids if pipe.is_first else None, labels if pipe.is_last else None)
-    return loss.item(), {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return loss.item(), gradients(pipe)
 
 
 def worst_error(

@@ -1,6 +1,7 @@
-"""Real processes with a real gloo group, started once and used by many tests."""
+"""Real processes with a real process group, started once and used by many tests. Each has a GPU, if there are any."""
 
 import multiprocessing as mp
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 PATIENCE = 300.0  # seconds, on a busy machine too
 
@@ -69,15 +72,26 @@ def _receive(connection: Connection, timeout: float) -> Any:
         return None
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def join(rank: int, size: int, store: str) -> None:
+    """Makes this process one of several, which meet at a file."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
-    )
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+        torch.cuda.set_device(rank)
+    span = timedelta(seconds=PATIENCE)
+    meeting = dist.FileStore(store, size)
+    backend = "nccl" if has_gpus else "gloo"
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=span)
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    join(rank, size, store)
     while True:
         function, args = connection.recv()
         try:
-            connection.send(function(*args))
+            # Processes can share tensors of the host.
+            connection.send(tree_map_only(Tensor, lambda x: x.cpu(), function(*args)))
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             connection.send(error)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import terapipe as tp
-from tests.models import TINY, make_batch, make_model, plain, worst_error
+from tests.models import TINY, gradients, make_batch, make_model, plain, worst_error
 from tests.planning.test_fitted import made
 from tests.ranks import Ranks
 
@@ -107,7 +107,7 @@ def measured() -> tuple[str, str]:
     ids, labels = make_batch(config, 2, 64, ignored=True)
     pipe = tp.Pipeline(model, result.plan, timeout=300.0)
     loss = pipe.step(ids, labels).item()
-    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    found = gradients(pipe)
     return result.plan.to_json(), (loss, found)  # type: ignore[return-value]
 
 

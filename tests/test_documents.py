@@ -11,7 +11,7 @@ from terapipe.modeling.stage import IGNORE
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.solver import document_lengths
 from tests.costs import SimpleCost
-from tests.models import make_batch, make_model, worst_error
+from tests.models import gradients, make_batch, make_model, worst_error
 from tests.ranks import Ranks
 
 CONFIG = GPTConfig(layers=3, hidden=16, heads=4, kv_heads=2, vocab=19, max_seq_len=512)
@@ -38,7 +38,7 @@ def packed(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...]) 
     evaluated = pipe.evaluate(ids, labels, documents).item()
     loss = pipe.step(ids, labels, documents).item()
     assert evaluated == pytest.approx(loss, rel=1e-12)
-    return loss, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return loss, gradients(pipe)
 
 
 def test_five_documents_in_a_row_of_512_tokens(ranks: Callable[[int], Ranks]) -> None:
@@ -61,7 +61,7 @@ def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...
     loss = pipe.step(ids, labels, documents, plan=plan).item()
     with pytest.raises(ValueError, match="must leave the stages on their ranks"):
         pipe._admission._inputs.own_plan(Plan((2,), ((512,),), (0, 2, 3)))
-    return loss, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return loss, gradients(pipe)
 
 
 def test_a_batch_may_be_cut_by_the_cost_of_its_documents(ranks: Callable[[int], Ranks]) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from terapipe import ORDERS, GPTConfig, Layout, Plan
 from terapipe.planning.order import order_named
+from terapipe.runtime import gradient_sync
 from tests.models import laid_out, make_batch, plain, variant, worst_error
 from tests.ranks import Ranks
 
@@ -81,3 +83,23 @@ def test_shared_state(
     plan = plan_for(layout, order, lengths)
     config = variant(layers=plan.num_layers, tied=lengths is ODD, kv_heads=4)
     assert error(ranks(layout.devices), layout, plan, config, shard=True) < BOUND
+
+
+def in_small_buckets(bucket: int, *given: Any) -> Any:
+    with mock.patch.object(gradient_sync, "BUCKET", bucket):
+        return laid_out(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_gradients_are_summed_in_place(ranks: Callable[[int], Ranks], dtype: torch.dtype) -> None:
+    """Copies of all gradients took as much memory again. The same sums, to the bit, however they are grouped."""
+    layout, config = Layout(2, 2, 1), variant(tied=True)
+    plan = plan_for(layout, "terapipe")
+    batch = make_batch(config, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
+    found, wanted = (
+        ranks(4)(in_small_buckets, bucket, config, layout, plan, *batch, dtype)
+        for bucket in (512, gradient_sync.BUCKET)
+    )
+    for (loss, gradients), (same_loss, same) in zip(found, wanted, strict=True):
+        assert loss == same_loss
+        assert all(torch.equal(g, same[name]) for name, g in gradients.items())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from examples.own_model import VOCAB, Decoder
 from terapipe import Pipeline, Plan, SliceCache
-from tests.models import variant, worst_error
+from tests.models import gradients, variant, worst_error
 from tests.ranks import Ranks
 
 
@@ -32,7 +32,7 @@ def whole() -> tuple[float, dict[str, Tensor]]:
 def cut(plan: Plan) -> tuple[float, dict[str, Tensor]]:
     pipe = Pipeline(Decoder().double(), plan, timeout=300.0)
     loss = pipe.step(*batch())
-    return loss.item(), {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return loss.item(), gradients(pipe)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

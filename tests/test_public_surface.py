@@ -12,23 +12,23 @@ from terapipe import hf
 from terapipe.cli import parser
 
 ROOT = Path(__file__).parent.parent
-NAMES = """GPT GPTConfig ORDERS PRESETS Action Cluster Comparison CostTable Event Layout ModelSpec Op Order Pipeline
-PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage Timeline attend balance compare
-dependencies device_mesh estimate fill_batch next_token_labels plan profile register schedule simulate split_layers
-validate"""
+NAMES = """Action Cluster Comparison CostTable DryRun Event GPT GPTConfig Layout ModelSpec ORDERS Op Order
+PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage
+Timeline attend balance compare dependencies device_mesh dry_run estimate fill_batch
+next_token_labels plan profile register schedule simulate split_layers validate"""
 SOURCE = "--model --cluster --profile --layers-only"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
 --chunks --recompute --shard --tile --distinct"""
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"
 VERBS = {
-    "doctor": "--ranks --port --timeout --json",
+    "doctor": "--ranks --port --timeout --json --prove --size --out",
     "train": "--print-config",
     "profile": "--model --dtype --seq-len --ranks --sizes --seconds --out",
-    "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save",
+    "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save --dry-run",
     "compare": f"{SOURCE} {REQUEST} --json --html --svg --png",
     "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",
     "reproduce": None,
-    "verify": "--all --stages --num-slices --tp --json",
+    "verify": "--all --stages --num-slices --tp --device --json",
     "models": "--json",
 }
 

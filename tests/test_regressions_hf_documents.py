@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.utils import logging
 
 from terapipe.cli import main
 from terapipe.hf import Decoder, UnsupportedModelError
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.hf import attention_backend, decoder_stage, rope, shrink
 from terapipe.modeling.hf.comparison import Batch, SlicedModel, errors, lengths, reference
 from terapipe.modeling.hf.shrink import default_config, shrunken, small_config, small_model
@@ -99,15 +101,11 @@ def test_older_keys_are_not_touched_within_a_document() -> None:
     cache = decoder_stage.SliceCache(40)
     cache.set_documents(((0, 12),))
     cache.begin(25, 5)
-    window = attention_backend.MaskSpec(lambda batch, head, row, key: key > row - 4)
-    (block,) = window.blocks(cache, torch.device("cpu"))
-    assert (block.rows, block.keys) == (slice(0, 5), slice(22, 30))
-    cache.begin(10, 5)
-    before, after = attention_backend.MaskSpec(lambda batch, head, row, key: key > row - 4).blocks(
-        cache, torch.device("cpu")
-    )
-    assert (before.rows, before.keys) == (slice(0, 2), slice(7, 12))
-    assert (after.rows, after.keys) == (slice(2, 5), slice(12, 15))
+    keys = [block.keys for block in cache.visibility(window=4).blocks()]
+    assert min(block.start for block in keys) == 22
+    assert max(block.stop for block in keys) == 30
+    cache.begin(13, 5)
+    assert min(block.keys.start for block in cache.visibility(window=4).blocks()) == 12
 
 
 # Positions
@@ -283,6 +281,17 @@ class Moody(LlamaForCausalLM):
         return output if layer.training else output * (1 + 0.1 * output.shape[1])
 
 
+def forgetful(plain: Any) -> Any:
+    """Windows that reach into the document before."""
+
+    def visibility(cache: SliceCache, window: int | None = None, chunk: int | None = None) -> Any:
+        seen = plain(cache, window, chunk)
+        segments = tuple(s if window is None else s._replace(start=0) for s in seen.segments)
+        return replace(seen, segments=segments, memo={})
+
+    return visibility
+
+
 def test_the_check_finds_what_it_says_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One fault each: in evaluation mode, with documents, after another length."""
     config = small_config("llama")
@@ -293,10 +302,7 @@ def test_the_check_finds_what_it_says_it_looks_for(monkeypatch: pytest.MonkeyPat
         broken.setattr(rope, "_reset", lambda module: {})
         assert re.search("gradients differ by .* with 23 tokens", verify("llama", by_length("dynamic")).reason)
     with monkeypatch.context() as broken:
-        plain = attention_backend.MaskSpec._block
-        broken.setattr(
-            attention_backend.MaskSpec, "_block", lambda self, span, *rest: plain(self, span._replace(start=0), *rest)
-        )
+        broken.setattr(SliceCache, "visibility", forgetful(SliceCache.visibility))
         result = verify("mistral", small_config("mistral"))
         assert (result.exact, result.documents_exact) == (True, False)
         assert result.documents > 0.01

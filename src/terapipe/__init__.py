@@ -6,7 +6,7 @@ Importing this module never loads torch; the names that need it are loaded when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from terapipe.api import compare, estimate, plan, profile, simulate
+from terapipe.api import compare, dry_run, estimate, plan, profile, simulate
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.order import ORDERS, Order, register
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from terapipe.modeling.cache import SliceCache
     from terapipe.modeling.gpt import GPT
     from terapipe.modeling.stage import Stage, fill_batch, next_token_labels
+    from terapipe.runtime.dry_run import DryRun
     from terapipe.runtime.failures import PipelineError
     from terapipe.runtime.mesh import device_mesh
     from terapipe.runtime.pipeline import Pipeline
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
+    "DryRun": "terapipe.runtime.dry_run",
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
     "PipelineError": "terapipe.runtime.failures",
@@ -52,6 +54,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "CostTable",
+    "DryRun",
     "Event",
     "GPTConfig",
     "Layout",
@@ -74,6 +77,7 @@ __all__ = [
     "compare",
     "dependencies",
     "device_mesh",
+    "dry_run",
     "estimate",
     "fill_batch",
     "next_token_labels",

@@ -1,6 +1,8 @@
-"""The planner as functions: profile, plan, compare, estimate, simulate. The command line and the trainer use them.
+"""The planner as functions: profile, plan, compare, estimate, simulate, dry_run. The command line and the trainer use
+them.
 
-Importing this module does not load torch. ``profile`` loads it, and so does planning for a model that is not a preset.
+Importing this module does not load torch. ``profile`` and ``dry_run`` load it, and so does planning for a model that is
+not a preset.
 """
 
 import time
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import parse_bytes
+from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
+from terapipe.scheduling.simulator import peaks, program
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
 from terapipe.search.choose import compare as compare_orders
@@ -27,6 +30,7 @@ from terapipe.search.table import CostTable, choose_by_table
 
 if TYPE_CHECKING:
     from terapipe.modeling.stage import Splittable
+    from terapipe.runtime.dry_run import DryRun
 
 Costs = Profile | Cluster | CostTable | str
 
@@ -56,8 +60,8 @@ def profile(
 
     Every rank returns the same Profile.
     """
+    from terapipe.runtime.environment import rank_and_size
     from terapipe.runtime.profiler import Profiler
-    from terapipe.runtime.transport import rank_and_size
 
     built = _model_object(model, seq_len, dtype)
     spec = model_spec(built)
@@ -215,6 +219,38 @@ def simulate(
 ) -> Timeline:
     """Simulates one step of a plan. Arguments as for ``estimate``."""
     return estimate(plan, costs, model=model, layout=layout).simulate()
+
+
+def dry_run(
+    model: Any, plan: "Plan | PlanResult | SavedPlan", *, layout: Layout | None = None, rank: int | None = None
+) -> "DryRun":
+    """Executes one rank's whole step on fake tensors, at real size, without memory or other ranks: whether shapes and
+    dtypes fit, what would make the host wait for the device, and how many bytes are alive at most.
+
+    - ``model``: as for ``plan``. A model of your own must be on the meta device.
+    - ``plan``: a result of ``plan`` has its layout and dtype, and the planner's count of bytes to compare with.
+    - ``rank``: of the pipeline; by default the one that needs most memory, or else the last.
+    """
+    import terapipe.runtime.dry_run as dry
+
+    given, saved_layout, _, _ = _parts(plan)
+    layout = layout or saved_layout or Layout(1, given.num_ranks, 1)
+    memory = plan.memory if isinstance(plan, PlanResult) else None
+    predicted = peaks(program(given), given, memory) if memory is not None else None
+    if rank is None:
+        rank = given.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
+    if not 0 <= rank < given.num_ranks:
+        raise ValueError(f"the pipeline has ranks 0 to {given.num_ranks - 1}, got {rank}")
+    dtype = plan.source.dtype if isinstance(plan, PlanResult) and plan.source else None
+    built = _model_object(model, given.seq_len, dtype)
+    found = dry.dry_run(built, given, layout, rank, state=getattr(memory, "state", 0))
+    return replace(found, predicted=None if predicted is None else predicted[rank])
+
+
+def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str) -> list[int]:
+    """The bytes of every pipeline rank, by the planner, without optimizer state."""
+    element = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
+    return peaks(program(plan), plan, ShapeMemory(config, element, 0, recompute=plan.recompute))
 
 
 def _parts(

@@ -33,17 +33,19 @@ def config_of(model: str) -> Any:
     return shrunken(default_config(model))
 
 
-def verify_model(model: str, stages: int, slices: int, tp: int = 1) -> VerifyResult:
-    return next(_results({model: config_of(model)}, stages, slices, tp))
+def verify_model(model: str, stages: int, slices: int, tp: int = 1, device: str = "cpu") -> VerifyResult:
+    return next(_results({model: config_of(model)}, stages, slices, tp, device))
 
 
-def verify_all(stages: int, slices: int, tp: int = 1) -> Iterator[tuple[VerifyResult, dict[str, float]]]:
-    """For each model type the result, and without tensor parallel, if it is exact, the errors of another copy that is
-    cut in another way."""
+def verify_all(
+    stages: int, slices: int, tp: int = 1, device: str = "cpu"
+) -> Iterator[tuple[VerifyResult, dict[str, float]]]:
+    """For each model type the result; if it is exact, on the CPU and without tensor parallel also the errors of another
+    copy that is cut in another way."""
     configs = _all_configs()
-    for result in _results(configs, stages, slices, tp):
+    for result in _results(configs, stages, slices, tp, device):
         config = configs[result.model]
-        errors = confirm(result, config) if result.exact and tp == 1 else {}
+        errors = confirm(result, config) if result.exact and tp == 1 and device == "cpu" else {}
         if errors and result.backend == "attention":
             with suppress(UnsupportedModelError):
                 errors["dropout"] = _dropout_error(result, config)
@@ -78,16 +80,18 @@ def _all_configs() -> dict[str, Any]:
     return configs
 
 
-def _results(configs: dict[str, Any], stages: int, slices: int, tp: int) -> Iterator[VerifyResult]:
+def _results(configs: dict[str, Any], stages: int, slices: int, tp: int, device: str) -> Iterator[VerifyResult]:
     if tp == 1:
-        return _verified(configs, stages, slices)
+        return _verified(configs, stages, slices, device)
     return iter(launch(_with_tensor_parallel, tp, tp, configs, stages, slices))
 
 
-def _verified(configs: dict[str, Any], stages: int, slices: int) -> Iterator[VerifyResult]:
+def _verified(configs: dict[str, Any], stages: int, slices: int, device: str = "cpu") -> Iterator[VerifyResult]:
     for name, config in configs.items():
-        known = not isinstance(config, str)
-        yield verify(name, config, stages=stages, slices=slices) if known else VerifyResult(name, reason=config)
+        if isinstance(config, str):
+            yield VerifyResult(name, reason=config)
+        else:
+            yield verify(name, config, stages=stages, slices=slices, device=device)
 
 
 def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list[VerifyResult]:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from terapipe.doctor import examine
 from terapipe.doctor.facts import Examination, Facts
 from terapipe.modeling import kernels
-from terapipe.modeling.kernels import CpuFlashKernel
+from terapipe.modeling.block_kernels import CpuFlash
 
 
 def test_facts_are_what_the_diagnosis_reads() -> None:
@@ -27,14 +27,16 @@ def test_facts_are_what_the_diagnosis_reads() -> None:
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine._kernels() == (["float32", "bfloat16"], [])
-    kernels._trusted.cache_clear()
-    monkeypatch.setattr(CpuFlashKernel, "schemas", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
+    kernels._is_trusted.cache_clear()
+    kernels.kernel_for.cache_clear()
+    monkeypatch.setattr(CpuFlash, "operators", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
     passed, fallbacks = examine._kernels()
-    kernels._trusted.cache_clear()
+    kernels._is_trusted.cache_clear()
+    kernels.kernel_for.cache_clear()
     assert passed == []
     assert len(fallbacks) == 2
     assert "expected (query)" in fallbacks[0]
-    assert "Falling back" not in fallbacks[0]
+    assert "Use a version" not in fallbacks[0]
 
 
 def test_a_port_is_free_or_taken() -> None:

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from terapipe import SliceCache, attend
+from terapipe.modeling.block_kernels import Plain
 from terapipe.modeling.cache import KeyValueStore
-from terapipe.modeling.kernels import PLAIN, Kernel
+from terapipe.modeling.kernels import Kernel
 from tests.plans import slicings
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -75,12 +76,12 @@ def error(found: list[Tensor], wanted: list[Tensor]) -> float:
 def test_slices_are_exact(data: st.DataObject, tokens: int, kv_heads: int) -> None:
     lengths = data.draw(slicings(tokens, 8))
     given_ = inputs(tokens, kv_heads=kv_heads)
-    for kernel in (None, PLAIN):
+    for kernel in (None, Plain()):
         assert error(sliced(lengths, *given_, kernel=kernel), whole(*given_)) < 1e-12
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("kernel", [None, PLAIN])
+@pytest.mark.parametrize("kernel", [None, Plain()])
 def test_other_precisions(dtype: torch.dtype, bound: float, kernel: Kernel | None) -> None:
     given_ = inputs(29, kv_heads=2, dtype=dtype)
     assert error(sliced((9, 1, 12, 7), *given_, kernel=kernel), whole(*given_)) < bound

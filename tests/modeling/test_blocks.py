@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe import SliceCache, attend
-from terapipe.modeling.cache import AttentionBlock
-from terapipe.modeling.kernels import CpuFlashKernel
 from tests.plans import slicings
 
 
@@ -47,7 +45,7 @@ def compare(
     value_size: int = 8,
     softcap: float | None = None,
     with_sinks: bool = False,
-    by_mask: bool = False,
+    window: int | None = None,
 ) -> float:
     """The largest difference of outputs and gradients."""
     generator = torch.Generator().manual_seed(tokens)
@@ -68,11 +66,9 @@ def compare(
         for start, length in zip(edges, lengths, strict=False):
             cache.begin(start, length)
             cut = slice(start, start + length)
-            mask = seen[0, 0, cut, : cut.stop] if by_mask else None
-            blocks = [AttentionBlock(slice(0, length), slice(0, cut.stop), mask=mask)] if by_mask else None
             parts = (x[:, :, cut] for x in mine[:3])
             sink = mine[3] if with_sinks else None
-            outs.append(attend(*parts, cache, 0, softcap=softcap, sinks=sink, blocks=blocks))
+            outs.append(attend(*parts, cache, 0, softcap=softcap, sinks=sink, window=window))
         for start, length, out in reversed(list(zip(edges, lengths, outs, strict=False))):
             cache.begin(start, length)
             cache.backward(out, grad[:, :, start : start + length])
@@ -91,19 +87,13 @@ def test_documents_restart_attention(data: st.DataObject, tokens: int) -> None:
 
 @pytest.mark.parametrize("options", [
     {"softcap": 0.7}, {"with_sinks": True}, {"softcap": 2.0, "with_sinks": True}, {"value_size": 5}, {"value_size": 12},
-    {"by_mask": True}, {"by_mask": True, "with_sinks": True}, {"by_mask": True, "softcap": 1.0},
+    {"window": 5}, {"window": 5, "with_sinks": True}, {"window": 5, "softcap": 1.0},
 ])  # fmt: skip
 def test_other_attentions(options: dict[str, object]) -> None:
     seen = torch.ones(19, 19, dtype=torch.bool).tril()[None, None]
-    if "by_mask" in options:  # a window
+    if "window" in options:
         seen = seen & torch.ones(19, 19, dtype=torch.bool).triu(-4)
     assert compare(19, (7, 1, 8, 3), seen, **options) < 1e-12  # type: ignore[arg-type]
-
-
-def test_kernels_without_masks_leave_them_to_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuFlashKernel, "takes_masks", False)
-    seen = torch.ones(19, 19, dtype=torch.bool).tril().triu(-4)[None, None]
-    assert compare(19, (7, 1, 8, 3), seen, by_mask=True) < 1e-12
 
 
 def test_positions_restart_with_documents() -> None:

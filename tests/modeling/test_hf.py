@@ -16,6 +16,7 @@ from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.modeling.hf.verification import verify
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
+from tests.models import gradients
 
 FAST = [
     "llama", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "gpt_neox", "opt", "phi", "gpt_oss",
@@ -79,7 +80,7 @@ def plainly(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> dict[str, Te
 def cut(decoder: Decoder, ids: Tensor, labels: Tensor, plan: Plan = PLAN) -> dict[str, Tensor]:
     pipe = Pipeline(decoder, plan)
     pipe.step(ids, labels)
-    return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return gradients(pipe)
 
 
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -171,8 +172,7 @@ def test_documents_in_a_row(name: str) -> None:
     decoder = Decoder(model)
     pipe = Pipeline(decoder, Plan((2,), ((20, 1, 30, 13),), (0, 1, decoder.num_layers), "terapipe", 2))
     pipe.step(ids, labels, starts)
-    found = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    assert worst(found, wanted) < 1e-11
+    assert worst(gradients(pipe), wanted) < 1e-11
 
 
 def test_attention_dropout_is_refused() -> None:

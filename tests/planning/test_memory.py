@@ -59,7 +59,7 @@ def test_parameters_are_all_counted(tied: bool) -> None:
     for part, (first, last) in zip(stage_specs((0, 1, 3, 4)), ((0, 1), (1, 3), (3, 4)), strict=True):
         stage = model.stage(first, last, torch.device("cpu"))
         assert parameters(config, [part]) == sum(p.numel() for p in stage.parameters())
-        assert ShapeMemory(config).model_state(part) == 16 * parameters(config, [part])
+        assert ShapeMemory(config).model_state(part) == 12 * parameters(config, [part])
 
 
 def test_recomputation_keeps_only_the_ends() -> None:

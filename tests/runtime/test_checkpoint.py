@@ -27,7 +27,7 @@ from terapipe.runtime.checkpoint import writer
 from terapipe.runtime.checkpoint.reader import Reader
 from terapipe.training.optimizer import make_optimizer
 from tests.models import make_batch, make_model, mesh_of, variant, whole
-from tests.ranks import Ranks
+from tests.ranks import Ranks, join
 
 CONFIG = variant(tied=True, layers=2)
 ROOT = Path(__file__).parents[2]
@@ -446,9 +446,7 @@ def test_a_name_that_cannot_be_taken_leaves_the_old_one(tmp_path: Path, monkeypa
 
 def until_killed(rank: int, folder: str) -> None:
     """Neither ever finishes to write; rank 1 is killed, rank 0 ends when it notices."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}.store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    join(rank, 2, f"{folder}.store")
     pipe = Pipeline(make_model(CONFIG), Plan((1,), ((8, 4),), (0, 1, 2)), timeout=300.0)
     optimizer = adam(pipe)
     steps(pipe, optimizer, range(1))

@@ -18,6 +18,7 @@ from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.runtime import transport
 from terapipe.runtime.checkpoint import hugging_face
 from terapipe.runtime.checkpoint.hugging_face import save_pretrained
+from terapipe.runtime.environment import local_device
 from tests.models import TINY, make_model, mesh_of, whole
 from tests.ranks import Ranks
 
@@ -162,7 +163,7 @@ def test_a_rank_that_cannot_write_stops_all_and_the_old_model_stays(
 
 def save_each(folder: str) -> None:
     """Each process is a pipeline of its own."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "pipe"))
+    mesh = init_device_mesh(local_device().type, (2, 1), mesh_dim_names=("other", "pipe"))
     pipe = pipeline(decoder("llama"), Layout(1, 1, 1), mesh=mesh["pipe"])
     save_pretrained(pipe, Path(folder) / str(mesh.get_rank()))
 

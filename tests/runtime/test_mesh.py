@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling.compiling import compile_layers
 from terapipe.modeling.stage import IGNORE
+from terapipe.runtime.environment import local_device
 from terapipe.runtime.mesh import check_hosts
 from tests.models import gradients, make_batch, make_model, variant, worst_error
 from tests.ranks import Ranks
@@ -30,7 +31,7 @@ def test_an_operator_over_two_hosts_is_refused_by_name() -> None:
 
 def two_by_two(*names: str) -> DeviceMesh:
     if names not in _meshes:
-        _meshes[names] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        _meshes[names] = init_device_mesh(local_device().type, (2, 2), mesh_dim_names=names)
     return _meshes[names]
 
 

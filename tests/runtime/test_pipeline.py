@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from terapipe import GPT, Op, Pipeline, Plan, Timeline
 from terapipe.modeling.stage import IGNORE
-from tests.models import TINY, make_batch, make_model, piped, plain, variant, worst_error
+from terapipe.runtime.environment import local_device
+from tests.models import TINY, gradients, make_batch, make_model, piped, plain, variant, worst_error
 from tests.ranks import Ranks
 
 PLAN = Plan((1, 1), ((9, 1, 12, 7), (15, 14)), (0, 1, 4), "terapipe")
@@ -113,7 +114,7 @@ def described(plan: Plan) -> tuple[float, float, dict[str, Tensor]]:
         model = GPT(TINY, seed=3)
     pipe = Pipeline(model, plan, timeout=300.0)
     loss, norm = pipe.step(*batch()).item(), pipe.grad_norm().item()
-    return loss, norm, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return loss, norm, gradients(pipe)
 
 
 @pytest.mark.parametrize("plan", [replace(PLAN, chunks=2), FOLDED], ids=["one rank", "folded over two"])
@@ -178,12 +179,12 @@ def test_ranks_must_agree_on_the_plan(ranks: Callable[[int], Ranks]) -> None:
 
 def on_mesh() -> tuple[float, dict[str, Tensor]]:
     """Two pipelines of two ranks side by side."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "stage"))
+    mesh = init_device_mesh(local_device().type, (2, 2), mesh_dim_names=("group", "stage"))
     with pytest.raises(ValueError, match=r"are dp, pp and tp, got \('group', 'stage'\)"):
         Pipeline(make_model(TINY), PLAN, mesh=mesh)
     pipe = Pipeline(make_model(TINY), PLAN, mesh=mesh["stage"], timeout=300.0)
     loss = pipe.step(*batch(seed=mesh["group"].get_local_rank()))
-    return loss.item(), {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return loss.item(), gradients(pipe)
 
 
 def test_a_pipeline_may_be_one_dimension_of_a_mesh(ranks: Callable[[int], Ranks]) -> None:

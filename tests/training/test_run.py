@@ -77,10 +77,11 @@ class After:
 
 
 def train(told: RunConfig, until: int = 0) -> None:
+    from terapipe.runtime.environment import local_device
     from terapipe.runtime.transport import Transport
     from terapipe.training.run import Run
 
-    Run(told, Transport(torch.device("cpu"), timeout=300.0), After(until)).run()  # type: ignore[arg-type]
+    Run(told, Transport(local_device(), timeout=300.0), After(until)).run()  # type: ignore[arg-type]
 
 
 def losses(folder: Path) -> list[float]:

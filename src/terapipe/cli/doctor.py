@@ -5,11 +5,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
+from rich.table import Table
 
-from terapipe.cli.options import Verbs, console
+from terapipe import files
+from terapipe.cli.options import Verbs, check_outputs, console, refuse_with
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
 from terapipe.doctor.facts import Examination
 from terapipe.reporting.units import count
@@ -26,7 +29,10 @@ def add(verbs: Verbs) -> None:
         "problem.",
     )
     parser.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="processes to start, without torchrun (default: 2)"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes to start, without torchrun (default: 2; with --prove one for each GPU, at most 8)",
     )
     parser.add_argument(
         "--port", type=int, default=29500, help="port that training will use; checks that it is free (default: 29500)"
@@ -35,12 +41,25 @@ def add(verbs: Verbs) -> None:
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to wait for all ranks (default: 30)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    prove = parser.add_argument_group("proof", "Runs the software on this hardware, and writes what it did to a file.")
+    prove.add_argument(
+        "--prove",
+        action="store_true",
+        help="run kernels, steps of all orders, checkpoints, a killed rank, memory, prediction and links (10 minutes)",
+    )
+    prove.add_argument("--size", choices=("small", "large"), help="of the models that are run (default: large on GPUs)")
+    prove.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the proof (default: terapipe-proof.json)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.ranks < 1 or not 0 < parsed.timeout < inf:
+    if (parsed.ranks is not None and parsed.ranks < 1) or not 0 < parsed.timeout < inf:
         raise ValueError(f"--ranks and --timeout must be positive, got {parsed.ranks} and {parsed.timeout}")
+    if not parsed.prove:
+        refuse_with("doctor without --prove", parsed, "size", "out")
+    check_outputs(parsed)
     if not 0 < parsed.port < 2**16:
         raise ValueError(f"--port must be between 1 and 65535, got {parsed.port}")
     try:
@@ -49,12 +68,42 @@ def run(parsed: argparse.Namespace) -> int:
         remedy = "install it anew: pip install --force-reinstall torch"
         return _report([Finding("versions", Status.PROBLEM, f"torch does not load: {error}", remedy)], {}, parsed.json)
     from terapipe.doctor.examine import alone, examine
-    from terapipe.runtime.transport import under_torchrun
+    from terapipe.runtime.environment import under_torchrun
 
-    examined = examine(parsed.timeout) if under_torchrun() else alone(parsed.ranks, parsed.port, parsed.timeout)
+    if parsed.prove:
+        return _prove(parsed, under_torchrun())
+    examined = examine(parsed.timeout) if under_torchrun() else alone(parsed.ranks or 2, parsed.port, parsed.timeout)
     if examined is None:  # only the first rank reports
         return 0
     return _report(diagnose(Examination.from_dict(examined)), examined, parsed.json)
+
+
+def _prove(parsed: argparse.Namespace, started_by_torchrun: bool) -> int:
+    if started_by_torchrun:
+        raise ValueError("--prove starts its ranks itself; run it without torchrun, on one host")
+    from terapipe.doctor.prove import prove, ranks_here, sizes
+
+    out = parsed.out or Path("terapipe-proof.json")
+    ranks = parsed.ranks or ranks_here()
+    say = (lambda name: None) if parsed.json else (lambda name: console.print(f"[dim]{name} ...[/]"))
+    proof = prove(ranks, sizes(parsed.size), say)
+    files.write(out, json.dumps(proof, indent=1) + "\n")
+    if parsed.json:
+        print(json.dumps(proof))
+    else:
+        _print_proof(proof, out)
+    return int(not proof["holds"])
+
+
+def _print_proof(proof: dict[str, Any], out: Path) -> None:
+    table = Table("proof", "", "", "seconds", box=None, pad_edge=False)
+    for row in proof["proofs"]:
+        mark = {True: "[green]holds[/]", False: "[red]FAILS[/]", None: "[dim]measured[/]"}[row["holds"]]
+        table.add_row(row["name"], mark, escape(row["says"]), f"{row['seconds']:.1f}")
+    console.print()
+    console.print(table)
+    gpus = proof["machine"]["gpus"]
+    console.print(f"\n{proof['ranks']} ranks on {', '.join(gpus) or 'CPUs'}; attach {out} to a report", markup=False)
 
 
 def _report(findings: Sequence[Finding], examined: dict[str, Any], as_json: bool) -> int:

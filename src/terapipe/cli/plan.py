@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terapipe import api, files
 from terapipe.cli.options import (
@@ -28,6 +28,9 @@ from terapipe.reporting.plans import explanation
 from terapipe.search.result import PlanResult
 from terapipe.search.sensitivity import Mistake
 from terapipe.search.source import ClusterSource, ProfileSource, Source
+
+if TYPE_CHECKING:
+    from terapipe.runtime.dry_run import DryRun
 
 PLAN = "plan.json"  # name in the launch command of a plan that was not saved
 
@@ -71,6 +74,12 @@ def add(verbs: Verbs) -> None:
         action="store_true",
         help="also show how the choice changes if a constant of the cluster is wrong (takes 30 times as long)",
     )
+    output.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="also execute the step of the rank that needs most memory on fake tensors, at real size: checks shapes "
+        "and dtypes, and compares bytes with the plan's",
+    )
     parser.set_defaults(run=run)
 
 
@@ -78,16 +87,19 @@ def run(parsed: argparse.Namespace) -> int:
     _refuse_ignored(parsed)
     check_outputs(parsed)
     result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed))
+    dry = api.dry_run(parsed.model or result.model_config, result) if parsed.dry_run else None
     hosts = hosts_of(_machine(result.source), result.layout.devices)
     launch = _launch(parsed, result, hosts)
     mistakes = result.sensitivity() if parsed.sensitivity else []
     _write(parsed, result, launch)
     if parsed.json:
-        print(json.dumps(_as_dict(result, launch, mistakes)))
+        print(json.dumps(_as_dict(result, launch, mistakes, dry)))
         return 0
     for part in explanation(result):
         console.print(part)
     console.print(f"\n[dim]planned in {result.seconds:.1f} s[/]")
+    if dry is not None:
+        console.print(f"\nDry run of {dry}.", markup=False)
     _show_launch(parsed, result, launch, hosts)
     _show_sensitivity(mistakes)
     return 0
@@ -95,7 +107,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _refuse_ignored(parsed: argparse.Namespace) -> None:
     if parsed.cost_table is not None:
-        refuse_with("--cost-table", parsed, "model", "layers_only", "tile", "sensitivity")
+        refuse_with("--cost-table", parsed, "model", "layers_only", "tile", "sensitivity", "dry_run")
     if parsed.profile is not None:
         refuse_with("--profile, whose costs were measured", parsed, "sensitivity")
     if parsed.image is not None and parsed.kubernetes is None:
@@ -140,8 +152,12 @@ def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None
         files.write(parsed.kubernetes, launch.kubernetes_job())
 
 
-def _as_dict(result: PlanResult, launch: Launch | None, mistakes: Sequence[Mistake]) -> dict[str, Any]:
+def _as_dict(
+    result: PlanResult, launch: Launch | None, mistakes: Sequence[Mistake], dry: "DryRun | None"
+) -> dict[str, Any]:
     data = {**result.to_dict(), "launch": launch.to_dict() if launch else None}
+    if dry is not None:
+        data["dry_run"] = dry.to_dict()
     if mistakes:
         data["sensitivity"] = [
             {"constant": m.constant, "factor": m.factor, "regret": m.regret, "same": m.same} for m in mistakes

@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.print_config:
         print(config.to_toml())
         return 0
-    from terapipe.runtime.transport import under_torchrun
+    from terapipe.runtime.environment import under_torchrun
     from terapipe.training.logging import metrics
     from terapipe.training.run import run_rank
     from terapipe.training.run_plan import ranks_wanted

@@ -40,11 +40,16 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="also test tensor parallelism over N processes, with the model's own tp_plan (default: 1)",
     )
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where to run the copies (default: cpu)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.tp > 1 and parsed.device != "cpu":
+        raise ValueError("--tp is tested on CPUs only; leave out --device, or --tp")
     if bool(parsed.model) == parsed.all:
         raise ValueError("give one model, or --all")
     if parsed.stages < 1:
@@ -52,13 +57,14 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.tp < 1:
         raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     _load_transformers()
+    _refuse_without_gpu(parsed.device)
     from terapipe.modeling.hf.comparison import lengths
     from terapipe.verify import verify_model
 
     lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
     if parsed.all:
         return _all(parsed)
-    result = verify_model(parsed.model, parsed.stages, parsed.num_slices, parsed.tp)
+    result = verify_model(parsed.model, parsed.stages, parsed.num_slices, parsed.tp, parsed.device)
     if parsed.json:
         print(json.dumps(result.to_dict()))
     else:
@@ -75,6 +81,13 @@ def _load_transformers() -> None:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
+def _refuse_without_gpu(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and torch sees none here")
+
+
 def _all(parsed: argparse.Namespace) -> int:
     """Tests all model types. Exit code 1 if a result could not be confirmed with another copy."""
     from importlib import metadata
@@ -83,14 +96,15 @@ def _all(parsed: argparse.Namespace) -> int:
     from terapipe.verify import count, count_uses, verify_all
 
     results, wrong, with_dropout = [], Counter[str](), 0
-    for result, errors in verify_all(parsed.stages, parsed.num_slices, parsed.tp):
+    confirms = parsed.tp == 1 and parsed.device == "cpu"
+    for result, errors in verify_all(parsed.stages, parsed.num_slices, parsed.tp, parsed.device):
         results.append(result)
         wrong_uses = [use for use, error in errors.items() if not error <= (0 if use == "dropout" else BOUND)]
         wrong.update(wrong_uses)
         with_dropout += "dropout" in errors
         if not parsed.json:
             console.print(_line(result) + "".join(f", WRONG: {use}" for use in wrong_uses), markup=False)
-    counts = count_uses(results, with_dropout, wrong) if parsed.tp == 1 else count(results)
+    counts = count_uses(results, with_dropout, wrong) if confirms else count(results)
     if parsed.json:
         rows = [{key: value for key, value in r.to_dict().items() if key != "groups"} for r in results]
         print(json.dumps({"transformers": metadata.version("transformers"), **counts, "models": rows}))

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -28,8 +28,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import terapipe
 from terapipe.launch.processes import launch, take_cores
-from terapipe.modeling.kernels import PLAIN, kernel_for
-from terapipe.runtime.transport import host_name, local_device, local_rank, local_ranks, rank_and_size
+from terapipe.modeling.block_kernels import Plain
+from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.runtime.environment import host_name, local_device, local_rank, local_ranks, rank_and_size
 
 
 def facts(rank: int) -> dict[str, Any]:
@@ -91,11 +92,11 @@ def _kernels() -> tuple[list[str], list[str]]:
         name = str(dtype).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fast = kernel_for(local_device(), dtype) is not PLAIN
+            fast = not isinstance(kernel_for(Need(local_device(), dtype, HEAD_SIZE)), Plain)
         if fast:
             passed.append(name)
         else:
-            why = [str(w.message).partition(". Falling back")[0] for w in caught if w.category is RuntimeWarning]
+            why = [str(w.message).partition(". Use a version")[0] for w in caught if w.category is RuntimeWarning]
             fallbacks.append(f"{name}: {why[0] if why else 'the fast kernel is not trusted'}")
     return passed, fallbacks
 
@@ -128,8 +129,10 @@ def _shared_memory() -> int | None:
     return about.f_blocks * about.f_frsize
 
 
+HEAD_SIZE = 64  # of the attention kernels that are tried
 PINGS = 20
 LENGTHS = (2**11, 2**13, 2**15, 2**17, 2**19, 2**19, 2**19)  # numbers of 8 bytes; the last are 4 MiB
+CUDA_LENGTHS = (*LENGTHS, 2**21, 2**23, 2**25)  # on fast links 4 MiB show the latency, not the rate
 ONE_LINK = 3.0  # seconds at most to measure one link
 
 
@@ -144,12 +147,15 @@ def links(rank: int, size: int, device: torch.device, budget: float) -> list[dic
 
 def _link(peer: int, device: torch.device, share: float) -> dict[str, Any]:
     try:
-        return {"rank": peer, **measure_link(partial(_echo, peer, device), share)}
+        lengths = CUDA_LENGTHS if device.type == "cuda" else LENGTHS
+        return {"rank": peer, **measure_link(partial(_echo, peer, device), share, lengths)}
     except RuntimeError as error:
         raise RuntimeError(f"rank {peer} stopped answering: {first_line(error)}") from None
 
 
-def measure_link(echo: Callable[[int, int], tuple[float, float]], share: float) -> dict[str, Any]:
+def measure_link(
+    echo: Callable[[int, int], tuple[float, float]], share: float, lengths: Sequence[int] = LENGTHS
+) -> dict[str, Any]:
     """Sends longer and longer messages until the next would exceed the time ``share``."""
     echo(1, 1)  # the first message opens the connection
     start = time.monotonic()
@@ -157,7 +163,7 @@ def measure_link(echo: Callable[[int, int], tuple[float, float]], share: float) 
     while len(pings) < PINGS and time.monotonic() < start + share / 2:
         pings.append(echo(1, 1))
     rate = 0.0
-    for length in LENGTHS:
+    for length in lengths:
         if rate and time.monotonic() + 2 * 8 * length / rate > start + share:
             break
         pings.append(echo(1, length))

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from terapipe.runtime.environment import local_rank, local_ranks
 from terapipe.runtime.failures import PipelineError
-from terapipe.runtime.transport import local_rank, local_ranks
 
 SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish their step and save
 

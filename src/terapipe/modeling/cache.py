@@ -3,37 +3,21 @@
 import copy
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from terapipe.modeling.dtensor import to_local
-
-EVERY = slice(None)
-
-
-class AttentionBlock(NamedTuple):
-    """Some tokens of a slice, and the tokens that they see: all of them, or each those up to itself."""
-
-    rows: slice  # of the slice
-    keys: slice  # of the sequence
-    causal: bool = False
-    sequences: slice = EVERY  # of the microbatch
-    mask: Tensor | None = None  # (rows, keys): which of them, where that is neither
-
-
-class Span(NamedTuple):
-    """The part of a document that lies in a slice; all places are in the sequence."""
-
-    start: int  # of the document
-    first: int  # token of it in the slice
-    last: int  # the one after its last in the slice
-    sequences: slice = EVERY
+from terapipe.modeling.visibility import Visibility, segments
 
 
 class KeyValueStore:
-    """Keys, values and their gradients of one attention layer for all tokens of one microbatch, written in place."""
+    """Keys, values and their gradients of one attention layer for all tokens of one microbatch, written in place.
+
+    Gradients are sums over slices. Those of half precision are kept in float32, or rounding would grow with the number
+    of slices.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -50,11 +34,11 @@ class KeyValueStore:
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
         return self._tensors["k"][sequences, :, keys], self._tensors["v"][sequences, :, keys]
 
-    def add_grad(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, first: bool) -> None:
-        """Adds to the gradients of earlier tokens. The first to come overwrites what an earlier step left."""
+    def add_grad(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, overwrite: bool) -> None:
+        """Adds to the gradients of earlier tokens, or overwrites what an earlier step left."""
         for name, x in (("k", dk), ("v", dv)):
             room = self._grad(name)[sequences, :, keys]
-            if first:
+            if overwrite:
                 room.copy_(x)
             else:
                 room.add_(x)
@@ -69,7 +53,8 @@ class KeyValueStore:
 
     def _grad(self, name: str) -> Tensor:
         if f"d{name}" not in self._tensors:
-            self._tensors[f"d{name}"] = torch.empty_like(self._tensors[name])
+            wide = torch.promote_types(self._tensors[name].dtype, torch.float32)
+            self._tensors[f"d{name}"] = torch.empty_like(self._tensors[name], dtype=wide)
         return self._tensors[f"d{name}"]
 
 
@@ -90,7 +75,10 @@ class SliceCache:
         self._made: dict[int, dict[Hashable, Tensor]] = {}  # ... and as the slice that ends there made them
         self._starts: tuple[tuple[int, ...], ...] = ()
         self._longest: int | None = None
+        self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
+        self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
         self.casts: dict[Tensor, Tensor] = {}  # weights in another dtype; several caches may share it
+        self.main_grads = False  # whether gradients of half-precision weights are summed in float32: see main_grads.py
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
 
@@ -164,6 +152,8 @@ class SliceCache:
         length of the longest document of the whole batch, by default of these."""
         self._starts = tuple(tuple(row) for row in starts)
         self._longest = longest
+        self._visible.clear()
+        self._positions = None
 
     @property
     def has_documents(self) -> bool:
@@ -175,36 +165,36 @@ class SliceCache:
         """The tokens of the longest document: what a model that is given the whole batch takes for its length."""
         return self._longest or longest_document(self._starts, self.seq_len)
 
-    def spans(self) -> list[Span]:
-        """The documents that the current slice has tokens of."""
-        rows = self._starts or ((0,),)
-        alike = len(set(rows)) == 1
-        found = []
-        for i, row in enumerate(rows[:1] if alike else rows):
-            for start, stop in pairwise([*row, self.seq_len]):
-                first, last = max(start, self.context), min(stop, self.end)
-                if first < last:
-                    found.append(Span(start, first, last, EVERY if alike else slice(i, i + 1)))
-        return found
-
-    def blocks(self) -> list[AttentionBlock]:
-        """What the current slice sees: of the document that each token belongs to, all up to itself."""
-        found = []
-        for start, first, last, sequences in self.spans():
-            rows = slice(first - self.context, last - self.context)
-            found.append(AttentionBlock(rows, slice(first, last), causal=True, sequences=sequences))
-            if start < self.context:
-                found.append(AttentionBlock(rows, slice(start, self.context), sequences=sequences))
-        return found
+    def visibility(self, window: int | None = None, chunk: int | None = None) -> Visibility:
+        """What the current slice's tokens see: of their document all up to themselves, at most ``window`` of them, or
+        those of their chunk, where chunks have ``chunk`` tokens."""
+        key = (self.context, self.length, window, chunk)
+        if key not in self._visible:
+            found = segments(self._starts, self.context, self.end, chunk)
+            self._visible[key] = Visibility(self.context, self.length, found, window)
+        return self._visible[key]
 
     def positions(self, device: torch.device) -> Tensor:
         """Of the current slice's tokens in their documents: (1 or sequences, tokens)."""
-        rows = []
-        for row in self._starts or ((0,),):
-            starts = torch.tensor(row, device=device)
-            places = torch.arange(self.context, self.end, device=device)
-            rows.append(places - starts[torch.searchsorted(starts, places, right=True) - 1])
-        return torch.stack(rows)
+        if not self.has_documents:
+            return torch.arange(self.context, self.end, device=device)[None]
+        if self._positions is None or self._positions.device != device:
+            self._positions = on_device(_positions(self._starts, self.seq_len), device)
+        return self._positions[:, self.context : self.end]
+
+
+def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:
+    """Of all tokens in their documents: (sequences, tokens)."""
+    places = torch.arange(seq_len)
+    rows = [torch.tensor(row) for row in starts]
+    return torch.stack([places - row[torch.searchsorted(row, places, right=True) - 1] for row in rows])
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for, if the tensor is the host's."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def longest_document(starts: Sequence[Sequence[int]], seq_len: int) -> int:

@@ -6,6 +6,7 @@ compiled, once for all layers of its kind and all lengths of slices.
 """
 
 import inspect
+import shutil
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -50,6 +51,8 @@ def _refuse(stage: nn.Module, backend: str) -> None:
         raise ValueError(
             "layers whose operators are split over devices cannot be compiled; take tp 1, or leave compiling off"
         )
+    if backend == "inductor" and any(p.device.type == "cuda" for p in parameters):
+        _refuse_without_triton()
     if backend == "inductor" and any(p.device.type == "cpu" for p in parameters):
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -60,6 +63,19 @@ def _refuse(stage: nn.Module, backend: str) -> None:
             raise ValueError(
                 "compiling for a CPU needs a C++ compiler, and none was found; install g++, or leave compiling off"
             ) from None
+
+
+def _refuse_without_triton() -> None:
+    """Otherwise it is found out in the first step, on one rank after the other."""
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        raise ValueError("compiling for a GPU needs triton, and none was found; install it, or leave compiling off")
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        raise ValueError(
+            "compiling for a GPU needs a C compiler for triton's launcher, and none was found; install gcc, or leave "
+            "compiling off"
+        )
 
 
 def _is_tensor_parallel(block: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from terapipe.modeling.autocast import autocast_dtype, autocasted
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
+from terapipe.modeling.main_grads import add_product, is_half
 
 
 class DeferredGrad(NamedTuple):
@@ -30,8 +31,12 @@ class DeferredGrad(NamedTuple):
     weight: Tensor
     grad: Tensor  # of the layer's output, one row for each token
     x: Tensor  # the layer's input, likewise
+    to_main_grad: bool = False  # adds to a sum in float32, see main_grads.py
 
     def add(self) -> None:
+        if self.to_main_grad:
+            add_product(self.weight, self.grad, self.x)
+            return
         total = self.weight.grad
         if total is None:
             self.weight.grad = laid_out_like(self.weight, self.product().to(self.weight.dtype))
@@ -125,7 +130,7 @@ class _Project(torch.autograd.Function):
         want_x, want_weight, want_bias, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         if want_weight:
-            deferred = DeferredGrad(weight, rows, x.flatten(0, -2))
+            deferred = DeferredGrad(weight, rows, x.flatten(0, -2), ctx.cache.main_grads and is_half(weight))
             if ctx.cache.defer:
                 ctx.cache.deferred.append(deferred)
             else:

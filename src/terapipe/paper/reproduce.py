@@ -193,7 +193,8 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     activations = config.layers * float(memory.activations(layer, sequences, length)) / 2
     working = float(memory.workspace(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element
     logits = float(memory.workspace(StageSpec(1, last=True), sequences, min(length, 2048))[0])
-    peak = memory.model_state(whole) / source.devices + activations + working + logits
+    state = memory.model_state(whole) + memory.gradients(whole).during
+    peak = state / source.devices + activations + working + logits
     note = "traffic taken to overlap" if compute >= max(passed, gathered) else "bound by its traffic"
     name = "FSDP (estimate)" if ring == 1 else f"FSDP, rings of {ring} (estimate)"
     return Estimate(name, max(compute, passed, gathered) + per_step, round(peak), note)

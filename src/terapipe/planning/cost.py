@@ -54,11 +54,22 @@ class Cost(Protocol):
         """The work that a rank with these stages does once per step: gradient all-reduce and optimizer."""
 
 
+class GradientBytes(NamedTuple):
+    """Of a stage's weights, over a step."""
+
+    before: float  # its first backward
+    during: float  # its backwards
+    after: float  # its last backward
+
+
 class Memory(Protocol):
     """Bytes on one device."""
 
     def model_state(self, stage: StageSpec) -> float:
-        """Weights, gradients and optimizer state."""
+        """Weights and optimizer state."""
+
+    def gradients(self, stage: StageSpec) -> GradientBytes:
+        """Gradients of the weights."""
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         """What a slice keeps from its forward to its backward."""

@@ -194,11 +194,11 @@ class FittedCost:
         return self._links[a // per_host != b // per_host]
 
     def _all_reduce_gradients(self, count: int) -> float:
-        """The ring all-reduce over replicas, in the gradients' dtype. The ranks of a host share one link to others."""
+        """The ring all-reduce over replicas, in float32 or wider. The ranks of a host share one link to others."""
         dp, replica = self.layout.dp, self.layout.pp * self.layout.tp
         if dp == 1:
             return 0.0
-        sent = 2 * (dp - 1) / dp * self.profile.element * count
+        sent = 2 * (dp - 1) / dp * max(self.profile.element, 4) * count
         per_host = self.profile.ranks_per_host
         if self.layout.devices <= per_host:
             return float(self._link(0, 0)(sent))

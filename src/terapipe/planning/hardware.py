@@ -33,7 +33,7 @@ class Device:
     half_width: float = 0.0  # matmul width at which utilization is half of `achieved`
     accumulated: float = 2.0  # memory traffic of accumulating a slice's weight gradients, as a multiple of weight bytes
     element: int = 2  # bytes of a weight, an activation, a gradient
-    summed: int = 2  # bytes of a gradient in the all-reduce over replicas, which is in the parameters' dtype
+    summed: int = 4  # bytes of a gradient in the all-reduce over replicas, which is in float32
     state: int = 12  # bytes of optimizer state per parameter: float32 copy and Adam's two moments
     causal: bool = True  # whether attention skips masked blocks; otherwise it computes whole rectangles
     tile: int = 8  # tokens; slice lengths that are multiples of it use the device well

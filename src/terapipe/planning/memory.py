@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Numbers, StageSpec
+from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
 from terapipe.presets import GPTConfig
 
 
@@ -32,19 +32,40 @@ class ShapeMemory:
     tp: int = 1
     recompute: bool = False
     shards: int = 1  # replicas that shard the model state (FSDP2)
+    replicas: int = 1
 
     def model_state(self, stage: StageSpec) -> float:
-        """Weights, gradients and optimizer state. With FSDP2 a device has a shard of each, and in addition the whole
-        weights and gradients of the stage during a step."""
-        per_parameter = float(2 * self.element + self.state)
+        """Weights and optimizer state. With FSDP2 a device has a shard of each, and during a step all weights of the
+        stage, too."""
+        per_parameter = float(self.element + self.state)
         if self.shards > 1:
-            per_parameter = 2 * self.element + per_parameter / self.shards
-        return parameters(self.config, [stage]) / self.tp * per_parameter
+            per_parameter = self.element + (self.element + self.state) / self.shards
+        return self._parameters(stage) * per_parameter
+
+    def gradients(self, stage: StageSpec) -> GradientBytes:
+        """Sums over slices are in float32 or wider. Those of half-precision weights do not exist before the first
+        backward, and are rounded after the last; with replicas, when all are summed over replicas. With FSDP2 a device
+        also has a shard of the rounded ones."""
+        sums = self._parameters(stage) * self._sum
+        if self.shards > 1:
+            sums += self._parameters(stage) * self.element / self.shards
+        if self.shards > 1 or self.element == self._sum:
+            return GradientBytes(sums, sums, sums)
+        rounded = sums if self.replicas > 1 else self._parameters(stage) * self.element
+        return GradientBytes(0.0, sums, rounded)
+
+    def _parameters(self, stage: StageSpec) -> float:
+        return parameters(self.config, [stage]) / self.tp
+
+    @property
+    def _sum(self) -> int:
+        """Bytes of a gradient that is a sum over slices."""
+        return max(self.element, 4)
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
         # that gradient.
-        hidden = np.multiply(size, length) * float(self.config.hidden * self.element)
+        hidden = np.multiply(size, length) * float(self.config.hidden * self.element) / self.tp  # sequence parallel
         if self.recompute:
             return np.asarray(2 * hidden, dtype=np.float64)
         return hidden * (1 + stage.last) + stage.layers * self._layer(size, length)
@@ -57,8 +78,9 @@ class ShapeMemory:
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        width = 4 * self.config.num_kv_heads * self.config.head_size  # keys, values, and the gradient of each
-        return np.asarray(stage.layers * np.multiply(size, seq_len) * width * self.element / self.tp, dtype=np.float64)
+        width = 2 * self.config.num_kv_heads * self.config.head_size  # keys and values, and the gradient of each
+        nbytes = width * (self.element + self._sum) / self.tp
+        return np.asarray(stage.layers * np.multiply(size, seq_len) * nbytes, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
@@ -67,11 +89,12 @@ class ShapeMemory:
         return np.asarray(logits, dtype=np.float64), np.asarray(recomputed, dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
-        """What autograd saves in one layer. Tensor parallel ranks replicate inputs and outputs of the norms and shard
+        """What autograd saves in one layer. Tensor parallel ranks gather the inputs of the two projections and shard
         the rest."""
         c = self.config
-        replicated = 4 * c.hidden
-        sharded = 3 * c.hidden + 2 * c.ffn_hidden  # queries, attention output twice, both sides of the activation
+        replicated = 2 * c.hidden
+        # Inputs of the norms, queries, attention output twice, both sides of the activation.
+        sharded = 5 * c.hidden + 2 * c.ffn_hidden
         per_token = (replicated + sharded / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 

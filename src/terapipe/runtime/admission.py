@@ -57,12 +57,14 @@ class Admission:
         try:
             batch = self._inputs.take(input_ids, labels, documents, plan)
             self._checks.step(batch.documents, training=training, padded=self._inputs.pads)
+            if method == "step":
+                _refuse_float16(self._executors.dtype, self._autocast())
             total = check_total(total) if self._inputs.takes_labels else None
             self._executors.get(batch.plan)
             work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
             ids, targets = lone_checksums(input_ids, labels)
-            if batch.labels is not None and self._transport.tp_rank == 0:
-                counted = int((batch.labels != IGNORE).sum())
+            if batch.labels is not None and labels is not None and self._transport.tp_rank == 0:
+                counted = int((labels != IGNORE).sum())  # as given: those on the device would have to be waited for
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
         terms = self._agreed(work, error, ids, targets, counted)
@@ -97,4 +99,13 @@ class Admission:
     def _scale(self, counted: int, total: float | None) -> Tensor:
         if total is None and not counted:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        return torch.tensor(1.0 / (total or counted), dtype=self._executors.wide, device=self._transport.device)
+        scale = 1.0 / (total or counted)
+        return torch.full((), scale, dtype=self._executors.wide, device=self._transport.device)
+
+
+def _refuse_float16(dtype: torch.dtype, autocast: Autocast) -> None:
+    if torch.float16 in (dtype, autocast.dtype):
+        raise ValueError(
+            "training in float16 needs a loss scale that all ranks change together, which a pipeline does not have; "
+            f"got {'parameters of' if dtype is torch.float16 else 'autocast to'} float16; use bfloat16 or float32"
+        )

@@ -30,32 +30,37 @@ class Clock:
     """Marks are cheap to take; their times are read after the step. Seconds since the epoch, so that ranks compare."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._offset = time.time() - time.perf_counter()
-        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        self._anchor: tuple[torch.cuda.Event, float] | None = None  # the same moment by the device and by the host
 
     def start(self) -> None:
-        """Ties device time to host time at the beginning of a step."""
-        if self._cuda:
-            event = self._event()
-            event.synchronize()
-            self._anchor = (event, time.perf_counter())
+        """Before the first step the host waits for the device once, to compare their times; later only when times are
+        read, which waits anyway."""
+        if self._device.type == "cuda" and self._anchor is None:
+            self._compare()
+
+    def _compare(self) -> None:
+        event = self._event()
+        event.synchronize()
+        self._anchor = (event, time.perf_counter())
 
     def mark(self) -> Mark:
-        return self._event() if self._cuda else time.perf_counter()
+        return self._event() if self._device.type == "cuda" else time.perf_counter()
 
-    def seconds(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            return self._offset + mark
+    def read(self, marks: Sequence[Mark]) -> list[float]:
+        if self._device.type != "cuda":
+            return [self._offset + mark for mark in marks if isinstance(mark, float)]
         assert self._anchor is not None
         event, host = self._anchor
-        mark.synchronize()
-        return self._offset + host + float(event.elapsed_time(mark)) / 1e3
+        torch.cuda.synchronize(self._device)
+        times = [self._offset + host + float(event.elapsed_time(m)) / 1e3 for m in marks if not isinstance(m, float)]
+        self._compare()  # elapsed times are coarse after hours
+        return times
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
@@ -158,14 +163,14 @@ class Executor:
 
     def events(self) -> list[Event]:
         """What this rank computed in the last run, and when."""
-        rank, seconds = self._transport.rank, self._clock.seconds
-        found = []
-        for run, start, end in self._marks:
+        rank, found = self._transport.rank, []
+        times = iter(self._clock.read([mark for _, start, end in self._marks for mark in (start, end)]))
+        for (run, _, _), start, end in zip(self._marks, times, times, strict=False):
             # Weight halves are done together, weight by weight: each gets its tokens' share of the time.
-            seq_len = list(accumulate((a.slice.size * a.slice.length for a in run), initial=0))
-            unit = (seconds(end) - seconds(start)) / seq_len[-1]
-            for action, (before, after) in zip(run, pairwise(seq_len), strict=True):
-                found.append(Event(rank, action, seconds(start) + before * unit, seconds(start) + after * unit))
+            tokens = list(accumulate((a.slice.size * a.slice.length for a in run), initial=0))
+            unit = (end - start) / tokens[-1]
+            for action, (before, after) in zip(run, pairwise(tokens), strict=True):
+                found.append(Event(rank, action, start + before * unit, start + after * unit))
         return found
 
     # Computations
@@ -307,6 +312,7 @@ class Executor:
             cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.seq_len)
             cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             cache.casts = self._casts
+            cache.main_grads = True
             self._caches[key] = cache
         return self._caches[key]
 

@@ -8,6 +8,8 @@ import torch
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
+from terapipe.runtime.inputs import Batch
+from terapipe.runtime.silence import SilentTransport
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
 from terapipe.scheduling.validation import validated_actions
@@ -36,6 +38,14 @@ class Executors:
         actions = validated_actions(plan, self._transport.rank)
         return Executor(self._stages, plan, actions, self._transport, self._wire, self._stage_done)
 
+    def run_alone(self, batch: Batch) -> None:
+        """This rank's actions without the other ranks. Nothing of it is kept."""
+        silent = SilentTransport(self._transport.device, self._transport.rank)
+        actions = validated_actions(batch.plan, silent.rank)
+        executor = Executor(self._stages, batch.plan, actions, silent, self._wire, self._stage_done)
+        executor.run(batch, train=True)
+        executor.release()
+
     def get(self, plan: Plan) -> Executor:
         """Of shapes other than the pipeline's own only the last few are kept."""
         executor = self._kept.pop(plan, None) or self.make(plan)
@@ -45,10 +55,12 @@ class Executors:
         return executor
 
     def begin(self, plan: Plan) -> Executor:
-        """For a step. Of all shapes, only this one's and the pipeline's own keep their keys and values in memory."""
+        """For a step. Only this shape's keys and values stay in memory; on CPUs, where fresh memory is slow to touch,
+        those of the pipeline's own shape too."""
         self.current = self.get(plan)
+        on_cpu = self._transport.device.type == "cpu"
         for other in self._kept.values():
-            if other is not self.current and other.plan != self._plan:
+            if other is not self.current and not (on_cpu and other.plan == self._plan):
                 other.release()
         return self.current
 
@@ -58,6 +70,11 @@ class Executors:
         kept, self.current = self.current, executor
         yield
         self.current = kept
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters."""
+        return self._wire.parameters
 
     @property
     def wide(self) -> torch.dtype:

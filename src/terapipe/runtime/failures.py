@@ -6,6 +6,7 @@ the rank that others waited for and that has posted nothing.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -33,6 +34,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def is_timeout(error: Exception) -> bool:
+    return bool(re.search(r"timed? ?out", str(error), re.IGNORECASE))
+
+
+def own_words(error: Exception) -> str:
+    """What an error between ranks says beyond that the connection is gone. NCCL names causes: a GPU that two ranks
+    share, no network interface, no memory for its buffers."""
+    said = str(error).strip()
+    if not isinstance(error, dist.DistBackendError) or _GONE.search(said):
+        return ""
+    return said.splitlines()[0]
+
+
+# What NCCL says when a peer is gone, late, or has cut the connection.
+_GONE = re.compile(r"abort|timed? ?out|timeout|connection (was )?closed|remote process|shut ?down", re.IGNORECASE)
+
+
 def in_words(error: BaseException) -> str:
     """An error's kind and what it says, never empty."""
     said = str(error).strip()
@@ -57,7 +75,8 @@ class Record:
             at = f" at {self.waited_for}" if self.waited_for else ""
             return f"{name(self.rank)} stopped{at}: {self.error}"
         how = f"waited {self.seconds:.1f} s" if self.timed_out else "was waiting"
-        return f"{name(self.rank)} {how} at {self.waited_for} for {' or '.join(map(name, self.peers))}"
+        said = f" ({self.error})" if self.error else ""
+        return f"{name(self.rank)} {how} at {self.waited_for} for {' or '.join(map(name, self.peers))}{said}"
 
 
 class Board:

@@ -7,20 +7,30 @@ Replicas of a stage have their gradients summed once per step (all-reduce), or e
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.main_grads import (
+    add_to_main_grad,
+    is_half,
+    main_grad,
+    match_main_grad,
+    round_to_grad,
+    sum_in_float32,
+)
 from terapipe.modeling.stage import Predictor, Stage
+from terapipe.runtime.mesh import DP, TP
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import DP, TP, Transport
+from terapipe.runtime.transport import Transport
 
 BUCKET = 25 << 20  # bytes that are summed in one message
 
@@ -47,6 +57,7 @@ class GradientSync:
 
     def stage_done(self, k: int) -> None:
         """The stage's gradients are complete on this rank; other stages are still at work."""
+        round_to_grad(self._modules[k].parameters())
         match_layouts(self._modules[k].parameters())
 
     def finish(self) -> None:
@@ -54,7 +65,7 @@ class GradientSync:
 
 
 class AllReduceSync(GradientSync):
-    """Sums gradients over replicas, in buckets, while the pipeline drains."""
+    """Sums gradients over replicas, in buckets, while the pipeline drains; those of half precision in float32."""
 
     sums_in_place = True
 
@@ -65,17 +76,22 @@ class AllReduceSync(GradientSync):
 
     def stage_done(self, k: int) -> None:
         """Called on all replicas in the same order."""
-        super().stage_done(k)
+        match_layouts(self._modules[k].parameters())
         for bucket in _buckets(list(_gradients(self._modules[k].parameters()))):
-            flat = torch.cat([g.flatten() for g in bucket])
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()  # large ones are not copied
+            flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
             self._pending.append((bucket, flat, self._transport.start_sum(flat)))
 
     def finish(self) -> None:
         for bucket, flat, work in self._pending:
             self._transport.finish_sum(work)
-            for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            if flat is bucket[0]:
+                continue
+            parts = torch.split(flat, [g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
         self._pending.clear()
+        for module in self._modules.values():
+            round_to_grad(module.parameters())
 
 
 class ShardedSync(GradientSync):
@@ -90,11 +106,13 @@ class ShardedSync(GradientSync):
         return {k: cast(Stage, sharded) for k, sharded in self._sharded.items()}
 
     def stage_done(self, k: int) -> None:
+        round_to_grad(self._modules[k].parameters())
         self._sharded[k].reduce()
 
     def finish(self) -> None:
-        for sharded in self._sharded.values():
+        for k, sharded in self._sharded.items():
             sharded.release()
+            round_to_grad(self._modules[k].parameters())  # FSDP calls hooks of the shards, too
 
 
 @contextmanager
@@ -116,25 +134,45 @@ def earlier_gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[
 
 
 @contextmanager
+def gradients_put_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Whatever happens inside, gradients are as before, and no hook is called for them."""
+    held = list(parameters)
+    earlier = [p.grad for p in held]
+    with _hooks_set_aside(held):
+        try:
+            for p in held:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(held, earlier, strict=True):
+                p.grad = grad
+
+
+@contextmanager
 def hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Calls what ``register_post_accumulate_grad_hook`` registered once, at the end, for parameters with a gradient.
 
     Autograd would call it after each slice, with a part of the gradient, and not at all for the weights of ``Linear``.
     After a failure nothing is called.
     """
-    hooked = [p for p in parameters if p._post_accumulate_grad_hooks]
-    hooks = [dict(p._post_accumulate_grad_hooks) for p in hooked]
-    for p in hooked:
-        p._post_accumulate_grad_hooks.clear()
-    try:
+    with _hooks_set_aside(parameters) as hooks:
         yield
-    finally:
-        for p, mine in zip(hooked, hooks, strict=True):
-            p._post_accumulate_grad_hooks.update(mine)  # in place: the handles that remove hooks refer to it
-    for p, mine in zip(hooked, hooks, strict=True):
+    for p, mine in hooks.items():
         if p.requires_grad and p.grad is not None:
             for hook in mine.values():
                 hook(p)
+
+
+@contextmanager
+def _hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, dict[int, Any]]]:
+    hooks = {p: dict(p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks}
+    for p in hooks:
+        p._post_accumulate_grad_hooks.clear()
+    try:
+        yield hooks
+    finally:
+        for p, mine in hooks.items():
+            p._post_accumulate_grad_hooks.update(mine)  # in place: the handles that remove hooks refer to it
 
 
 def match_layouts(parameters: Iterable[nn.Parameter]) -> None:
@@ -142,12 +180,20 @@ def match_layouts(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
+        match_main_grad(p)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    """The sums of all trained parameters, zeros where there is none: the other replicas may have one."""
     for p in parameters:
-        if p.requires_grad:
-            if p.grad is None:  # the other replicas may have one
+        if p.requires_grad and is_half(p):
+            if main_grad(p) is None:
+                add_to_main_grad(p, torch.zeros_like(p))
+            total = main_grad(p)
+            assert total is not None
+            yield to_local(total)
+        elif p.requires_grad:
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
             yield to_local(p.grad)
 
@@ -173,8 +219,13 @@ class Sharded(nn.Module):
         super().__init__()
         self.stage = stage
         assert isinstance(stage, Stage)
-        self._parts = [fully_shard(block, mesh=mesh, reshard_after_forward=False) for block in stage.blocks]
-        self._parts.append(fully_shard(self, mesh=mesh, reshard_after_forward=False))
+        # Gradients are summed over replicas in float32, as they are over slices, whatever the parameters are.
+        self._half = any(is_half(p) for p in stage.parameters())
+        self._gathered: set[nn.Parameter] = set()  # of which the gradients are summed in float32
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if self._half else None)
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        self._parts = [shard(block) for block in stage.blocks]
+        self._parts.append(shard(self))
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # the loss is already divided by the number of all labels
             part.set_force_sum_reduction_for_comms(True)
@@ -190,6 +241,10 @@ class Sharded(nn.Module):
         if cache is None:
             return x * 1.0
         out: Tensor = self.stage(x, cache)
+        if self._half and torch.is_grad_enabled():
+            new = [p for p in self.stage.parameters() if p not in self._gathered]  # FSDP has parameters of its own
+            sum_in_float32(new)
+            self._gathered.update(new)
         return out
 
     def reduce(self) -> None:
@@ -256,6 +311,9 @@ def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            to_local(p.grad).mul_(factor.to(p.grad.dtype))
+            by_dtype.setdefault(p.grad.dtype, []).append(to_local(p.grad))
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, factor.to(dtype))

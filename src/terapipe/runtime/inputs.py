@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from terapipe.modeling.cache import on_device
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan
 from terapipe.runtime.failures import in_words
-from terapipe.runtime.transport import ALL, Transport
+from terapipe.runtime.mesh import ALL
+from terapipe.runtime.transport import Transport
 
 
 class Terms(NamedTuple):
@@ -170,7 +172,7 @@ class Inputs:
                 f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got {got}"
             )
         _refuse_unknown(name, tensor, vocabulary, filler)
-        return tensor.to(self._device)
+        return on_device(tensor, self._device)
 
     def prompt(self, input_ids: Tensor | None) -> Tensor:
         """Sequences that text is to follow, filled up to a multiple of the tile: no place sees those after it."""
@@ -181,7 +183,7 @@ class Inputs:
                 f"got {got}"
             )
         _refuse_unknown("input_ids", input_ids, self._vocabulary.inputs)
-        return F.pad(input_ids.to(self._device), (0, -input_ids.shape[1] % self._tile))
+        return F.pad(on_device(input_ids, self._device), (0, -input_ids.shape[1] % self._tile))
 
     def starts(self, documents: Documents | None, plan: Plan) -> Documents:
         """Every rank cuts attention at them, so every rank must be told."""

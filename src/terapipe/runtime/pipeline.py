@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -11,24 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from terapipe.modeling.main_grads import is_half, summed_in_float32
 from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
 from terapipe.runtime.admission import Admission, ModelChecks
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
+from terapipe.runtime.checkpoint.writer import ensure_channel
+from terapipe.runtime.environment import device_of
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import (
     earlier_gradients_set_aside,
     gradient_sync,
+    gradients_put_back,
     hooks_when_complete,
     scale_gradients,
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
+from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import ModelPart, persistent_buffers
-from terapipe.runtime.random_state import share_random_state
+from terapipe.runtime.random_state import RandomState, share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import ALL, DP, TP, Transport, local_device
+from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
@@ -77,19 +83,26 @@ class Pipeline(ModelPart):
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.device = local_device() if device is None else torch.device(device)
-        self._transport = Transport(self.device, mesh, timeout, mesh_dims)
+        self.device = device_of(device)
+        self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
+        self._is_warm = False
         with self.failing_together():
             self._check(model)
             checks = ModelChecks(model)
             checks.plan(plan)
             self._tile = 1
+            self._transport.connect(_pairs(plan))
             self.stages.update(self._make_stages(model))
             self._sync = gradient_sync(self.stages, self._transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
             self._assemble(checks, vary)
+
+    def _make_transport(
+        self, mesh: DeviceMesh | None, timeout: float, mesh_dims: Mapping[str, str] | None
+    ) -> Transport:
+        return Transport(self.device, mesh, timeout, mesh_dims)
 
     def _assemble(self, checks: ModelChecks, vary: Vary) -> None:
         wire = Wire(next(self.parameters()).dtype)
@@ -97,6 +110,8 @@ class Pipeline(ModelPart):
         inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, self._vocabulary())
         self._executors = executors = Executors(self.plan, stages, self._transport, wire, checks.plan, done)
         self._admission = Admission(inputs, checks, self._tied, executors, self._transport)
+        if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
+            ensure_channel(self._transport)
         self._generation = Generation(self.plan, self._sync, executors, self._transport)
 
     def _make_stages(self, model: Splittable) -> dict[int, nn.Module]:
@@ -192,12 +207,38 @@ class Pipeline(ModelPart):
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
         are accumulated, that of all of them, so that every label weighs the same.
         """
-        batch = self._admit("step", input_ids, labels, documents, plan, total)
-        summed = list(self.parameters()) if self._sync.sums_in_place else self._tied.parameters
-        with hooks_when_complete(self.parameters()), earlier_gradients_set_aside(summed):
-            loss = self._run(batch, train=True)
+        return self._train(self._admit("step", input_ids, labels, documents, plan, total))
+
+    def _train(self, batch: Batch) -> Tensor:
+        if self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
+            self.warm_up(batch.plan)
+        held = list(self.parameters())
+        tied = set(self._tied.parameters)
+        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
+        with hooks_when_complete(held), earlier_gradients_set_aside(summed):
+            with summed_in_float32(held):
+                loss = self._run(batch, train=True)
             self._tied.sum_gradients()
         return loss
+
+    def warm_up(self, plan: Plan | None = None) -> None:
+        """One step on made-up numbers, without messages between stages. All ranks call it, and are at it at the same
+        time: what is compiled, tuned or loaded when first used is ready before anybody has to wait for it. Gradients
+        and random generators are as before, no hook is called. On GPUs the first step does it by itself."""
+        assert self._executors is not None
+        self._is_warm = True
+        plan = plan or self.plan
+        held = list(self.parameters())
+        with self.failing_together(), RandomState.now(self.device).restored(), gradients_put_back(held):
+            with summed_in_float32(held), self._loss_parallel():
+                self._executors.run_alone(self._made_up(plan))
+                self._sync.finish()
+            self._transport.gather(None, ALL)
+
+    def _made_up(self, plan: Plan) -> Batch:
+        ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64, device=self.device)
+        scale = torch.ones((), device=self.device)
+        return Batch(plan, ids if self.is_first else None, ids if self.is_last else None, (), scale)
 
     def evaluate(
         self,
@@ -226,13 +267,16 @@ class Pipeline(ModelPart):
             executor = self._executors.begin(batch.plan)
             if train and self._transport.tp_size > 1:
                 share_random_state(self._transport)
-            # A loss over a vocabulary in parts is known to torch within this context only, its gradient too.
-            with loss_parallel() if self._transport.tp_size > 1 else nullcontext():
+            with self._loss_parallel():
                 loss = executor.run(batch, train=train)
             self._sync.finish()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DP)
             return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
+
+    def _loss_parallel(self) -> AbstractContextManager[None]:
+        """A loss over a vocabulary in parts is known to torch within this context only, its gradient too."""
+        return loss_parallel() if self._transport.tp_size > 1 else nullcontext()
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor | None) -> Tensor:
@@ -341,3 +385,9 @@ class Pipeline(ModelPart):
     def _timeline(self, events: list[list[Event]]) -> Timeline:
         assert self._executors is not None
         return Timeline.of(self._executors.current.plan, [event for rank in events for event in rank])
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """The ranks that send each other something: those of neighboring stages, and those of the first and the last."""
+    ranks = [plan.rank_of(k) for k in range(plan.num_stages)]
+    return {*pairwise(ranks), (ranks[0], ranks[-1])}

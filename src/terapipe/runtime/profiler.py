@@ -17,15 +17,20 @@ from torch import Tensor, nn
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.linear import accumulate_deferred
+from terapipe.modeling.main_grads import drop_main_grads
 from terapipe.modeling.stage import Splittable, Stage
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import GPTConfig
+from terapipe.runtime.environment import host_name, local_device
 from terapipe.runtime.points import Point, far_apart_first, grid, needed, sparse
-from terapipe.runtime.transport import Transport, host_name, local_device
+from terapipe.runtime.stopwatch import Stopwatch
+from terapipe.runtime.transport import Transport
 
 LEAST, MOST = 3, 15  # measurements of each point
 TIGHT = 0.02  # relative uncertainty at which measuring stops
 MESSAGES = tuple(2**n for n in range(12, 25, 2))  # bytes
+CUDA_MESSAGES = tuple(2**n for n in range(12, 29, 2))  # on fast links, smaller ones show the latency only
+RESERVED = 3 << 29  # bytes of a GPU for its context and NCCL's buffers
 SENDING = 4.0  # seconds for messages over one kind of link, if that is enough for the three smallest
 SHARE = 0.1  # of the time, at most, for those messages, for the optimizer, and for a round that only warms up
 TURNS = 9  # of each message, or at least LEAST
@@ -54,7 +59,9 @@ class Profiler:
         max_tokens: int | None = None,
     ) -> None:
         self.device = local_device()
+        self._timed = Stopwatch(self.device)
         self.transport = Transport(self.device)
+        self.transport.connect(list(pairwise(range(self.transport.size))))
         self.hosts = tuple(self.transport.gather(host_name()))
         count = model.num_layers
         self.shape = _shape(model, shape)
@@ -142,6 +149,8 @@ class Profiler:
             "dtype": str(self.dtype).removeprefix("torch."),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
+        if self.device.type == "cuda":
+            machine["device_memory"] = torch.cuda.mem_get_info(self.device)[1] - RESERVED
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         return Profile(
             self.shape, self.layers, self.seq_len, self.transport.size, samples, tuple(transfers), rates,
@@ -160,7 +169,7 @@ class Profiler:
         if point.context or point.held_out or point.length not in self._sparse:
             return
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
-        yield "head", self._timed(lambda: self._loss(cast(Stage, self.stage), point))
+        yield "head", self._timed(lambda: self._loss(cast(Stage, self.stage), point))[0]
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
@@ -174,20 +183,26 @@ class Profiler:
         """
         shape = cast(Stage, stage).hidden_shape(point.size, point.length)
         gradient = torch.randn(shape, dtype=self.dtype, device=self.device)
-        forwards, backwards, weights = [], [], []
         done: list[tuple[SliceCache, Tensor]] = []
-        for _ in range(count + warm):
-            cache, x = self._cache(stage, point.size, point.context).clone(), self._input(stage, point)
-            cache.begin(point.context, point.length)
-            cache.defer = deferred
-            forwards.append(self._timed(partial(_forward, stage, x, cache, done)))
-        for _ in range(count + warm):
-            cache, out = done.pop()
+        caches = [self._begun(stage, point, deferred) for _ in range(count + warm)]
+        forwards = self._timed(*(partial(_forward, stage, self._input(stage, point), cache, done) for cache in caches))
+        for cache in caches:
             self._fill_state_grads(cache)
-            backwards.append(self._timed(partial(_backward, cache, out, gradient)))
-            weights.append(self._timed(partial(accumulate_deferred, cache.pop_deferred())))
-            del out  # before the next backward, as in a step
-        return forwards[warm:], backwards[warm:], weights[warm:]
+
+        def backward() -> None:
+            cache, out = done.pop()
+            _backward(cache, out, gradient)
+
+        halves = [(backward, partial(_accumulate, cache)) for cache in reversed(caches)]
+        times = self._timed(*(half for both in halves for half in both))
+        return forwards[warm:], times[2 * warm :: 2], times[2 * warm + 1 :: 2]
+
+    def _begun(self, stage: nn.Module, point: Point, deferred: bool) -> SliceCache:
+        cache = self._cache(stage, point.size, point.context).clone()
+        cache.begin(point.context, point.length)
+        cache.defer = deferred
+        cache.main_grads = True
+        return cache
 
     def _fill_state_grads(self, cache: SliceCache) -> None:
         """Other states than keys and values: as if a later slice had found gradients for them."""
@@ -209,20 +224,9 @@ class Profiler:
         labels = torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
         stage.loss(hidden, labels).backward()  # type: ignore[no-untyped-call]
 
-    def _timed(self, action: Callable[[], object]) -> float:
-        self._wait()
-        start = time.perf_counter()
-        action()
-        self._wait()
-        return time.perf_counter() - start
-
     def _together(self, late: bool = False) -> bool:
         """All ranks begin at the same time; whether it is late for one of them."""
         return bool(self.transport.all_reduce(torch.full((1,), float(late), device=self.device)).item())
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _cache(self, stage: nn.Module, size: int, context: int) -> SliceCache:
         """As it is behind so many tokens; to be left so."""
@@ -276,7 +280,7 @@ class Profiler:
     def _messages(self, first: int, left: float = SENDING) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Bytes, and seconds to the next rank, of ever larger messages while there is time left for them."""
         expected = 1e-6
-        for number, nbytes in enumerate(MESSAGES):
+        for number, nbytes in enumerate(CUDA_MESSAGES if self.device.type == "cuda" else MESSAGES):
             turns = max(LEAST, min(TURNS, int(left / 2 / expected)))
             if number >= LEAST and (turns + 1) * expected > left:
                 return
@@ -301,7 +305,7 @@ class Profiler:
         if transport.rank == first:
             # When this is gone, the other rank is known to have posted its receives, as it has in a step.
             transport.wait(transport.send(payload[:1], second, why), second, why)
-            return self._timed(exchange)
+            return self._timed(exchange)[0]
         if transport.rank == second:
             for _, work in [transport.receive(n, dtype, first, why) for n in ((1,), shape)]:
                 transport.wait(work, first, why)
@@ -321,9 +325,10 @@ class Profiler:
         self._together()
         steps: list[float] = []
         while len(steps) <= LEAST and sum(steps) < seconds:
-            steps.append(self._timed(optimizer.step))
+            steps += self._timed(optimizer.step)
         for p in (p for stage in (self.stage, self.plain, self.first) for p in stage.parameters()):
             p.grad = None  # they may be the model's own
+        drop_main_grads(p for stage in (self.stage, self.plain, self.first) for p in stage.parameters())
         return [step / count for step in steps[1:] or steps]
 
 
@@ -351,6 +356,10 @@ def _takes(model: Splittable, length: int) -> bool:
 
 def _forward(stage: nn.Module, x: Tensor, cache: SliceCache, done: list[tuple[SliceCache, Tensor]]) -> None:
     done.append((cache, stage(x, cache)))
+
+
+def _accumulate(cache: SliceCache) -> None:
+    accumulate_deferred(cache.pop_deferred())
 
 
 def _backward(cache: SliceCache, out: Tensor, gradient: Tensor) -> None:

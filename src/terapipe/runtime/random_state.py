@@ -7,7 +7,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from terapipe.runtime.transport import TP, Transport
+from terapipe.runtime.mesh import TP
+from terapipe.runtime.transport import Transport
 
 
 class RandomState(NamedTuple):
@@ -41,13 +42,10 @@ class RandomState(NamedTuple):
 
 def share_random_state(transport: Transport) -> None:
     """Devices that share operators hold the same activations between them, so they must draw the same numbers: those of
-    the first of them."""
+    the first of them. States are numbers of the host, also those of a GPU."""
     state = RandomState.now(transport.device)
-    mine = [x for x in (state.cpu, state.accelerator) if x is not None]
-    flat = torch.cat(mine).to(transport.device)
-    shared = transport.broadcast(flat, 0, "the state of the random generator", TP).cpu()
-    cpu, *accelerator = torch.split(shared, [len(x) for x in mine])
-    RandomState(state.device, cpu, accelerator[0] if accelerator else None).set()
+    cpu, accelerator = transport.gather((state.cpu, state.accelerator), TP)[0]
+    RandomState(state.device, cpu, accelerator).set()
 
 
 def seed_rng(seed: int, rank: int) -> dict[str, Tensor]:

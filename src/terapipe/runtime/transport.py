@@ -1,13 +1,12 @@
-"""The pipeline's connections: groups, devices, sends and receives. The only code that reads RANK and the like."""
+"""What the ranks of a pipeline send each other and decide together, on CPUs by gloo and on GPUs by NCCL."""
 
-import os
-import platform
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
+from terapipe.runtime.environment import ensure_process_group, host_name
 from terapipe.runtime.failures import (
     Board,
     PipelineError,
@@ -24,78 +23,27 @@ from terapipe.runtime.failures import (
     in_words,
     is_connection_error,
     is_out_of_memory,
+    is_timeout,
+    own_words,
 )
+from terapipe.runtime.links import PATIENCE, GlooLinks, Links, NcclLinks, forget, group_of, made
+from terapipe.runtime.mesh import ALL, DP, PP, TP, lines_of, with_roles
+from terapipe.runtime.watcher import Watcher
 
 T = TypeVar("T")
-
-DP, PP, TP, ALL = "dp", "pp", "tp", "all"  # lines of ranks through the mesh
-ROLES = (DP, PP, TP)  # of the dimensions of a mesh
 
 BEAT = 0.5  # seconds between signs of life
 _NEVER_SENT = 1 << 16  # a tag that no message has
 
 
-def local_rank() -> int:
-    """This process among those that torchrun started on this host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def rank_and_size() -> tuple[int, int]:
-    """This process among all that torchrun started, before they have met."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def host_name() -> str:
-    """This host, told apart from others of the same name by the number that torchrun gave it."""
-    number = os.environ.get("GROUP_RANK")
-    return platform.node() if number is None else f"{platform.node()} (node {number})"
-
-
-def restarts() -> int:
-    """How often torchrun has started the processes again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def job() -> str:
-    """What torchrun calls the run, the same on all hosts and after restarts; nothing where it was given no name."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name
-
-
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
-
-
-def local_device() -> torch.device:
-    """The device of this process: under torchrun, each takes the GPU of its local rank, if there are GPUs."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank() % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def ensure_process_group(device: torch.device) -> bool:
-    """Joins the processes that torchrun started, if nobody has yet. False where there is only this process."""
-    if not dist.is_initialized() and under_torchrun():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        store, rank, size = next(iter(rendezvous("env://")))
-        # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
-        store = PrefixStore(f"terapipe/{restarts()}", store)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return dist.is_initialized()
-
-
 class Transport:
-    """Tagless sends and receives between the ranks of one pipeline, and what they decide together.
+    """Sends and receives between the ranks of one pipeline, and what they decide together.
 
-    ``rank`` and ``size`` count within the pipeline. There may be ``replicas`` of it, and each of its ranks may be
-    several ``parts`` that share every operator. The groups of the pipeline and of all ranks are this object's own;
-    those of replicas and parts are the mesh's. ``mesh_dims`` maps ``dp``, ``pp`` and ``tp`` to the mesh's own names.
+    ``rank`` and ``size`` count within the pipeline. There may be replicas of it (``dp``), and each of its ranks may be
+    several tensor parallel ones (``tp``). The groups of the pipeline and of all ranks are this object's own; those of
+    replicas and tensor parallel ranks are the mesh's. Tensors of a GPU travel by NCCL. Python objects and numbers
+    always travel by gloo: nothing waits for the device, and ranks can talk while NCCL is broken. ``mesh_dims`` maps
+    ``dp``, ``pp`` and ``tp`` to the mesh's own names.
     """
 
     def __init__(
@@ -107,32 +55,65 @@ class Transport:
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-        self.device = device
-        self.timeout = timeout
+        self.device, self.timeout = device, timeout
         self._span = timedelta(seconds=timeout)
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            torch.cuda.set_device(device)  # whoever made the process group
+        self._groups: dict[str, dist.ProcessGroup] = {}  # for tensors
+        self._talk: dict[str, dist.ProcessGroup] = {}  # for objects, by gloo
+        self._links: Links | None = None
+        self._watcher: Watcher | None = None
         self._failure: PipelineError | None = None
-        self._mesh, self.mesh_dims = _with_roles(mesh, mesh_dims)
+        self._failing = threading.Lock()
+        self._mesh, self.mesh_dims = with_roles(mesh, mesh_dims)
         if mesh is not None or ensure_process_group(device):
-            self._join(_lines(self._mesh, self.mesh_dims))
+            self._join(lines_of(self._mesh, self.mesh_dims))
         self.rank, self.size = self._place(PP)
         self.dp_rank, self.dp_size = self._place(DP)
         self.tp_rank, self.tp_size = self._place(TP)
-        store = PrefixStore("terapipe/failures", self._groups[ALL].get_group_store()) if self._groups else None
-        self._board = Board(store, dict.fromkeys(self._ranks(ALL), ""))  # until the names are known
-        self.hosts = dict(zip(self._ranks(ALL), self.gather(host_name(), ALL), strict=True))
-        self._board = Board(store, self.hosts)
+        self._meet()
 
     def _join(self, lines: Mapping[str, tuple[list[int], dist.ProcessGroup | None]]) -> None:
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        """Objects first: ranks must be able to talk when tensors cannot be sent."""
+        for name in (PP, ALL):
+            self._talk[name] = group_of(lines[name][0], self._span, "gloo")
         for name, (ranks, group) in lines.items():
             if group is not None:
-                _set_pg_timeout(self._span, group)
-            elif name == ALL and ranks == lines[PP][0]:
-                group = self._groups[PP]
+                _set_pg_timeout(PATIENCE * self._span if self._is_cuda else self._span, group)
+            elif not self._is_cuda:
+                group = self._talk[name]
             else:
-                group = _group(tuple(ranks), self._span, backend)
+                group = group_of(ranks, self._span, "nccl")
             self._groups[name] = group
+        if TP in lines:
+            ranks, group = lines[TP]
+            self._talk[TP] = group_of(ranks, self._span, "gloo") if self._is_cuda or group is None else group
+
+    def _meet(self) -> None:
+        store = PrefixStore("terapipe/failures", self._talk[ALL].get_group_store()) if self._talk else None
+        self._board = Board(store, dict.fromkeys(self._ranks(ALL), ""))  # until the names are known
+        devices = self.gather((host_name(), _identity(self.device)), ALL)
+        self.hosts = dict(zip(self._ranks(ALL), (host for host, _ in devices), strict=True))
+        self._board = Board(store, self.hosts)
+        if store is None:
+            return
+        self._refuse_shared_devices(devices)
+        if self._is_cuda:
+            self._watcher = Watcher(store, self.global_rank, self.timeout, self._missed, self._heard)
+            self._links = NcclLinks(self._talk[PP], self.rank, self.device, self._span)
+        else:
+            self._links = GlooLinks(self._groups[PP], self._span)
+
+    def _refuse_shared_devices(self, devices: Sequence[tuple[str, str]]) -> None:
+        """NCCL has no communicators of two ranks on one GPU: it fails with an error of its own, or hangs."""
+        for i, place in enumerate(devices):
+            first = devices.index(place)
+            if place[1] and first < i:
+                raise ValueError(
+                    f"each rank needs a GPU of its own, got {self.name(first)} and {self.name(i)} on {place[1]} of "
+                    f"{place[0]}; start as many processes on each host as it has GPUs (--nproc-per-node)"
+                )
 
     def _place(self, line: str) -> tuple[int, int]:
         group = self._groups.get(line)
@@ -153,7 +134,8 @@ class Transport:
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
-        return self._groups.get(ALL)
+        """For objects; None where this process is alone."""
+        return self._talk.get(ALL)
 
     def others(self, *lines: str) -> tuple[int, ...]:
         return tuple(
@@ -166,18 +148,36 @@ class Transport:
 
     # Point to point
 
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Prepares transfers between these pairs of ranks. All ranks call it, with the same pairs."""
+        if self._links is not None and self.size > 1:
+            with self._waiting(self.others(PP), "the connections between neighbors"):
+                self._links.connect(pairs)
+        if self._is_cuda:  # NCCL makes a communicator at its first operation, which must not be within a step
+            for line in self._groups:
+                self.all_reduce(torch.zeros(1, device=self.device), line)
+
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
         with self._waiting(self._peer(peer), why):
-            return _work(dist.isend(tensor, group=self._groups[PP], group_dst=peer))
+            return self._watched(self._line().send(tensor, peer), self._peer(peer), why)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, why: object) -> tuple[Tensor, dist.Work]:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         with self._waiting(self._peer(peer), why):
-            return buffer, _work(dist.irecv(buffer, group=self._groups[PP], group_src=peer))
+            return buffer, self._watched(self._line().receive(buffer, peer), self._peer(peer), why)
 
     def wait(self, work: dist.Work, peer: int, why: object) -> None:
         with self._waiting(self._peer(peer), why):
-            work.wait(self._span)
+            self._line().wait(work)
+
+    def _line(self) -> Links:
+        assert self._links is not None
+        return self._links
+
+    def _watched(self, work: dist.Work, peers: tuple[int, ...], why: object) -> dist.Work:
+        if self._watcher is not None:
+            self._watcher.watch(work, peers, why)
+        return work
 
     def _peer(self, peer: int) -> tuple[int, ...]:
         return (self._ranks(PP)[peer],)
@@ -194,21 +194,41 @@ class Transport:
         self.wait(sent, peer, why)
         return other.add_(tensor)
 
-    # Together
+    # Together, tensors
 
     def broadcast(self, tensor: Tensor, source: int, why: str, over: str = PP) -> Tensor:
         place, size = self._place(over)
         if size > 1:
             peers = self.others(over) if place == source else (self._ranks(over)[source],)  # the source waits, too
             with self._waiting(peers, why):
-                dist.broadcast(tensor, group=self._groups[over], group_src=source)
+                work = dist.broadcast(tensor, group=self._groups[over], group_src=source, async_op=self._is_cuda)
+                self._finish(work, peers, why)
         return tensor
 
     def all_reduce(self, tensor: Tensor, over: str = ALL, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         if self._place(over)[1] > 1:
-            with self._waiting(self.others(over), "a reduction"):
-                dist.all_reduce(tensor, op, group=self._groups[over])
+            peers, why = self.others(over), "a reduction"
+            with self._waiting(peers, why):
+                self._finish(dist.all_reduce(tensor, op, group=self._groups[over], async_op=self._is_cuda), peers, why)
         return tensor
+
+    def _finish(self, work: dist.Work | None, peers: tuple[int, ...], why: str) -> None:
+        """On a GPU, what follows waits for it, not the host."""
+        if work is not None:
+            self._watched(work, peers, why).wait()
+
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Over replicas, in place, while this rank goes on."""
+        peers, why = self.others(DP), "the sum of gradients"
+        with self._waiting(peers, why):
+            work = made(dist.all_reduce(tensor, group=self._groups[DP], async_op=True))
+            return self._watched(work, peers, why)
+
+    def finish_sum(self, work: dist.Work) -> None:
+        with self._waiting(self.others(DP), "the sum of gradients"):
+            self._line().wait(work)
+
+    # Together, objects
 
     def gather(self, value: T, over: str = PP) -> list[T]:
         """Every rank's value, on every rank."""
@@ -217,7 +237,7 @@ class Transport:
             return [value]
         values: list[T | None] = [None] * size
         with self._waiting(self.others(over), "an exchange between all ranks"):
-            dist.all_gather_object(values, value, group=self._groups[over])
+            dist.all_gather_object(values, value, group=self._talk[over])
         return values  # type: ignore[return-value]
 
     def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> list[list[int]]:
@@ -225,10 +245,10 @@ class Transport:
         size = self._place(over)[1]
         if size == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        mine = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(size)]
         with self._waiting(self.others(over), "an exchange between all ranks"):
-            dist.all_gather(found, mine, group=self._groups[over])
+            dist.all_gather(found, mine, group=self._talk[over])
         rows: list[list[int]] = torch.stack(found).tolist()
         return rows
 
@@ -239,7 +259,7 @@ class Transport:
             return [value]
         values: list[T | None] | None = None if place else [None] * size
         with self._waiting(self.others(over), "what the first rank collects"):
-            dist.gather_object(value, values, group=self._groups[over], group_dst=0)
+            dist.gather_object(value, values, group=self._talk[over], group_dst=0)
         return values  # type: ignore[return-value]
 
     def await_one(self, work: Future[T] | None) -> T | None:
@@ -254,15 +274,6 @@ class Transport:
         while not all(self.gather(done(span), ALL)):
             span = BEAT
 
-    def start_sum(self, tensor: Tensor) -> dist.Work:
-        """Over replicas, in place, while this rank goes on."""
-        with self._waiting(self.others(DP), "the sum of gradients"):
-            return _work(dist.all_reduce(tensor, group=self._groups[DP], async_op=True))
-
-    def finish_sum(self, work: dist.Work) -> None:
-        with self._waiting(self.others(DP), "the sum of gradients"):
-            work.wait(self._span)
-
     # Failing
 
     @contextmanager
@@ -270,120 +281,91 @@ class Transport:
         """An error inside stops the other ranks too, with this rank's error. ``at`` tells where this rank stands."""
         try:
             yield
+            self._raise_known()
         except PipelineError:
             raise
         except Exception as error:
             place, others = str(at() or ""), self.others(DP, TP)
+            if self._failure is not None:  # the watcher has cut the connections that this error is about
+                raise self._failure from error
             if others and is_connection_error(error):  # within an operator, or while gathering a stage
-                raise self.lost(error, place or "the end of a step", others) from None
+                raise self.lost(error, place or "the end of a step", others) from error
             self.fail(Record(self.global_rank, in_words(error), place))
             raise
 
-    @contextmanager
-    def _waiting(self, peers: tuple[int, ...], why: object) -> Iterator[None]:
+    def _raise_known(self) -> None:
         if self._failure is not None:
             raise PipelineError(f"this pipeline stopped before: {self._failure}")
+
+    @contextmanager
+    def _waiting(self, peers: tuple[int, ...], why: object) -> Iterator[None]:
+        self._raise_known()
         start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
             if is_out_of_memory(error):  # this rank's own failure, for which no other is to blame
                 raise
-            raise self.lost(error, why, peers, time.monotonic() - start) from None
+            if self._failure is not None:
+                raise self._failure from error
+            raise self.lost(error, why, peers, time.monotonic() - start) from error
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
         """What to raise where an operation between ranks failed."""
-        late = seconds >= 0.95 * self.timeout or "timed out" in str(error).lower()
-        return self.fail(Record(self.global_rank, str(error), str(why), peers, seconds or self.timeout, late))
+        late = seconds >= 0.95 * self.timeout or is_timeout(error)
+        return self.fail(Record(self.global_rank, own_words(error), str(why), peers, seconds or self.timeout, late))
 
     def fail(self, record: Record) -> PipelineError:
         """Tells the other ranks and cuts the connections; returns what to raise here."""
-        self._board.post(record)
-        _forget(self._groups.values())
-        self._cut()
-        self._failure = PipelineError(self._board.explain(record))
-        return self._failure
+        with self._failing:  # the main thread and the watcher's may both be here: the first of them counts
+            if self._failure is None:
+                self._board.post(record)
+                if self._watcher is not None:
+                    self._watcher.post()
+                forget(self._own_groups())
+                self._cut()
+                self._failure = PipelineError(self._board.explain(record))
+            return self._failure
+
+    def _missed(self, why: object, peers: tuple[int, ...], seconds: float, is_dead: bool) -> None:
+        """The watcher's: a transfer does not come to an end, or its peer is dead."""
+        self.fail(Record(self.global_rank, "", str(why), peers or self.others(ALL), seconds, not is_dead))
+
+    def _heard(self, why: object | None, peers: tuple[int, ...]) -> None:
+        """The watcher's: another rank has failed. If this one is not known to wait for anybody, only the connections
+        are cut: where it waits inside an operator, that fails and tells; or it is the one that others wait for."""
+        if why is None:
+            forget(self._own_groups())
+            self._cut()
+        else:
+            self.fail(Record(self.global_rank, "", str(why), peers))
+
+    def _own_groups(self) -> list[Any]:
+        found = [*self._groups.values(), *self._talk.values(), *(self._links.groups if self._links else ())]
+        return list({id(group): group for group in found}.values())
 
     def _cut(self) -> None:
         """Wakes everyone who waits for this rank.
 
-        gloo offers no way to close a group that its peers would notice, short of leaving the process; but a receive
-        that times out takes all of the group's connections down with it.
+        NCCL's communicators can be aborted. gloo offers no way to close a group that its peers would notice, short of
+        leaving the process; but a receive that times out takes all of the group's connections down with it.
         """
-        if self.device.type != "cpu":
-            return
-        for group in {id(group): group for group in self._groups.values()}.values():
+        talking = {id(group) for group in self._talk.values()}
+        for group in self._own_groups():
+            if self._is_cuda and id(group) not in talking:
+                with suppress(RuntimeError):
+                    group.abort()
+                continue
             for peer in range(group.size()):
                 if peer != dist.get_rank(group):
                     with suppress(RuntimeError):  # from the time-out, or because this connection is down already
                         nothing = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-                        _work(nothing).wait(timedelta(milliseconds=1))
+                        made(nothing).wait(timedelta(milliseconds=1))
 
 
-# Process-wide, as torch's own list of groups is: a group cannot be closed (see Transport._cut) and keeps threads and
-# connections, so a later Transport over the same ranks takes the groups of an earlier one. They are never used at the
-# same time. Passing one Transport around would not do: a Pipeline may be made after another was dropped.
-_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
-
-
-def _group(ranks: tuple[int, ...], timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    key = (dist.group.WORLD, ranks, timeout, backend)
-    if key not in _groups:
-        _groups[key] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-    return _groups[key]
-
-
-def _forget(cut: Collection[dist.ProcessGroup]) -> None:
-    for key in [key for key, group in _groups.items() if group in cut]:
-        del _groups[key]
-
-
-def _with_roles(
-    mesh: DeviceMesh | None, mesh_dims: Mapping[str, str] | None
-) -> tuple[DeviceMesh | None, dict[str, str]]:
-    """The part of the mesh that has roles, and the name of each role's dimension."""
-    if mesh is None:
-        if mesh_dims is not None:
-            raise ValueError(f"mesh_dims names dimensions of a mesh, got {dict(mesh_dims)} without mesh=")
-        return None, {}
-    names = mesh.mesh_dim_names or ()
-    if mesh_dims is not None:
-        _check_mesh_dims(mesh_dims, names)
-        kept = tuple(name for name in names if name in mesh_dims.values())
-        return (mesh if kept == names else mesh[kept]), dict(mesh_dims)
-    if mesh.ndim == 1 and names not in ((DP,), (TP,)):
-        return mesh, {PP: names[0] if names else ""}
-    if not names or not set(names) <= set(ROLES):
-        raise ValueError(
-            f"the dimensions of a mesh are dp, pp and tp, got {names or f'{mesh.ndim} without names'}; make it with "
-            "terapipe.device_mesh, say which is which with mesh_dims={'pp': ...}, or pass one dimension of it"
-        )
-    return mesh, {name: name for name in names}
-
-
-def _check_mesh_dims(mesh_dims: Mapping[str, str], names: tuple[str, ...]) -> None:
-    dims = list(mesh_dims.values())
-    if not dims or not set(mesh_dims) <= set(ROLES) or not set(dims) <= set(names) or len(set(dims)) < len(dims):
-        raise ValueError(
-            f"mesh_dims must map some of dp, pp and tp to different dimensions of the mesh, which are {names}, got "
-            f"{dict(mesh_dims)}"
-        )
-
-
-def _lines(mesh: DeviceMesh | None, dims: Mapping[str, str]) -> dict[str, tuple[list[int], dist.ProcessGroup | None]]:
-    """The ranks of this process's lines through the mesh, and the groups it has for them."""
-    if mesh is None:
-        everyone = list(range(dist.get_world_size()))
-        return {PP: (everyone, None), ALL: (everyone, None)}
-    everyone = mesh.mesh.flatten().tolist()
-    if mesh.ndim == 1 and PP in dims:
-        return {PP: (everyone, None), ALL: (everyone, None)}
-    pipe = mesh[dims[PP]].mesh.tolist() if PP in dims else [dist.get_rank()]
-    groups = {role: mesh.get_group(name) for role, name in dims.items() if role != PP}
-    sides = {role: (dist.get_process_group_ranks(group), group) for role, group in groups.items()}
-    return {PP: (pipe, None), ALL: (everyone, None), **sides}
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # only a rank outside the group gets none
-    return work
+def _identity(device: torch.device) -> str:
+    """Of the GPU, among all of its host; empty for CPUs, which ranks may share."""
+    if device.type != "cuda":
+        return ""
+    about = torch.cuda.get_device_properties(device)
+    return f"{about.name} {getattr(about, 'uuid', '') or device}"

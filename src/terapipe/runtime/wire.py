@@ -23,7 +23,7 @@ class Wire:
     """Of one pipeline. A boundary has the number of the stage before it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype  # of the parameters
+        self.parameters = dtype
         self.wide = torch.promote_types(dtype, torch.float32)  # of losses, which half precisions are too coarse for
         self._learned: dict[Autocast, dict[int, torch.dtype]] = {}
         self._known: dict[int, torch.dtype] = {}  # in the current run
@@ -38,7 +38,7 @@ class Wire:
 
     def dtype(self, boundary: int) -> torch.dtype | None:
         """None where it is not known yet."""
-        return self._dtype if self._autocast.dtype is None else self._known.get(boundary)
+        return self.parameters if self._autocast.dtype is None else self._known.get(boundary)
 
     def layout(self, shape: Shape, boundary: int) -> tuple[Shape, torch.dtype]:
         """Of the message that holds a tensor of this shape."""
@@ -71,4 +71,4 @@ class Wire:
 
     @property
     def _widest(self) -> int:
-        return max(self._dtype.itemsize, torch.float32.itemsize)
+        return max(self.parameters.itemsize, torch.float32.itemsize)

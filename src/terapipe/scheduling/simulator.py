@@ -6,14 +6,17 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from terapipe.planning.cost import Array, Cost, LinkBehavior, Memory, StageSpec, stage_specs
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, Action, Schedule
+from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, Times, compiled, run
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import Shape
+
+Indices = NDArray[np.int64]
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
@@ -136,15 +139,30 @@ def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     """Peak bytes of each rank."""
     during, change = _tables(plan, memory)
     model_state = _model_state(plan, memory)
-    stages, ops, slices = program.places
-    changes, extras = change[stages, ops, slices], during[stages, ops, slices]
     ranks = np.array(program.ranks)
     peak_bytes = []
     for rank in range(program.num_ranks):
-        own = np.flatnonzero(ranks == rank)
-        before = np.cumsum(changes[own]) - changes[own]
-        peak_bytes.append(round(model_state[rank] + float(np.max(before + extras[own], initial=0.0))))
+        stages, ops, slices = (column[ranks == rank] for column in program.places)
+        gradients = _gradient_changes(stages, ops, plan, memory)
+        changes = change[stages, ops, slices] + gradients
+        extras = during[stages, ops, slices] + np.maximum(gradients, 0.0)
+        before = np.cumsum(changes) - changes
+        peak_bytes.append(round(model_state[rank] + float(np.max(before + extras, initial=0.0))))
     return peak_bytes
+
+
+def _gradient_changes(stages: Indices, ops: Indices, plan: Plan, memory: Memory) -> Array:
+    """By how much the gradients of weights grow in each of a rank's computations: at a stage's first B or W (on the
+    last stage at the first F, which computes the head's), and at its last computation."""
+    specs, changes = stage_specs(plan.boundaries), np.zeros(len(stages))
+    adding = [COMPUTATIONS.index(op) for op in (Op.B, Op.W)]
+    for k in np.unique(stages).tolist():
+        size, own = memory.gradients(specs[k]), np.flatnonzero(stages == k)
+        grown = own if specs[k].last else own[np.isin(ops[own], adding)]
+        if len(grown):  # else there are forwards only
+            changes[grown[0]] += size.during - size.before
+            changes[grown[-1]] += size.after - size.during
+    return changes
 
 
 def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]]:
@@ -154,12 +172,12 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
     index = {s: i for i, s in enumerate(plan.slices)}
     out: list[list[tuple[float, float]]] = []
     for events, level in zip(timeline.by_rank, _model_state(plan, memory), strict=True):
+        keys = [(e.action.stage, COMPUTATIONS.index(e.action.op), index[e.action.slice]) for e in events]
+        stages, ops, _ = np.array(keys, dtype=np.int64).reshape(-1, 3).T
         steps = [(0.0, level)]
-        for event in events:
-            op, stage, s = event.action
-            key = (stage, COMPUTATIONS.index(op), index[s])
-            steps.append((event.start, level + float(during[key])))
-            level += float(change[key])
+        for event, key, gradients in zip(events, keys, _gradient_changes(stages, ops, plan, memory), strict=True):
+            steps.append((event.start, level + float(during[key] + max(gradients, 0.0))))
+            level += float(change[key] + gradients)
             steps.append((event.end, level))
         out.append(steps)
     return out
@@ -167,7 +185,8 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
 
 def _model_state(plan: Plan, memory: Memory) -> list[float]:
     stages = stage_specs(plan.boundaries)
-    return [sum(memory.model_state(stages[k]) for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+    held = [memory.model_state(stage) + memory.gradients(stage).before for stage in stages]
+    return [sum(held[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
 
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:

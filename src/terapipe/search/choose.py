@@ -63,7 +63,8 @@ def _recompute(request: Request) -> tuple[bool, ...]:
 def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
     request, kinds = evaluator.request, set(stage_specs(evaluator.boundaries()))
     per_step = max(evaluator.cost.per_step([stage]) for stage in kinds)
-    model_state = max(evaluator.memory.model_state(stage) for stage in kinds)
+    memory = evaluator.memory
+    model_state = max(memory.model_state(stage) + memory.gradients(stage).during for stage in kinds)
     for size in _sizes(evaluator):
         microbatches = -(-evaluator.batch_size // size)
         per_microbatch = _microbatch_bytes(evaluator, size)

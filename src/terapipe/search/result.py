@@ -10,13 +10,14 @@ from terapipe import files
 from terapipe.planning.cost import Memory
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
+from terapipe.presets import GPTConfig
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.evaluator import PlanEstimate, pareto_front
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan, origin
-from terapipe.search.source import ClusterSource, Source
+from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 if TYPE_CHECKING:
     from terapipe.search.sensitivity import Mistake
@@ -62,6 +63,13 @@ class PlanResult:
     def budget(self) -> int | None:
         """Memory budget per device in bytes, if known."""
         return self.request.budget or (self.source.budget if self.source else None)
+
+    @property
+    def model_config(self) -> GPTConfig:
+        """The shape that the costs are for."""
+        source = self._known_source()
+        assert isinstance(source, ClusterSource | ProfileSource)
+        return source.config if isinstance(source, ClusterSource) else source.profile.config
 
     @property
     def memory(self) -> Memory:

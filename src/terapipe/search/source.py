@@ -74,7 +74,7 @@ class ClusterSource:
 
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         device = self.cluster.host.device
-        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards)
+        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards, layout.dp)
 
     @property
     def tile(self) -> int:
@@ -115,8 +115,11 @@ class ProfileSource:
 
     @property
     def budget(self) -> int | None:
-        """Memory per rank. The ranks of a host share its memory."""
-        memory = self.profile.machine.get("memory")
+        """Memory per rank: that of its GPU. Without GPUs, the ranks of a host share its memory."""
+        machine = self.profile.machine
+        if "device_memory" in machine:
+            return int(machine["device_memory"])
+        memory = machine.get("memory")
         return int(memory) // self.profile.ranks_per_host if memory else None
 
     @property
@@ -133,7 +136,9 @@ class ProfileSource:
     def memory(self, layout: Layout, recompute: bool) -> Memory:
         profile = self.profile
         state = STATE[profile.dtype]
-        return ShapeMemory(profile.config, profile.element, state, recompute=recompute, shards=layout.shards)
+        return ShapeMemory(
+            profile.config, profile.element, state, recompute=recompute, shards=layout.shards, replicas=layout.dp
+        )
 
     def tensor_degrees(self) -> list[int]:
         return [self.tp]

@@ -15,8 +15,9 @@ from terapipe.config import CheckpointConfig, RunConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.reader import NOTES
 from terapipe.runtime.checkpoint.state import Saving, verify_files
+from terapipe.runtime.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.transport import ALL, Transport
+from terapipe.runtime.transport import Transport
 
 NAME = re.compile(r"step-(\d{8})")
 BEST = "best.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from terapipe.runtime.transport import job, restarts
+from terapipe.runtime.environment import job, restarts
 
 FILE = "run.lock"
 TURNS = "turns.lock"

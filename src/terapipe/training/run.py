@@ -22,11 +22,12 @@ from terapipe.launch.processes import end_with_parent, record, take_cores
 from terapipe.planning.profile import Profile
 from terapipe.runtime.checkpoint.manifest import is_whole
 from terapipe.runtime.checkpoint.reader import NOTES, read_notes
+from terapipe.runtime.environment import local_device, rank_and_size, restarts
 from terapipe.runtime.failures import PipelineError, Record
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import seed_rng
-from terapipe.runtime.transport import Transport, local_device, rank_and_size, restarts
+from terapipe.runtime.transport import Transport
 from terapipe.training import run_plan as plans
 from terapipe.training.checkpoint_folder import check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.data.prepare import prepare
@@ -242,6 +243,7 @@ class Run:
 
         for stage in pipe.stages.values():
             compile_layers(stage)
+        pipe.warm_up()  # compiles on all ranks at the same time; in a step they would wait for each other
 
     def _find_checkpoint(self) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from: the run's own newest whole one, or the one that the configuration names. And

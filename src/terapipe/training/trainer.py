@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from terapipe import files
 from terapipe.config import PlanConfig, RunConfig
+from terapipe.modeling.main_grads import is_half
+from terapipe.runtime.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
-from terapipe.runtime.transport import ALL
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
@@ -218,10 +219,15 @@ class Trainer:
         if result.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
-        layout = self._run_plan.layout
-        # Replicas without sharding compute new gradients and add the old ones, so keeping zeros would waste memory.
-        self._pipe.zero_grad(set_to_none=layout.dp > 1 and not layout.shard)
+        self._pipe.zero_grad(set_to_none=not self._keeps_gradients)
         return result
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether zeros are kept for the next step: fresh memory of a CPU is slow to touch. Not where a step computes
+        new gradients and adds the old ones: with replicas that are not sharded, and in half precision."""
+        layout, half = self._run_plan.layout, any(map(is_half, self._pipe.parameters()))
+        return self._pipe.device.type == "cpu" and not half and (layout.dp == 1 or layout.shard)
 
     def _handle_not_finite(self, result: StepResult) -> None:
         """Stop or report the skipped step. All ranks decide alike, because they have the same numbers."""

@@ -5,9 +5,11 @@ here with positions applied. Masks are never built: the mask interface returns a
 on to the attention.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,11 +18,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.cache import AttentionBlock, SliceCache, Span
+from terapipe.modeling.cache import SliceCache
 
 NAME = "terapipe"  # of the attention implementation
 
-Predicate = Callable[..., Any]  # (batch, head, query position, key position) -> whether the query sees the key
+MaskFunction = Callable[..., Any]  # (batch, head, query position, key position) -> whether the query sees the key
 Backend = Literal["attention", "cache"]  # what carries state between slices: ``attend`` or the model's own cache
 
 
@@ -55,38 +57,57 @@ def current() -> Any:
     return _current[-1].cache
 
 
+@dataclass(frozen=True)
 class MaskSpec:
-    """Which keys a query sees, by positions in the sequence; used in place of a mask."""
+    """Which of the tokens before it a query sees, in place of a mask: all, a window of them, or those of its chunk."""
 
-    def __init__(self, predicate: Predicate) -> None:
-        self.predicate = predicate
-        self._blocks: list[AttentionBlock] | None = None  # shared by all layers of a forward
-
-    def blocks(self, cache: SliceCache, device: torch.device) -> list[AttentionBlock]:
-        if self._blocks is None:
-            causal = self.predicate is causal_mask_function
-            self._blocks = cache.blocks() if causal else [self._block(span, cache, device) for span in cache.spans()]
-        return self._blocks
-
-    def _block(self, span: Span, cache: SliceCache, device: torch.device) -> AttentionBlock:
-        """Positions count from the start of the document, as if it were alone: chunked attention starts there."""
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        rows = torch.arange(span.first - span.start, span.last - span.start, device=device)[:, None]
-        keys = torch.arange(span.last - span.start, device=device)[None]
-        seen = torch.as_tensor(self.predicate(zero, zero, rows, keys), device=device)
-        seen = (seen & (keys <= rows)).expand(len(rows), keys.shape[1])
-        oldest = int(seen.any(0).nonzero()[0])  # older keys are not read at all
-        return AttentionBlock(
-            slice(span.first - cache.context, span.last - cache.context),
-            slice(span.start + oldest, span.last),
-            sequences=span.sequences,
-            mask=seen[:, oldest:].contiguous(),
-        )
+    window: int | None = None
+    chunk: int | None = None
+    unknown: str = ""  # what makes it neither: refused only where it is used, because models also make masks in vain
 
 
-def mask_spec(mask_function: Predicate = causal_mask_function, **_: Any) -> MaskSpec:
-    """What transformers calls to make a mask."""
-    return MaskSpec(mask_function)
+def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> MaskSpec:
+    """What transformers calls to make a mask. Its mask functions are closures; what they limit is read from them."""
+    limits: dict[str, int] = {}
+    for part in _parts(mask_function):
+        if part is causal_mask_function:
+            continue
+        name = _maker(part)
+        if name not in LIMITS:
+            return MaskSpec(unknown=name)
+        kind, variable = LIMITS[name]
+        limit = inspect.getclosurevars(part).nonlocals[variable]
+        limits[kind] = min(limit, limits.get(kind, limit))
+    return MaskSpec(limits.get("window"), limits.get("chunk"))
+
+
+# Functions of transformers that make a mask function: what it limits, and the variable that holds the number.
+LIMITS = {"sliding_window_overlay": ("window", "sliding_window"), "chunked_overlay": ("chunk", "chunk_size")}
+
+
+# Tokens of one image see each other. Only token ids reach a stage, so there are none, and it adds nothing.
+IMAGES = "blockwise_overlay"
+
+
+def _maker(mask_function: MaskFunction) -> str:
+    """The function of transformers that made it, or its own name."""
+    return str(getattr(mask_function, "__qualname__", mask_function)).partition(".")[0]
+
+
+def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
+    """Of which all must hold."""
+    maker = _maker(mask_function)
+    if maker not in ("and_masks", "or_masks"):
+        yield mask_function
+        return
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if maker == "or_masks":
+        parts = [part for part in parts if _maker(part) != IMAGES]
+        if len(parts) > 1:
+            yield mask_function
+            return
+    for part in parts:
+        yield from _parts(part)
 
 
 def slice_attention(
@@ -111,11 +132,15 @@ def slice_attention(
         )
     if not getattr(module, "is_causal", True) or not isinstance(attention_mask, MaskSpec | None):
         raise UnsupportedModelError("attention is not causal, or its mask is the model's own")
+    seen = attention_mask or MaskSpec()
+    if seen.unknown:
+        raise UnsupportedModelError(f"attention has a mask that slices do not know ({seen.unknown})")
     layer = (module, now.calls[module])
     now.calls[module] += 1
-    seen = attention_mask or MaskSpec(causal_mask_function)
-    blocks = seen.blocks(now.cache, query.device)
-    out = attend(query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, blocks=blocks)
+    out = attend(
+        query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
+        chunk=seen.chunk,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -38,7 +38,7 @@ class Batch:
         vocabulary = int(min(model.get_input_embeddings().num_embeddings, text_config(model.config).vocab_size))
         ids, labels = (torch.randint(vocabulary, (2, tokens), generator=generator) for _ in range(2))
         labels[0, 3] = labels[1, -1] = IGNORE
-        return cls(ids, labels, documents)
+        return cls(ids.to(model.device), labels.to(model.device), documents)
 
     @property
     def tokens(self) -> int:
@@ -67,7 +67,7 @@ def reference(model: PreTrainedModel, batch: Batch) -> Result:
     whole = copy.deepcopy(model)
     if batch.documents and any(depends_on_length(module) for module in whole.modules()):
         restarting = [torch.arange(b - a) for row in batch.documents for a, b in pairwise([*row, batch.tokens])]
-        positions = torch.cat(restarting).reshape(batch.ids.shape)
+        positions = torch.cat(restarting).reshape(batch.ids.shape).to(batch.ids.device)
         logits = whole(input_ids=batch.ids, position_ids=positions, use_cache=False).logits
         loss = _loss(logits, batch.labels)
     elif batch.documents:
@@ -103,11 +103,12 @@ class SlicedModel:
         self._tied = structure.tied
         num_layers = len(list(model.get_submodule(structure.layers).children()))
         edges = [num_layers * k // num_stages for k in range(num_stages + 1)]
-        self._stages = [
-            DecoderStage(copy.deepcopy(model), structure, first, last, backend)
-            for first, last in pairwise(edges)
-            if first < last
-        ]
+        with model.device:  # on which a stage makes zeros in place of other stages' weights
+            self._stages = [
+                DecoderStage(copy.deepcopy(model), structure, first, last, backend)
+                for first, last in pairwise(edges)
+                if first < last
+            ]
         if tp is not None:
             for stage in self._stages:
                 stage.parallelize(tp)

@@ -50,6 +50,11 @@ from terapipe.modeling.hf.tensor_parallel import parallelize
 from terapipe.modeling.stage import IGNORE, TensorParallel
 
 _PREFIX = "model."
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device
+
+
+def _no_padding(*_: Any, **__: Any) -> None:
+    """A pipeline's batches have no padding that attention must know of: no token sees those after it."""
 
 
 @dataclass
@@ -72,7 +77,7 @@ class _Head:
         pass_hidden = PassThrough(structure.returns, lambda: self._hidden)
         self._model: Any = with_layers(model, structure.layers, lambda i, layer: stub(layer, pass_hidden))
 
-    def __call__(self, hidden: Tensor, **inputs: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, **inputs: Any) -> Tensor:
         self._hidden = hidden
         try:
             logits: Tensor = self._model(use_cache=False, **inputs).logits
@@ -113,6 +118,10 @@ class DecoderStage(nn.Module):
         self._call: _Call | None = None  # while the model is called
         self._add_hooks()
         self._head = _Head(self.model, structure) if self.is_last else None
+        self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
+        for module in self.model.modules():
+            if hasattr(module, PADDING_CHECK):
+                setattr(module, PADDING_CHECK, _no_padding)
 
     def _add_hooks(self) -> None:
         for module in self.model.modules():
@@ -208,9 +217,11 @@ class DecoderStage(nn.Module):
         """By all that the model does after its layers, for example norms, scaling and softcaps."""
         assert self._head is not None
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        inputs = {"inputs_embeds": self._zeros(hidden)}
+        inputs: dict[str, Any] = {"inputs_embeds": self._zeros(hidden)}
         if self.structure.takes_positions:
             inputs["position_ids"] = positions
+        if self._no_past is not None:  # without a cache, transformers looks for packed documents in the positions
+            inputs["past_key_values"] = self._no_past.states()
         self._call = _Call(hidden.shape[1])
         try:
             logits = self._head(hidden, **inputs)

@@ -143,8 +143,8 @@ def _order(
     with _watched(
         empty, [*names, *(f"{layers}.{i}" for i in range(len(list(model.get_submodule(layers).children()))))], called
     ):
-        batch = torch.zeros(2, 3, dtype=torch.int64)
-        positions = {"position_ids": torch.arange(3)[None].expand(2, 3)} if takes_positions else {}
+        batch = torch.zeros(2, 3, dtype=torch.int64, device=model.device)
+        positions = {"position_ids": torch.arange(3, device=model.device)[None].expand(2, 3)} if takes_positions else {}
         with torch.no_grad():
             out = empty(input_ids=batch, use_cache=False, **positions)
     if out.logits.shape[:2] != batch.shape:

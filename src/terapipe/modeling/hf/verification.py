@@ -78,18 +78,24 @@ def _finite(error: float) -> float | None:
 
 
 def verify(
-    name: str, config: PretrainedConfig, *, kind: Kind | None = None, stages: int = 2, slices: int = 4
+    name: str,
+    config: PretrainedConfig,
+    *,
+    kind: Kind | None = None,
+    stages: int = 2,
+    slices: int = 4,
+    device: str = "cpu",
 ) -> VerifyResult:
     """The fastest backend that is exact for this model, or why none is. Takes about a second.
 
     ``config`` is that of a small copy (``shrunken``). ``kind`` is the model's class, by default the causal LM of the
-    configuration.
+    configuration. On a GPU models run other code than on the CPU, in float32 at most: ``device`` checks that.
     """
     with _quietly():
         reasons = []
-        for dtype in (torch.float64, torch.float32):  # some models do not run in float64
-            try:
-                model = _small(config, dtype, kind)
+        for dtype in (torch.float64, torch.float32) if device == "cpu" else (torch.float32,):
+            try:  # some models do not run in float64
+                model = _small(config, dtype, kind).to(device)  # type: ignore[arg-type]
                 expected = _expected(model)
                 structure = find_structure(copy.deepcopy(model.train()))
             except Exception as error:  # whatever the model's own code raises
@@ -248,7 +254,8 @@ def refuse_inexact_tp(result: VerifyResult, config: PretrainedConfig, mesh: Devi
 def _tp_errors(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> dict[str, float]:
     assert result.structure is not None
     with _quietly():
-        model = small_model(config)
+        model: Any = small_model(config)
+        model = model.to(mesh.device_type)
         batch = Batch.of(model)
         sliced = SlicedModel(model, result.structure.of(model), result.backend, tp=TensorParallel(mesh))
         return errors(reference(model, batch), sliced(batch, lengths(4, result.shortest)))

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from terapipe.files import beside, copy_others, flush_files, naming, put_in_place, recover
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.weights import meta_model
+from terapipe.runtime.mesh import ALL
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.transport import ALL
 
 # What is replaced in a folder that holds a model already; all else in it, such as a tokenizer, stays.
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")

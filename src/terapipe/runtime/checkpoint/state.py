@@ -23,11 +23,13 @@ from terapipe.files import beside
 from terapipe.modeling.dtensor import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.reader import INDEX, Reader, TensorsOnly, read_notes, reason
+from terapipe.runtime.checkpoint.staging import Staging, State
 from terapipe.runtime.checkpoint.writer import Saving as Saving
 from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
 from terapipe.runtime.failures import is_connection_error
+from terapipe.runtime.mesh import ALL
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import ALL, Transport
+from terapipe.runtime.transport import Transport
 
 PART = "optimizer"  # of the checkpoint
 
@@ -119,9 +121,6 @@ def _prefixes(name: str) -> Iterator[str]:
         yield name
 
 
-State = dict[str, dict[str, Tensor]]
-
-
 class Loaded(dict[str, Any]):
     """A checkpoint's notes. ``found`` names the extra tensors that it had."""
 
@@ -176,17 +175,19 @@ class Checkpoint:
         if self._transport.global_rank == min(self._transport.hosts):
             shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
         state: State = {}
+        staging = Staging() if channel is None else channel.staging
         text, names, problem = "", [], None
         try:
             text, names, state = _as_json(notes), list(extra), self._state(_checked(extra))
             if copy:
-                state = {part: {name: _copied(x) for name, x in tensors.items()} for part, tensors in state.items()}
+                state = staging.copy(state)
             elif self._transport.device.type == "cuda":
                 torch.cuda.synchronize(self._transport.device)  # the thread knows nothing of this one's streams
         except Exception as error:
             problem = error
         ready = self._agree(problem, names, channel is not None)
         channel = channel if channel is not None and ready else new_channel(self._transport)
+        channel.staging = staging
         return begin(channel, state, folder, text, self._transport)
 
     def _wait(self, saving: Saving | None) -> None:
@@ -280,11 +281,6 @@ def _place(folder: Path) -> Path | None:
 
 def _nothing_in(folder: Path) -> str:
     return f"no checkpoint in {folder}: a folder with a file {manifest.MANIFEST}, as Pipeline.save writes it"
-
-
-def _copied(x: Tensor) -> Tensor:
-    """In this host's memory, whatever the device; of a tensor in parts, this rank's."""
-    return x.to("cpu", copy=True)
 
 
 def _checked(extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -24,8 +24,10 @@ from torch.futures import Future as TorchFuture
 from terapipe.files import beside, flush, put_in_place, recover
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.checkpoint.reader import NOTES
+from terapipe.runtime.checkpoint.staging import Staging
 from terapipe.runtime.failures import is_connection_error
-from terapipe.runtime.transport import ALL, Transport
+from terapipe.runtime.mesh import ALL
+from terapipe.runtime.transport import Transport
 
 PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
 
@@ -76,6 +78,7 @@ class Channel:
 
     group: dist.ProcessGroup | None
     latest: Saving | None = None
+    staging: Staging = field(default_factory=Staging)
 
 
 # Process-wide because groups are (see transport.py): of all pipelines over the same ranks, one saves at a time.
@@ -100,9 +103,16 @@ def new_channel(transport: Transport) -> Channel:
     return channel
 
 
+def ensure_channel(transport: Transport) -> None:
+    """All ranks call it together."""
+    if known_channel(transport) is None:
+        new_channel(transport)
+
+
 def begin(channel: Channel, state: dict[str, Any], folder: Path, notes: str, transport: Transport) -> Saving:
     def work() -> None:
         try:
+            channel.staging.wait()
             _write(state, folder, notes, channel.group)
         except RuntimeError:
             _channels.pop(_key(transport), None)  # ranks may be out of step

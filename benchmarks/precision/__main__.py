@@ -1,0 +1,3 @@
+from benchmarks.precision.measure import main
+
+main()

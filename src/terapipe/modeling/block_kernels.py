@@ -1,0 +1,237 @@
+"""Kernels that know rectangles and causal squares only: attention over blocks, merged exactly by log-sum-exps.
+
+The forward of each block gives an output and a log-sum-exp; the outputs are merged by their shares of the whole sum.
+The backward of each block takes the merged output and log-sum-exp: then its gradients are a part of the whole ones.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terapipe.modeling.cache import KeyValueStore
+from terapipe.modeling.kernels import Gradients, Kernel, Need, Scores, aten
+from terapipe.modeling.visibility import EVERY, Block, Visibility
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class BlockKernel(Kernel):
+    largest: tuple[int, int] | None = None  # rows and keys of a block, where more would take too much memory
+
+    @abstractmethod
+    def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of one block. ``causal`` is for squares: row ``t`` sees keys up to ``t``."""
+
+    @abstractmethod
+    def block_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
+    ) -> Three:
+        """Gradients of q, k, v. ``out`` and ``lse`` are those of whole rows, which the block is a part of."""
+
+    def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
+        merged = _Merged(q)
+        for block in seen.blocks(self.largest):
+            at = (block.sequences, EVERY, block.rows)
+            rows, keys, values = _flipped(block, q[at], *store.read(block.sequences, block.keys))
+            out, lse = self.block(rows, keys, values, block.shape != "full", scores)
+            (out,), (lse,) = _flipped(block, out), _flipped(block, lse)
+            merged.add(out, lse, at)
+        return merged.result(q.dtype)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
+    ) -> Iterator[Gradients]:
+        for block in seen.blocks(self.largest):
+            at = (block.sequences, EVERY, block.rows)
+            keys = store.read(block.sequences, block.keys)
+            dout, rows, k, v, o, s = _flipped(block, grad[at], q[at], *keys, out[at], lse[at])
+            found = self.block_backward(dout, rows, k, v, o, s, block.shape != "full", scores)
+            dq, dk, dv = _flipped(block, *found)
+            yield Gradients(block.rows, dq, block.keys, dk, dv, block.sequences)
+
+
+def _flipped(block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """An upper triangle read backwards, rows and keys, is a lower one."""
+    return tuple(x.flip(2) for x in tensors) if block.shape == "upper" else tensors
+
+
+class _Merged:
+    """Outputs of several blocks, some of which concern the same rows."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._wide = torch.promote_types(q.dtype, torch.float32)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, out: Tensor, lse: Tensor, at: tuple[slice, ...]) -> None:
+        whole = out.shape == self._q.shape
+        if self._out is None and whole:
+            self._out, self._lse = out, lse
+            return
+        if self._out is None or self._lse is None:
+            self._out = torch.zeros_like(self._q, dtype=self._wide)
+            self._lse = lse.new_full(self._q.shape[:3], -torch.inf)
+        self._out = self._out.to(self._wide)
+        share = torch.sigmoid(lse - self._lse[at]).unsqueeze(-1).to(self._wide)
+        total = torch.logaddexp(self._lse[at], lse)
+        if whole:
+            self._out, self._lse = torch.lerp(self._out, out.to(self._wide), share), total
+        else:
+            self._out[at], self._lse[at] = torch.lerp(self._out[at], out.to(self._wide), share), total
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        assert self._out is not None and self._lse is not None
+        return self._out.to(dtype), self._lse
+
+
+class Plain(BlockKernel):
+    """Written out with matrix products: any device, dtype and head size, and softcaps; slower."""
+
+    name = "plain"
+    largest = (512, 1024)
+
+    @classmethod
+    def workspace(cls) -> int:
+        """Bytes of the matrices of one head and sequence that a backward holds at once."""
+        rows, keys = cls.largest
+        return 5 * rows * keys * torch.float32.itemsize
+
+    def refusal(self, need: Need) -> str | None:
+        return None
+
+    def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
+        products = self._scores(q, k, causal, scores)[0]
+        lse = products.logsumexp(-1)
+        weights = (products - lse.unsqueeze(-1)).exp()
+        return (weights @ _spread(v, q).to(weights.dtype)).to(q.dtype), lse
+
+    def block_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
+    ) -> Three:
+        products, slope = self._scores(q, k, causal, scores)
+        weights = (products - lse.unsqueeze(-1)).exp()
+        wide = weights.dtype
+        dout = grad.to(wide)
+        dweights = dout @ _spread(v, q).to(wide).transpose(-1, -2)
+        dscores = weights * (dweights - (dout * out.to(wide)).sum(-1, keepdim=True)) * slope
+        dq = dscores @ _spread(k, q).to(wide)
+        dk = _gather(dscores.transpose(-1, -2) @ q.to(wide), k)
+        dv = _gather(weights.transpose(-1, -2) @ dout, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor | float]:
+        """And how they change with the products of queries and keys."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        products = (q.to(wide) @ _spread(k, q).to(wide).transpose(-1, -2)) * scores.scale
+        slope: Tensor | float = scores.scale
+        if scores.softcap is not None:
+            bent = torch.tanh(products / scores.softcap)
+            products, slope = bent * scores.softcap, scores.scale * (1 - bent**2)
+        if causal:
+            hidden = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            products = products.masked_fill(hidden, -math.inf)
+        return products, slope
+
+
+def _spread(x: Tensor, q: Tensor) -> Tensor:
+    """Repeats the heads of keys or values so that there are as many as of queries."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _gather(grad: Tensor, x: Tensor) -> Tensor:
+    """The reverse for gradients: sums those of the repeated heads."""
+    return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)  # type: ignore[no-untyped-call]
+
+
+class CpuFlash(BlockKernel):
+    name = "flash for CPUs"
+    operators = (
+        ("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale"),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
+        ),
+    )
+
+    def refusal(self, need: Need) -> str | None:
+        if need.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+            return f"no {need.dtype}"
+        return "no softcap" if need.softcap else None
+
+    def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scores.scale)
+        return out, lse
+
+    def block_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
+    ) -> Three:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scores.scale
+        )
+        return dq, dk, dv
+
+
+class Efficient(BlockKernel):
+    """Memory-efficient attention: float32, and half precision on GPUs that are too old for FlashAttention. It wants as
+    many heads of keys as of queries: those that share keys are made one batch, and their keys repeated by a stride."""
+
+    name = "memory-efficient"
+    head_multiple = 8  # any alignment that one of its variants asks for
+    operators = (
+        (
+            "_scaled_dot_product_efficient_attention",
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+        ),
+        (
+            "_scaled_dot_product_efficient_attention_backward",
+            "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
+            "is_causal scale",
+        ),
+    )
+
+    def refusal(self, need: Need) -> str | None:
+        if need.dtype not in (torch.float32, *HALF):
+            return f"no {need.dtype}"
+        if need.dtype is torch.bfloat16 and torch.cuda.get_device_capability(need.device) < (8, 0):
+            return "bfloat16 needs compute capability 8.0"
+        return "no softcap" if need.softcap else None
+
+    def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            *_grouped(q, k, v), None, True, 0.0, causal, scale=scores.scale
+        )
+        return out.reshape(q.shape), lse.narrow(-1, 0, q.shape[2]).unflatten(0, (q.shape[0], -1)).flatten(1, 2)
+
+    def block_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
+    ) -> Three:
+        rows, keys, values = _grouped(q, k, v)
+        dout, o = (_as_rows(x.reshape(rows.shape)) for x in (grad, out))
+        padded = F.pad(lse.reshape(rows.shape[:3]), (0, -lse.shape[-1] % 32))  # it reads whole blocks of 32 rows
+        none = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, rows, keys, values, None, o, padded, none, none, 0.0, [True, True, True, False], causal,
+            scale=scores.scale,
+        )  # fmt: skip
+        return dq.reshape(q.shape), dk.sum(1).view(k.shape), dv.sum(1).view(v.shape)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> Three:
+    """(batch, heads, ...) as (batch * heads of keys, queries that share one, ...)."""
+    batch, heads, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    rows = q.reshape(batch * heads, group, *q.shape[2:])
+    keys, values = (x.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+    return rows, keys, values
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """The same numbers, lying as (batch, tokens, heads, head size): in half precision the kernel takes that for
+    granted."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,366 @@
+"""Kernels that take a whole slice in one call: queries of the slice against all keys up to its end.
+
+Their causal mask is aligned at the lower right, so the last query sees the last key: that *is* the slice. A window is
+an argument; documents and chunks are segments of variable length. Output and log-sum-exp are those of whole rows: there
+is nothing to merge.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from terapipe.modeling.cache import KeyValueStore, on_device
+from terapipe.modeling.kernels import Gradients, Kernel, Need, Operators, Scores, aten
+from terapipe.modeling.visibility import EVERY, Segment, Visibility
+
+HALF = (torch.float16, torch.bfloat16)
+LONGEST_HEAD = 256
+
+
+class _Ragged(NamedTuple):
+    """Segments that follow each other in one sequence: where each begins, and the end, as int32 on the device."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+
+class _Part(NamedTuple):
+    """What one call of a kernel is about."""
+
+    sequences: slice
+    keys: slice
+    ragged: _Ragged | None
+
+
+def _parts(seen: Visibility, sequences: int, device: torch.device) -> list[_Part]:
+    """One for all sequences if each is one segment; else one for each sequence."""
+    key = ("flash", sequences, device)
+    if key not in seen.memo:
+        seen.memo[key] = list(_make_parts(seen, sequences, device))
+    found: list[_Part] = seen.memo[key]
+    return found
+
+
+def _make_parts(seen: Visibility, sequences: int, device: torch.device) -> Iterator[_Part]:
+    if seen.is_one_segment:
+        yield _Part(EVERY, slice(seen.segments[0].first_key(seen.window), seen.end), None)
+        return
+    made: dict[tuple[int, ...], tuple[int, _Ragged]] = {}
+    for row in range(sequences):
+        mine = [s for s in seen.segments if s.sequences in (EVERY, slice(row, row + 1))]
+        starts = tuple(s.start for s in mine)
+        if starts not in made:
+            first = mine[0].first_key(seen.window)
+            made[starts] = first, _ragged(mine, seen, first, device)
+        first, ragged = made[starts]
+        yield _Part(slice(row, row + 1), slice(first, seen.end), ragged)
+
+
+def _ragged(segments: list[Segment], seen: Visibility, first: int, device: torch.device) -> _Ragged:
+    queries = [0, *(s.last - seen.context for s in segments)]
+    keys = [0, *(s.last - first for s in segments)]
+    longest = (max(b - a for a, b in pairwise(edges)) for edges in (queries, keys))
+    both = on_device(torch.tensor([queries, keys], dtype=torch.int32), device)
+    return _Ragged(both[0], both[1], *longest)
+
+
+class Flash(Kernel):
+    """FlashAttention as torch ships it. ``torch.nn.attention.activate_flash_attention_impl`` puts later versions of it
+    behind the same operators."""
+
+    name = "flash"
+    head_multiple = 8
+    operators: ClassVar[Operators] = (
+        (
+            "_flash_attention_forward",
+            "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
+            "window_size_left window_size_right seqused_k alibi_slopes block_table num_splits",
+        ),
+        (
+            "_flash_attention_backward",
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state "
+            "unused scale window_size_left window_size_right",
+        ),
+    )
+
+    def refusal(self, need: Need) -> str | None:
+        if need.dtype not in HALF:
+            return "half precision only"
+        if need.head_size > LONGEST_HEAD:
+            return f"heads of at most {LONGEST_HEAD}"
+        if torch.cuda.get_device_capability(need.device) < (8, 0):
+            return "needs compute capability 8.0"
+        return "no softcap" if need.softcap else None
+
+    def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
+        outs, sums = [], []
+        for part in _parts(seen, q.shape[0], q.device):
+            keys, values = store.read(part.sequences, part.keys)
+            rows, keys, values = _laid_out(part, q[part.sequences], keys, values)
+            out, lse = self._run(rows, keys, values, part.ragged, seen.window, scores)
+            outs.append(_back(part, out))
+            sums.append(lse if part.ragged is None else lse[None])
+        return (outs[0], sums[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(sums))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
+    ) -> Iterator[Gradients]:
+        for part in _parts(seen, q.shape[0], q.device):
+            at = part.sequences
+            dout, rows, k, v, o = _laid_out(part, grad[at], q[at], *store.read(at, part.keys), out[at])
+            # The kernel reads it as it lies in memory, whatever its strides.
+            sums = (lse if part.ragged is None else lse[at][0]).contiguous()
+            found = self._run_backward(dout, rows, k, v, o, sums, part.ragged, seen.window, scores)
+            dq, dk, dv = (_back(part, x) for x in found)
+            yield Gradients(slice(0, seen.length), dq, part.keys, dk, dv, at)
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, ragged: _Ragged | None, window: int | None, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Tensors are (batch, tokens, heads, size), or without the batch where they are ragged."""
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *_lengths(q, k, ragged), 0.0, True, False, scale=scores.scale, **_window(window)
+        )
+        return out, lse
+
+    def _run_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        ragged: _Ragged | None,
+        window: int | None,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = torch.empty(
+            2, dtype=torch.uint64, device=q.device
+        )  # of the generator, for dropout, which there is none
+        found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *_lengths(q, k, ragged), 0.0, True, state, state[0], scale=scores.scale,
+            **_window(window),
+        )  # fmt: skip
+        return found
+
+
+def _lengths(q: Tensor, k: Tensor, ragged: _Ragged | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """None, not an empty tensor: whether it is given decides between dense and ragged."""
+    return (None, None, q.shape[1], k.shape[1]) if ragged is None else ragged
+
+
+def _window(window: int | None) -> dict[str, int]:
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+
+
+def _laid_out(part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """From (batch, heads, tokens, size), without a copy."""
+    turned = (x.transpose(1, 2) for x in tensors)
+    return tuple(turned) if part.ragged is None else tuple(x[0] for x in turned)
+
+
+def _back(part: _Part, x: Tensor) -> Tensor:
+    return (x if part.ragged is None else x[None]).transpose(1, 2)
+
+
+class FlashAttnPackage(Flash):
+    """The package flash-attn, version 2.6 or newer, which also has softcaps. It is used if it is installed."""
+
+    name = "flash-attn"
+    operators: ClassVar[Operators] = ()
+
+    def refusal(self, need: Need) -> str | None:
+        if reason := super().refusal(need._replace(softcap=False)):
+            return reason
+        if need.sinks and need.softcap:
+            return "no sinks with a softcap"  # the order of the two is not defined by any model that we know
+        return _package_fault()
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, ragged: _Ragged | None, window: int | None, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        package, common = _package(), {**_common(window, scores), "return_softmax": False}
+        if ragged is None:
+            out, lse, *_ = package._flash_attn_forward(q, k, v, **common)
+        else:
+            out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *ragged, **common)
+        return out, lse
+
+    def _run_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        ragged: _Ragged | None,
+        window: int | None,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        package, common = _package(), {**_common(window, scores), "deterministic": False}
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if ragged is None:
+            package._flash_attn_backward(grad, q, k, v, out, lse, dq, dk, dv, **common)
+        else:
+            package._flash_attn_varlen_backward(grad, q, k, v, out, lse, dq, dk, dv, *ragged, **common)
+        return dq, dk, dv
+
+
+def _common(window: int | None, scores: Scores) -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scores.scale,
+        "causal": True,
+        "softcap": scores.softcap or 0.0,
+        "alibi_slopes": None,
+        **_window(window),
+    }
+
+
+def _package() -> Any:
+    from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
+
+    return flash_attn_interface
+
+
+@cache
+def _package_fault() -> str | None:
+    """Why the installed package cannot be used."""
+    try:
+        package = _package()
+    except ImportError:
+        return "the package flash-attn is not installed"
+    wanted = {"softcap", "window_size_left", "softmax_scale"}
+    for name in ("forward", "varlen_forward", "backward", "varlen_backward"):
+        function = getattr(package, f"_flash_attn_{name}", None)
+        function = getattr(function, "_init_fn", function)  # a torch.library custom op wraps it
+        if function is None or not wanted <= set(inspect.signature(function).parameters):
+            return f"the installed flash-attn has another _flash_attn_{name}; version 2.6 or newer is needed"
+    return None
+
+
+class Flex(Kernel):
+    """FlexAttention, compiled: softcaps and heads of any size. The backward computes the forward again, so it needs no
+    output and log-sum-exp from outside, and takes none."""
+
+    name = "flex"
+    head_multiple = 16
+    BLOCK = 128  # rows and keys of a block, of which the kernel skips those that nobody sees
+
+    def __init__(self, *, compiled: bool = True) -> None:
+        self._compiled = compiled
+
+    def refusal(self, need: Need) -> str | None:
+        if need.dtype not in (torch.float32, *HALF):
+            return f"no {need.dtype}"
+        if need.sinks:
+            return "no sinks"
+        return "needs triton" if self._compiled and not _has_triton() else None
+
+    def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            found: tuple[Tensor, Tensor] = self._run(q, *store.read(EVERY, self._keys(seen)), seen, scores)
+        return found
+
+    def backward(
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
+    ) -> Iterator[Gradients]:
+        keys = self._keys(seen)
+        inputs = [x.detach().requires_grad_() for x in (q, *store.read(EVERY, keys))]
+        with torch.enable_grad():
+            again, _ = self._run(inputs[0], inputs[1], inputs[2], seen, scores)
+        dq, dk, dv = torch.autograd.grad(again, inputs, grad)
+        yield Gradients(slice(0, seen.length), dq, keys, dk, dv)
+
+    @staticmethod
+    def _keys(seen: Visibility) -> slice:
+        return slice(min(s.first_key(seen.window) for s in seen.segments), seen.end)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scores: Scores) -> Any:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        attention = _flex_attention(self._compiled)
+        out, aux = attention(
+            q, k, v, score_mod=_softcap(scores.softcap), block_mask=self._mask(q, seen), scale=scores.scale,
+            enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        return out, aux.lse
+
+    def _mask(self, q: Tensor, seen: Visibility) -> Any:
+        key = ("flex", q.shape[0], q.device)
+        if key not in seen.memo:
+            seen.memo[key] = _block_mask(seen, q.shape[0], self._keys(seen), q.device, self.BLOCK)
+        return seen.memo[key]
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
+@cache
+def _flex_attention(compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attention: Callable[..., Any] = flex_attention
+    return torch.compile(attention, dynamic=True) if compiled else attention
+
+
+@cache
+def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
+    if limit is None:
+        return None
+    return lambda score, b, h, i, j: limit * torch.tanh(score / limit)
+
+
+def _block_mask(seen: Visibility, sequences: int, keys: slice, device: torch.device, size: int) -> Any:
+    """Which blocks are seen in whole, in part or not at all, computed from the segments: a mask is never made."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    oldest = np.empty((sequences, seen.length), dtype=np.int64)  # key that each token sees
+    for segment in seen.segments:
+        places = np.arange(segment.first, segment.last)
+        first = segment.start if seen.window is None else np.maximum(segment.start, places - seen.window + 1)
+        oldest[segment.sequences, segment.first - seen.context : segment.last - seen.context] = first
+    newest = np.arange(seen.context, seen.end)
+    oldest, newest = oldest - keys.start, newest - keys.start
+    tables = [torch.from_numpy(x)[:, None] for x in _tables(oldest, newest, keys.stop - keys.start, size)]
+    partly, which, wholly, whole = (on_device(x, device) for x in tables)
+    low, high = on_device(torch.from_numpy(oldest), device), on_device(torch.from_numpy(newest), device)
+    return BlockMask.from_kv_blocks(
+        partly,
+        which,
+        wholly,
+        whole,
+        BLOCK_SIZE=size,
+        mask_mod=lambda b, h, i, j: (j >= low[b, i]) & (j <= high[i]),
+        seq_lengths=(seen.length, keys.stop - keys.start),
+    )
+
+
+def _tables(oldest: Any, newest: Any, keys: int, size: int) -> list[Any]:
+    """For each sequence and block of rows: how many blocks of keys are seen in part, and which; then those in whole."""
+    rows, columns = -(-len(newest) // size), -(-keys // size)
+    shape = (len(oldest), rows)
+    counts = np.zeros((2, *shape), dtype=np.int32)
+    indices = np.zeros((2, *shape, columns), dtype=np.int32)
+    for sequence, row in np.ndindex(*shape):
+        at = slice(row * size, (row + 1) * size)
+        low, high = oldest[sequence, at], newest[at]
+        for column in range(low.min() // size, high.max() // size + 1):
+            whole = low.max() <= column * size and min((column + 1) * size, keys) - 1 <= high.min()
+            kind = int(whole and (row + 1) * size <= len(newest))
+            indices[kind, sequence, row, counts[kind, sequence, row]] = column
+            counts[kind, sequence, row] += 1
+    return [counts[0], indices[0], counts[1], indices[1]]

@@ -1,0 +1,152 @@
+"""Whether an attention kernel computes what slices rely on: outputs and gradients against float64 on the CPU.
+
+A sequence is cut into uneven slices and run as a pipeline runs it, forwards first, backwards last slice first. So the
+check covers keys and values read out of longer buffers, rows cut out of a slice, fewer heads of keys than of queries,
+log-sum-exps from outside (sinks), windows, documents that differ between sequences, and chunks.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from terapipe.modeling.attention import attend
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.kernels import Kernel, Need
+
+SEQUENCES, HEADS, KV_HEADS = 2, 4, 2
+CUTS = (0, 11, 12, 29, 40)  # slices of 11, 1, 17 and 11 tokens
+SCALE = 0.3
+# Largest error relative to the largest value. Half precision rounds every product; TF32 is allowed for float32.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+FLOAT32 = 1e-5  # where TF32 does not exist
+
+
+class Case(NamedTuple):
+    name: str
+    window: int | None = None
+    chunk: int | None = None
+    documents: tuple[tuple[int, ...], ...] = ()
+    sinks: bool = False
+    softcap: float | None = None
+
+
+CASES = (
+    Case("causal"),
+    Case("window", window=7),
+    Case("chunks", chunk=9),
+    Case("documents", documents=((0, 5, 12, 30), (0, 17))),
+    Case("documents and window", window=6, documents=((0, 5, 12, 30), (0, 17))),
+    Case("sinks", sinks=True),
+    Case("sinks and window", window=9, sinks=True),
+    Case("softcap", softcap=1.5),
+    Case("softcap, window and documents", window=6, softcap=1.5, documents=((0, 8), (0, 17))),
+)
+
+
+def fault_of(kernel: Kernel, need: Need) -> str | None:
+    """What it does wrong for this head size and dtype, in the cases that it claims to know.
+
+    In a thread of its own, in which contexts of the caller (no_grad, autocast, hooks, modes) do not apply.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_fault_of, kernel, need).result()
+
+
+def _fault_of(kernel: Kernel, need: Need) -> str | None:
+    if need.device.type == "cuda":
+        torch.cuda.set_device(need.device)
+    for case in CASES:
+        asked = need._replace(softcap=case.softcap is not None, sinks=case.sinks)
+        if kernel.refusal(asked) is not None:
+            continue
+        try:
+            error = error_of(kernel, need.device, need.dtype, need.head_size, case)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as failure:
+            return f"its self-test ({case.name}) failed with: {failure}"
+        if not error <= tolerance(need.device, need.dtype):
+            return f"its self-test ({case.name}) was off by {error:.1e} of the largest value"
+    return None
+
+
+def tolerance(device: torch.device, dtype: torch.dtype) -> float:
+    return FLOAT32 if device.type == "cpu" and dtype is torch.float32 else TOLERANCE[dtype]
+
+
+def error_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, case: Case) -> float:
+    """The largest error of outputs and gradients, relative to the largest value of each."""
+    q, k, v, grad, drawn = _inputs(head_size, dtype)
+    sinks = drawn if case.sinks else None
+    truth = _reference(q, k, v, grad, sinks, case)
+    found = _sliced(kernel, q, k, v, grad, sinks, case, device)
+    errors = [(a.double().cpu() - b).abs().max() / b.abs().max() for a, b in zip(found, truth, strict=True)]
+    return torch.stack(errors).max().item()  # NaN if any is, which python's max would not be
+
+
+def _inputs(head_size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(head_size)
+    for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS):
+        shape = (SEQUENCES, heads, CUTS[-1], head_size)
+        # As large as scores and outputs of any head size should be.
+        yield torch.randn(shape, generator=generator).mul(min(1.0, 2 * head_size**-0.25)).to(dtype)
+    yield torch.randn(HEADS, generator=generator).to(dtype)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sinks: Tensor | None, case: Case) -> list[Tensor]:
+    given = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    group = HEADS // KV_HEADS
+    scores = given[0] @ given[1].repeat_interleave(group, 1).transpose(-1, -2) * SCALE
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~_seen(case)[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, given[3][None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    out = scores.softmax(-1)[..., : CUTS[-1]] @ given[2].repeat_interleave(group, 1)
+    return [out.detach(), *torch.autograd.grad(out, given, grad.double())]
+
+
+def _seen(case: Case) -> Tensor:
+    """Which keys each token sees: (sequences, tokens, tokens)."""
+    places = torch.arange(CUTS[-1])
+    starts = [torch.tensor(row) for row in case.documents or ((0,),) * SEQUENCES]
+    document = torch.stack([row[torch.searchsorted(row, places, right=True) - 1] for row in starts])
+    i, j = places[:, None], places[None]
+    seen = (document[:, :, None] == document[:, None]) & (j <= i)
+    if case.window is not None:
+        seen &= i - j < case.window
+    if case.chunk is not None:
+        chunk = (places - document) // case.chunk
+        seen &= chunk[:, :, None] == chunk[:, None]
+    return seen
+
+
+def _sliced(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    sinks: Tensor | None,
+    case: Case,
+    device: torch.device,
+) -> list[Tensor]:
+    given = [x.to(device).requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    cache = SliceCache(CUTS[-1])
+    cache.set_documents(case.documents)
+    outs = []
+    for start, end in pairwise(CUTS):
+        cache.begin(start, end - start)
+        rows, keys, values = (x[:, :, start:end] for x in given[:3])
+        sink = given[3] if sinks is not None else None
+        limits = {"window": case.window, "chunk": case.chunk}
+        softcap = case.softcap
+        outs.append(
+            attend(rows, keys, values, cache, 0, scale=SCALE, softcap=softcap, sinks=sink, kernel=kernel, **limits)
+        )
+    for (start, end), out in reversed(list(zip(pairwise(CUTS), outs, strict=True))):
+        cache.begin(start, end - start)
+        cache.backward(out, grad[:, :, start:end].to(device))
+    return [torch.cat([out.detach() for out in outs], 2), *(x.grad for x in given if x.grad is not None)]

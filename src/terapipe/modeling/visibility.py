@@ -1,0 +1,138 @@
+"""What the tokens of a slice see, as data: the same description drives every attention kernel, and no mask is built.
+
+A token sees the tokens of its own document up to itself: all of them, those of its own chunk, or the last ``window``.
+Documents and chunks are segments; a window limits each of them. Kernels that take segments and windows as they are need
+one call for a slice. For the others ``blocks`` cuts what is seen into rectangles and triangles.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+EVERY = slice(None)
+
+
+class Segment(NamedTuple):
+    """The tokens of a slice that belong to one document, or to one chunk of it. Positions are those in the sequence."""
+
+    start: int  # of the document or chunk
+    first: int  # its first token in the slice
+    last: int  # the one after its last token in the slice
+    sequences: slice = EVERY  # of the microbatch
+
+    def first_key(self, window: int | None) -> int:
+        """The first key that any of its tokens sees."""
+        return self.start if window is None else max(self.start, self.first - window + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Of one slice."""
+
+    context: int  # tokens before the slice
+    length: int
+    segments: tuple[Segment, ...]
+    window: int | None = None  # how many tokens a token sees at most, itself included
+    memo: dict[Any, Any] = field(default_factory=dict)  # what kernels derive from it, once for all layers
+
+    @property
+    def end(self) -> int:
+        return self.context + self.length
+
+    @property
+    def is_one_segment(self) -> bool:
+        """Whether all tokens of the slice, in all sequences of the microbatch, belong to segments alike."""
+        return len(self.segments) == 1
+
+    def blocks(self, largest: tuple[int, int] | None = None) -> tuple["Block", ...]:
+        """``largest`` limits the rows and keys of a block."""
+        if largest not in self.memo:
+            self.memo[largest] = _blocks(self, largest)
+        found: tuple[Block, ...] = self.memo[largest]
+        return found
+
+
+# What row i of a block sees of its keys: all, those up to i, or those from i on. The last two are squares.
+Shape = Literal["full", "lower", "upper"]
+
+
+class Block(NamedTuple):
+    """Some tokens of a slice, and consecutive tokens that they see."""
+
+    rows: slice  # of the slice
+    keys: slice  # of the sequence
+    shape: Shape = "full"
+    sequences: slice = EVERY
+
+
+def _blocks(seen: Visibility, largest: tuple[int, int] | None) -> tuple[Block, ...]:
+    found: list[Block] = []
+    for segment in seen.segments:
+        for first, last, oldest in _tiles(segment, seen.window):
+            for rows, keys, shape in _of_tile(first, last, oldest, seen.window):
+                rows = slice(rows.start - seen.context, rows.stop - seen.context)
+                block = Block(rows, keys, shape, segment.sequences)
+                found.extend([block] if largest is None else _cut(block, *largest))
+    return tuple(found)
+
+
+def _tiles(segment: Segment, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """First token, the one after the last, and the oldest token that the first one sees. Windows begin and end within
+    two tiles if the tiles are as long as the window and counted from the start of the segment."""
+    if window is None:
+        yield segment.first, segment.last, segment.start
+        return
+    for tile in range((segment.first - segment.start) // window, -(-(segment.last - segment.start) // window)):
+        edge = segment.start + tile * window
+        first, last = max(segment.first, edge), min(segment.last, edge + window)
+        yield first, last, max(segment.start, first - window + 1)
+
+
+def _of_tile(first: int, last: int, oldest: int, window: int | None) -> Iterator[tuple[slice, slice, Shape]]:
+    """A square of the tile with itself; the keys that all its rows see; and those that its first rows see alone."""
+    yield slice(first, last), slice(first, last), "lower"
+    common = oldest if window is None else max(oldest, last - window)
+    if common < first:
+        yield slice(first, last), slice(common, first), "full"
+    if oldest < common:  # row ``first + i`` sees the keys from ``oldest + i`` on
+        yield slice(first, first + common - oldest), slice(oldest, common), "upper"
+
+
+def _cut(block: Block, most_rows: int, most_keys: int) -> Iterator[Block]:
+    """The same block in smaller ones. Triangles are cut into triangles on the diagonal, and rectangles beside it."""
+    rows, keys, shape, sequences = block
+    if shape == "full":
+        for row in range(rows.start, rows.stop, most_rows):
+            for key in range(keys.start, keys.stop, most_keys):
+                part = slice(row, min(row + most_rows, rows.stop)), slice(key, min(key + most_keys, keys.stop))
+                yield Block(*part, sequences=sequences)
+        return
+    side = min(most_rows, most_keys)
+    for at in range(0, rows.stop - rows.start, side):
+        size = min(side, rows.stop - rows.start - at)
+        row, key = rows.start + at, keys.start + at
+        yield Block(slice(row, row + size), slice(key, key + size), shape, sequences)
+        beside = slice(keys.start, key) if shape == "lower" else slice(key + size, keys.stop)
+        if beside.start < beside.stop:
+            yield from _cut(Block(slice(row, row + size), beside, sequences=sequences), most_rows, most_keys)
+
+
+def segments(starts: Sequence[Sequence[int]], context: int, end: int, chunk: int | None) -> tuple[Segment, ...]:
+    """Of the slice from ``context`` to ``end``, where documents begin at ``starts`` in each sequence."""
+    rows = [tuple(row) for row in starts] or [(0,)]
+    alike = len(set(rows)) == 1
+    found = []
+    for i, row in enumerate(rows[:1] if alike else rows):
+        for start, stop in zip(row, [*row[1:], end], strict=True):
+            for first, last, begin in _chunks(start, max(start, context), min(stop, end), chunk):
+                found.append(Segment(begin, first, last, EVERY if alike else slice(i, i + 1)))
+    return tuple(found)
+
+
+def _chunks(start: int, first: int, last: int, chunk: int | None) -> Iterator[tuple[int, int, int]]:
+    """Chunks count from the start of the document, as if it were alone."""
+    while first < last:
+        begin = start if chunk is None else first - (first - start) % chunk
+        stop = last if chunk is None else min(last, begin + chunk)
+        yield first, stop, begin
+        first = stop

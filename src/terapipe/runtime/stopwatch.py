@@ -1,0 +1,50 @@
+"""Seconds that computations take on a device."""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+CLOCK = 2e9  # cycles per second that a GPU is taken to have, at most
+LONGEST_HOLD = 0.5  # seconds
+
+
+class Stopwatch:
+    """On a GPU, times are taken by the device. In a step the host is ahead of it, so here, too, the device is held back
+    until the host has queued everything: else short computations would seem to take as long as it takes to queue them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queueing = 0.0  # seconds that the host took to queue one action, at most
+
+    def __call__(self, *actions: Callable[[], object]) -> list[float]:
+        """Of each, one after the other."""
+        return self._by_events(actions) if self._device.type == "cuda" else [_by_host(action) for action in actions]
+
+    def _by_events(self, actions: tuple[Callable[[], object], ...]) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        self._hold(self._queueing * len(actions))
+        began = time.perf_counter()
+        marks = [self._mark()]
+        for action in actions:
+            action()
+            marks.append(self._mark())
+        self._queueing = max(self._queueing, (time.perf_counter() - began) / len(actions))
+        torch.cuda.synchronize(self._device)
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+    def _hold(self, seconds: float) -> None:
+        torch.cuda._sleep(int(min(seconds, LONGEST_HOLD) * CLOCK))  # type: ignore[no-untyped-call]
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _by_host(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

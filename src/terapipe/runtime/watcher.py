@@ -1,0 +1,124 @@
+"""Notices on a GPU that another rank has failed, died or stopped answering.
+
+The host does not wait for transfers there, and a device that waits for a peer waits for ever. So a thread of every rank
+gives signs of life, reads whether another rank has failed, and looks whether transfers come to an end. When something
+is wrong it tells the transport, which aborts its communicators: whatever waits for them goes on, and the main thread
+raises what all ranks know.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+BEAT = 0.5  # seconds between looks
+SILENCE = 10.0  # seconds without a sign of life after which a process is taken for dead
+
+
+def _end(stopped: threading.Event, thread: threading.Thread) -> None:
+    stopped.set()
+    thread.join(BEAT)
+
+
+@dataclass
+class _Pending:
+    work: dist.Work
+    peers: tuple[int, ...]
+    why: object
+
+
+class Watcher:
+    """``failed(why, peers, seconds, is_dead)`` is called when a transfer does not end in time or the rank that it needs
+    is dead; ``heard(why, peers)`` when another rank has failed. One of them is called once, in the watcher's thread;
+    ``why`` is the transfer that this rank waits for, None if there is none."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        timeout: float,
+        failed: Callable[[object, tuple[int, ...], float, bool], object],
+        heard: Callable[[object, tuple[int, ...]], object],
+    ) -> None:
+        self._store: Any = store.clone() if hasattr(store, "clone") else store  # a connection of its own
+        self._rank, self._timeout = rank, timeout
+        self._failed, self._heard = weakref.WeakMethod(failed), weakref.WeakMethod(heard)
+        self._pending: list[_Pending] = []
+        self._lock = threading.Lock()
+        self._progress = time.monotonic()  # when a transfer last came to an end, or there was none to wait for
+        self._beats: dict[int, tuple[bytes, float]] = {}  # of other ranks: the last one, and when it was seen first
+        self._stopped = threading.Event()
+        thread = threading.Thread(target=self._run, name="terapipe-watcher", daemon=True)
+        thread.start()
+        # A thread inside the store's C++ code when the interpreter ends would abort the process.
+        weakref.finalize(self, _end, self._stopped, thread)
+
+    def watch(self, work: dist.Work, peers: tuple[int, ...], why: object) -> None:
+        """A transfer that is on its way. It must come to an end, one after the other, each within the timeout."""
+        with self._lock:
+            if not self._pending:
+                self._progress = time.monotonic()
+            self._pending.append(_Pending(work, peers, why))
+
+    def post(self) -> None:
+        """Tells all ranks that one has failed; what it has to say is on the board already. The last call."""
+        self._stopped.set()
+        with suppress(RuntimeError):  # the store may have gone down with the rank that failed
+            self._store.set("failed", str(self._rank))
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stopped.wait(BEAT):
+            beat += 1
+            try:
+                self._store.set(f"beat{self._rank}", str(beat))
+                alarmed = self._look()
+            except RuntimeError:  # the store went down with the rank that hosted it
+                alarmed = self._tell(self._failed, "the store of the job", (), 0.0, True)
+            if alarmed or self._failed() is None:
+                return
+
+    def _look(self) -> bool:
+        waiting = self._oldest()
+        if self._store.check(["failed"]):
+            return self._tell(self._heard, waiting and waiting.why, waiting.peers if waiting else ())
+        if waiting is None:
+            return False
+        spent = time.monotonic() - self._progress
+        if dead := self._dead(waiting.peers):
+            return self._tell(self._failed, waiting.why, dead, spent, True)
+        return spent > self._timeout and self._tell(self._failed, waiting.why, waiting.peers, spent, False)
+
+    def _oldest(self) -> _Pending | None:
+        """The first transfer that is not through; those that are through are forgotten."""
+        with self._lock:
+            left = [p for p in self._pending if not p.work.is_completed()]
+            if len(left) < len(self._pending) or not left:
+                self._progress = time.monotonic()
+            self._pending = left
+            return left[0] if left else None
+
+    def _dead(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """Those of which nothing was heard for a while."""
+        found = []
+        for rank in ranks:
+            key = f"beat{rank}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            known, since = self._beats.get(rank, (None, 0.0))
+            if beat != known:
+                self._beats[rank] = beat, time.monotonic()
+            elif time.monotonic() - since > SILENCE:
+                found.append(rank)
+        return tuple(found)
+
+    def _tell(self, whom: Any, *what: object) -> bool:
+        function = whom()
+        if function is not None:
+            function(*what)
+        return True

@@ -1,0 +1,43 @@
+"""Which tests run on pretend GPUs: those that are about them, and some of the other suites."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FIRST = "tests/gpu/test_proof.py"  # takes longest
+FILES = (
+    FIRST,
+    "tests/runtime/test_failures.py",
+    "tests/training/test_run.py",
+    "tests/runtime/test_layouts.py",
+    "tests/test_layouts.py",
+    "tests/runtime/test_hf_layouts.py",
+    "tests/test_transparency.py",
+    "tests/runtime/test_checkpoint.py",
+    "tests/runtime/test_warm_up.py",
+    "tests/test_documents.py",
+    *(f"tests/gpu/{path.name}" for path in sorted(HERE.glob("test_*.py")) if path.name not in FIRST),
+)
+
+# Others show the same, faster. Only `make test-all` runs these on pretend GPUs.
+SELDOM = (
+    r"tests/runtime/test_failures\.py::test_replicas_and_parts_stop_too\[(die|stick)",
+    r"tests/runtime/test_failures\.py::test_an_exception_stops_all_ranks_with_that_ranks_error\[3",
+    r"tests/runtime/test_checkpoint\.py::test_(killed_while_saving|masters_load|ranks_have_tensors|a_full_disk)",
+    r"tests/runtime/test_checkpoint\.py::test_a_save_in_the_background.*dp 2 x pp 1 x tp 2",
+    r"tests/training/test_run\.py::(?!test_the_curve)",
+    r"tests/runtime/test_layouts\.py::test_training_is_the_same.*(pp 2 x tp 2|pp 3)",
+    r"tests/runtime/test_layouts\.py::test_(shared_state|replicas_may)",
+    r"tests/test_layouts\.py::.*dp 2 x pp 2 x tp 2-interleaved",
+    r"tests/test_layouts\.py::.*pp 3 x tp 2",
+    r"tests/runtime/test_warm_up\.py::test_all_ranks_compile",
+    r"tests/gpu/test_attention\.py::test_windows_need_no_more_memory\[cuda-dtype2",
+)
+
+
+def mark_seldom(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(re.match(name, item.nodeid) for name in SELDOM):
+            item.add_marker(pytest.mark.exhaustive)
