@@ -77,7 +77,14 @@ def test_what_it_refuses(more: dict[str, Any], said: str) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model=layers=4,hidden=256,heads=4", "--cluster=dgx-a100:1", "--batch-size=8", "--seq-len=512", "--dry-run"]
+    arguments = [
+        "plan",
+        "--model=layers=4,hidden=256,heads=4",
+        "--cluster=dgx-a100:1",
+        "--batch-size=8",
+        "--seq-len=512",
+        "--dry-run",
+    ]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "Dry run of rank" in said
