@@ -81,7 +81,8 @@ def run(parsed: argparse.Namespace) -> int:
 def _prove(parsed: argparse.Namespace, started_by_torchrun: bool) -> int:
     if started_by_torchrun:
         raise ValueError("--prove starts its ranks itself; run it without torchrun, on one host")
-    from terapipe.doctor.prove import prove, ranks_here, sizes
+    from terapipe.doctor.proof import sizes
+    from terapipe.doctor.prove import prove, ranks_here
 
     out = parsed.out or Path("terapipe-proof.json")
     ranks = parsed.ranks or ranks_here()
