@@ -224,7 +224,8 @@ class Pipeline(ModelPart):
     def warm_up(self, plan: Plan | None = None) -> None:
         """One step on made-up numbers, without messages between stages. All ranks call it, and are at it at the same
         time: what is compiled, tuned or loaded when first used is ready before anybody has to wait for it. Gradients
-        and random generators are as before, no hook is called. On GPUs the first step does it by itself."""
+        and random generators are as before; hooks of modules are called, those of gradients are not. On GPUs the first
+        step does it by itself."""
         assert self._executors is not None
         self._is_warm = True
         plan = plan or self.plan

@@ -23,7 +23,8 @@ SILENCE = 10.0  # seconds without a sign of life after which a process is taken 
 
 def _end(stopped: threading.Event, thread: threading.Thread) -> None:
     stopped.set()
-    thread.join(BEAT)
+    if thread is not threading.current_thread():  # which may be the last to let go of the watcher
+        thread.join(BEAT)
 
 
 @dataclass
