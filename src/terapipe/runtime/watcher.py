@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 BEAT = 0.5  # seconds between looks
+LEAVE = 2.0  # seconds that the end of the process waits for the thread
 SILENCE = 10.0  # seconds without a sign of life after which a process is taken for dead
 
 
 def _end(stopped: threading.Event, thread: threading.Thread) -> None:
     stopped.set()
     if thread is not threading.current_thread():  # which may be the last to let go of the watcher
-        thread.join(BEAT)
+        thread.join(LEAVE)
 
 
 @dataclass

@@ -1,0 +1,129 @@
+"""The thread that notices failures on GPUs, by itself: transfers that do not end, silent ranks, failures elsewhere."""
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from terapipe.runtime import watcher
+from terapipe.runtime.watcher import Watcher
+
+LONG = 300.0
+LEAVING = """
+import time
+
+import torch.distributed as dist
+from terapipe.runtime import watcher
+
+watcher.BEAT = 1e-4  # always inside the store
+
+class Owner:
+    def told(self, *what): pass
+
+owner = Owner()
+store = dist.TCPStore("localhost", 0, 1, True)
+kept = [watcher.Watcher(store, rank, 10.0, owner.told, owner.told) for rank in range(20)]
+time.sleep(0.2)
+"""
+
+
+class Transfer(dist.Work):
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+class Owner:
+    """What a transport is to its watcher."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.event = threading.Event()
+
+    def failed(self, *what: Any) -> None:
+        self.said.append(("failed", *what))
+        self.event.set()
+
+    def heard(self, *what: Any) -> None:
+        self.said.append(("heard", *what))
+        self.event.set()
+
+    def watched(self, store: Any, timeout: float) -> Watcher:
+        return Watcher(store, 0, timeout, self.failed, self.heard)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "BEAT", 0.01)
+
+
+def alive(store: Any, stop: threading.Event) -> Callable[[], None]:
+    """Rank 1, which gives signs of life."""
+
+    def run() -> None:
+        beat = 0
+        while not stop.wait(0.01):
+            beat += 1
+            store.set("beat1", str(beat))
+
+    return run
+
+
+def test_a_transfer_that_does_not_end_is_told_with_its_peer() -> None:
+    store, owner, stop = dist.HashStore(), Owner(), threading.Event()
+    living = threading.Thread(target=alive(store, stop))
+    living.start()
+    watching = owner.watched(store, 0.2)
+    through = Transfer()
+    watching.watch(through, (1,), "the first")
+    through.done = True
+    watching.watch(Transfer(), (1,), "the second")
+    assert owner.event.wait(LONG)
+    stop.set()
+    living.join()
+    (kind, why, peers, seconds, is_dead) = owner.said[0]
+    assert (kind, why, peers, is_dead) == ("failed", "the second", (1,), False)
+    assert seconds > 0.2
+
+
+def test_a_silent_rank_is_dead_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "SILENCE", 0.2)
+    owner = Owner()
+    owner.watched(dist.HashStore(), LONG).watch(Transfer(), (1,), "a message")
+    assert owner.event.wait(LONG)
+    kind, why, peers, _, is_dead = owner.said[0]
+    assert (kind, why, peers, is_dead) == ("failed", "a message", (1,), True)
+
+
+def test_a_failure_elsewhere_is_heard() -> None:
+    store, owner, other = dist.HashStore(), Owner(), Owner()
+    owner.watched(store, LONG).watch(Transfer(), (1,), "a message")
+    Watcher(store, 1, LONG, other.failed, other.heard).post()
+    assert owner.event.wait(LONG)
+    assert owner.said == [("heard", "a message", (1,))]
+    assert other.said == [], "who has failed knows it"
+
+
+def test_it_ends_with_its_owner() -> None:
+    before = set(threading.enumerate())
+    owner = Owner()
+    owner.watched(dist.HashStore(), LONG)
+    mine = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(mine) == 1
+    del owner
+    gc.collect()
+    mine[0].join(LONG)
+    assert not mine[0].is_alive()
+
+
+def test_processes_leave_in_peace() -> None:
+    """A thread that was inside the store when the interpreter ended aborted the process: SIGABRT, in one of many."""
+    assert subprocess.run([sys.executable, "-c", LEAVING], timeout=LONG).returncode == 0
