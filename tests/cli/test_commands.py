@@ -190,6 +190,7 @@ def test_the_installed_command_answers() -> None:
     assert subprocess.run([sys.executable, "-m", "terapipe", "--version"], capture_output=True).returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_profile_measures_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two real ranks, started as a user would; what they measured makes a plan."""
     out = tmp_path / "profile.json"

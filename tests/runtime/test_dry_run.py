@@ -17,7 +17,7 @@ from terapipe.runtime.dry_run import MemoryCounter
 @pytest.mark.parametrize(
     ("dp", "options"),
     [
-        (1, {"order": "terapipe", "chunks": 1}),
+        pytest.param(1, {"order": "terapipe", "chunks": 1}, marks=pytest.mark.exhaustive),
         (1, {"order": "terapipe-deferred", "chunks": 2}),
         (2, {"order": "terapipe-v"}),
     ],

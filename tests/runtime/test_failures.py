@@ -148,7 +148,7 @@ def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard
 @pytest.mark.parametrize(
     ("how", "layout", "shard"),
     [
-        pytest.param(how, layout, shard, marks=[pytest.mark.exhaustive] if how == "stick" and layout.tp == 1 else [])
+        pytest.param(how, layout, shard, marks=[pytest.mark.exhaustive] if how == "stick" else [])
         for how in ("raise", "die", "stick")
         for layout, shard in ((Layout(2, 2, 1), False), (Layout(2, 2, 1), True), (Layout(1, 2, 2), False))
     ],

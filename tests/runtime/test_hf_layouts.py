@@ -65,7 +65,7 @@ MORE = pytest.mark.exhaustive
         pytest.param("llama", Layout(2, 2, 1), False, False, marks=MORE),
         pytest.param("llama", Layout(2, 2, 1), True, False, marks=MORE),
         ("gpt2", Layout(2, 2, 1), True, False),
-        ("llama", Layout(1, 2, 2), False, False),
+        pytest.param("llama", Layout(1, 2, 2), False, False, marks=MORE),
         pytest.param("qwen3", Layout(1, 2, 2), False, False, marks=MORE),
         pytest.param("gpt_neox", Layout(1, 2, 2), False, False, marks=MORE),
         ("mixtral", Layout(1, 2, 2), False, False),

@@ -212,7 +212,7 @@ def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) 
     assert losses(folder) == pytest.approx(straight(ranks, folder, 40), rel=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_asked_to_stop_it_saves_and_ends_well(ranks: Callable[[int], Ranks], place: Path, size: int) -> None:
     folder = place / f"stopped{size}"
     told = config(folder, "", *ENDLESS, f"plan.pp={size}")
