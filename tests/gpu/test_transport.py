@@ -145,6 +145,7 @@ def options_of_pairs() -> list[tuple[bool, int, float]]:
 def test_directions_have_communicators_of_their_own(ranks: Start) -> None:
     """A receive that waits would hold up sends to the same peer. Transfers go before computations, and hold few
     multiprocessors. torch's own watchdog is more patient than ours, or it would end the process without a word."""
+    assert PATIENCE > 1
     assert ranks(2)(options_of_pairs) == [[(True, MAX_CTAS, PATIENCE * 50.0)] * 2] * 2
 
 
