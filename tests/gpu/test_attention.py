@@ -1,12 +1,14 @@
 """Attention on a GPU: one call for a slice, no copies of keys, no masks, kernels by what the device can do."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from terapipe import SliceCache, attend
-from terapipe.modeling import block_kernels, kernels
+from terapipe.modeling import flash_kernels, kernels
 from terapipe.modeling.block_kernels import Efficient
 from terapipe.modeling.kernel_check import fault_of
 from terapipe.modeling.kernels import Need, kernel_for
@@ -56,8 +58,24 @@ def test_a_slice_is_one_call(window: int | None) -> None:
 
 def test_grouped_heads_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of the whole context were repeated for every slice and layer."""
-    monkeypatch.setattr(block_kernels, "_spread", lambda x, q: pytest.fail("keys were repeated"))
+    heads: list[tuple[int, int]] = []
+
+    def noted(operator: Callable[..., Any], at: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            heads.append((args[at].shape[-2], args[at + 1].shape[-2]))
+            return operator(*args, **kwargs)
+
+        return call
+
+    aten = flash_kernels.aten
+    doubles = SimpleNamespace(
+        _flash_attention_forward=noted(aten._flash_attention_forward, 0),
+        _flash_attention_backward=noted(aten._flash_attention_backward, 1),
+    )
+    sliced(heads=8, kv_heads=2)  # with the self-test
+    monkeypatch.setattr(flash_kernels, "aten", doubles)
     sliced(heads=8, kv_heads=2)
+    assert heads == [(8, 2)] * 6
 
 
 @pytest.mark.parametrize("head", [8, 20, 96, 256])
