@@ -220,16 +220,6 @@ def test_dropout_in_attention_is_refused_before_a_step(name: str) -> None:
     assert pipe.eval().step(*batch()).isfinite()
 
 
-def test_auxiliary_losses_are_refused() -> None:
-    """A mixture of experts that adds them was refused for a reason that nobody could read."""
-    model = small_model(small_config("mixtral"))
-    model.config.output_router_logits = True
-    with pytest.raises(
-        UnsupportedModelError, match="MixtralForCausalLM cannot be cut exactly: auxiliary losses are functions of"
-    ):
-        Decoder(model)
-
-
 # The check
 
 

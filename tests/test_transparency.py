@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from terapipe import GPTConfig, Plan, Slice
 from terapipe.modeling.cache import KeyValueStore
-from terapipe.runtime.executor import Executor
+from terapipe.runtime.last_stage import TokenLosses
 from tests.models import make_batch, piped, plain, variant, worst_error
 from tests.plans import examples, plans
 from tests.ranks import Ranks
@@ -60,18 +60,17 @@ def forgetful(*args: object) -> object:
 
 def careless(*args: object) -> object:
     """As ``piped``, but one slice's gradient is lost on the last stage."""
-    kept = Executor._finish
+    kept = TokenLosses.gradient
 
-    def lose(self: Executor, k: int, s: Slice, out: torch.Tensor) -> None:
-        kept(self, k, s, out)
-        if s.number == 1:
-            self._gradients[k, s].zero_()
+    def lose(self: TokenLosses, s: Slice, hidden: torch.Tensor) -> torch.Tensor:
+        found = kept(self, s, hidden)
+        return torch.zeros_like(found) if s.number == 1 else found
 
-    Executor._finish = lose  # type: ignore[method-assign]
+    TokenLosses.gradient = lose  # type: ignore[method-assign]
     try:
         return piped(*args)  # type: ignore[arg-type]
     finally:
-        Executor._finish = kept  # type: ignore[method-assign]
+        TokenLosses.gradient = kept  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("broken", [forgetful, careless])

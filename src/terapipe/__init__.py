@@ -92,12 +92,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hf":
-        return import_module("terapipe.hf")
+    if name in ("hf", "losses"):
+        return import_module(f"terapipe.{name}")
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'terapipe' has no attribute {name!r}")
     return getattr(import_module(_NEEDS_TORCH[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "hf"])
+    return sorted([*__all__, "__version__", "hf", "losses"])

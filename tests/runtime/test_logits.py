@@ -99,7 +99,7 @@ def test_hugging_face_models_keep_what_they_do_to_logits(ranks: Callable[[int], 
 
 def test_a_stage_without_logits_is_named_and_goes_on_training() -> None:
     pipe = Pipeline(own_model.Decoder(), Plan((1,), ODD, (0, 4)))
-    with pytest.raises(ValueError, match=r"needs a last stage with a method logits\(hidden\).*Decoder has none"):
+    with pytest.raises(ValueError, match=r"need a last stage with a method logits\(hidden\).*Decoder has none"):
         pipe.next_token_logits(prompt(1, 5))
     pipe.step(prompt(1, 29), prompt(1, 29).roll(-1, 1))
 

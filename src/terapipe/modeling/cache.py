@@ -81,6 +81,7 @@ class SliceCache:
         self.main_grads = False  # whether gradients of half-precision weights are summed in float32: see main_grads.py
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
+        self._sums: dict[str, Tensor] = {}  # of the current slice, for auxiliary losses
 
     def begin(self, context: int, length: int) -> None:
         if length < 1 or context < 0 or context + length > self.seq_len:
@@ -97,6 +98,16 @@ class SliceCache:
         """The gradients of weights that backwards put off since it was last asked."""
         deferred, self.deferred = self.deferred, []
         return deferred
+
+    def add_sums(self, name: str, sums: Tensor) -> None:
+        """Adds a layer's sums over the current slice's tokens, a vector, to those of an auxiliary loss of the stage:
+        see auxiliary.py."""
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def pop_sums(self) -> dict[str, Tensor]:
+        """The sums that layers have added since it was last asked."""
+        sums, self._sums = self._sums, {}
+        return sums
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,9 +132,10 @@ class SliceCache:
         # There may be one already, if this forward is one that a backward begins with.
         return self._left.setdefault((name, self.end), state.detach().requires_grad_(state.is_floating_point()))
 
-    def backward(self, out: Tensor, gradient: Tensor) -> None:
-        """A slice's backward, which also takes up what later slices found for the states it left to them."""
-        roots, gradients = [out], [gradient]
+    def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """A slice's backward, which also takes up what later slices found for the states it left to them. ``others``
+        are further results of the slice with their gradients."""
+        roots, gradients = [out, *(root for root, _ in others)], [gradient, *(found for _, found in others)]
         for name, state in self._made.pop(self.end, {}).items():
             found = self._left.pop((name, self.end)).grad
             if found is not None:

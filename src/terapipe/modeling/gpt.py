@@ -152,10 +152,14 @@ class GPT(nn.Module):
             x = block(x, cache)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
         if self.norm is None or self.head is None:
             raise ValueError(f"only the last stage has a head, this one holds layers {self.first} to {self.last}")
-        logits: Tensor = self.head(self.norm(hidden))
+        return self.norm(hidden), self.head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        normed, head = self.before_head(hidden)
+        logits: Tensor = head(normed)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precisions are too coarse for a sum
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -54,6 +54,14 @@ class Predictor(Protocol):
 
 
 @runtime_checkable
+class HasHead(Protocol):
+    """What a last stage may also be, for losses that multiply by the head themselves."""
+
+    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
+        """What the head would be called with, and the head. Refused where logits are more than what the head makes."""
+
+
+@runtime_checkable
 class HasVocabulary(Protocol):
     """What a stage may also be, so that tokens outside the vocabulary are refused before anything is computed."""
 

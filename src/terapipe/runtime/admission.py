@@ -8,12 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from terapipe.losses.objective import Targets, labels_in
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Terms, agree, check_total, checksum, lone_checksums
+from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
 
@@ -35,16 +37,22 @@ class ModelChecks:
 
 class Admission:
     def __init__(
-        self, inputs: Inputs, checks: ModelChecks, tied: TiedWeights, executors: Executors, transport: Transport
+        self,
+        inputs: Inputs,
+        checks: ModelChecks,
+        tied: TiedWeights,
+        executors: Executors,
+        objective: PipelineObjective,
+        transport: Transport,
     ) -> None:
         self._inputs, self._checks, self._tied = inputs, checks, tied
-        self._executors, self._transport = executors, transport
+        self._executors, self._objective, self._transport = executors, objective, transport
 
     def batch(
         self,
         method: str,
         input_ids: Tensor | None,
-        labels: Tensor | None,
+        targets: Targets,
         documents: Documents | None,
         plan: Plan | None,
         total: float | None,
@@ -53,24 +61,46 @@ class Admission:
     ) -> Batch:
         """``training``: whether any stage here is in training mode."""
         batch, work, error = None, "", None
-        ids = targets = counted = 0
+        ids = labels = counted = rows = 0
         try:
-            batch = self._inputs.take(input_ids, labels, documents, plan)
+            batch = self._inputs.take(input_ids, targets, documents, plan)
             self._checks.step(batch.documents, training=training, padded=self._inputs.pads)
             if method == "step":
                 _refuse_float16(self._executors.dtype, self._autocast())
             total = check_total(total) if self._inputs.takes_labels else None
+            self._objective.check_plan(batch.plan)
             self._executors.get(batch.plan)
             work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
-            ids, targets = lone_checksums(input_ids, labels)
-            if batch.labels is not None and labels is not None and self._transport.tp_rank == 0:
-                counted = int((labels != IGNORE).sum())  # as given: those on the device would have to be waited for
+            ids, labels = lone_checksums(input_ids, labels_in(targets))
+            if batch.targets is not None and self._transport.tp_rank == 0:
+                counted, rows = self._inputs.count(targets, batch.plan), batch.plan.batch_size
+            if batch.targets is not None:
+                self._objective.try_out(batch, self._executors.dtype)
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
-        terms = self._agreed(work, error, ids, targets, counted)
+        terms = self._agreed(work, error, ids, labels, counted, rows)
         assert batch is not None
         self._tied.check_frozen(terms)
-        return batch._replace(scale=self._scale(sum(t.counted for t in terms), total))
+        return self._weighted(batch, terms, total)
+
+    def scored(
+        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None
+    ) -> tuple[Batch, Executor]:
+        """A batch of any shape for forwards only, and the executor for it."""
+        made, work, error = None, "", None
+        ids = targets = 0
+        try:
+            batch = self._inputs.scored(input_ids, labels, documents)
+            self._checks.step(batch.documents, training=False, padded=False)
+            made = batch, self._executors.for_forwards(batch.plan)
+            work = f"log_probs with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
+            ids, targets = lone_checksums(input_ids, labels)
+        except Exception as refusal:
+            error = refusal
+        mine = Terms(error is not None, self._transport.dp_rank, checksum(work), ids, targets)
+        agree(self._transport, mine, error, work)
+        assert made is not None
+        return made
 
     def prompt(self, input_ids: Tensor | None, plan: Plan) -> tuple[Tensor, Executor]:
         """Sequences that text is to follow, filled up, and the executor for their shape."""
@@ -87,20 +117,28 @@ class Admission:
         assert made is not None
         return made
 
-    def _agreed(self, work: str, error: Exception | None, ids: int, labels: int, counted: int) -> list[Terms]:
+    def _agreed(
+        self, work: str, error: Exception | None, ids: int, labels: int, counted: int, rows: int
+    ) -> list[Terms]:
         tied, trained = len(self._tied.parameters), self._tied.trained
         here = self._transport.dp_rank
-        mine = Terms(error is not None, here, checksum(work), ids, labels, counted, tied, trained)
+        mine = Terms(error is not None, here, checksum(work), ids, labels, counted, rows, tied, trained)
         return agree(self._transport, mine, error, work)
 
     def _autocast(self) -> Autocast:
         return Autocast.current(self._transport.device)
 
-    def _scale(self, counted: int, total: float | None) -> Tensor:
+    def _weighted(self, batch: Batch, terms: list[Terms], total: float | None) -> Batch:
+        counted, rows = sum(t.counted for t in terms), sum(t.rows for t in terms)
         if total is None and not counted:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        scale = 1.0 / (total or counted)
-        return torch.full((), scale, dtype=self._executors.wide, device=self._transport.device)
+        by_rows = self._inputs.weighs_rows
+        share = 1.0 if total is None or by_rows else counted / total
+        scale = None if by_rows and total is None else self._number(1.0 / (total or counted))
+        return batch._replace(scale=scale, row_share=self._number(share / rows))
+
+    def _number(self, value: float) -> Tensor:
+        return torch.full((), value, dtype=self._executors.wide, device=self._transport.device)
 
 
 def _refuse_float16(dtype: torch.dtype, autocast: Autocast) -> None:

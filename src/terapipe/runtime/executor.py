@@ -15,7 +15,9 @@ from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
+from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.inputs import Batch
+from terapipe.runtime.last_stage import Ending
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
@@ -80,9 +82,11 @@ class Executor:
         actions: Sequence[Action],
         transport: Transport,
         wire: Wire,
+        auxiliary: AuxiliaryLosses,
         finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
         """``actions`` are this rank's; ``finished`` is called as soon as a stage's gradients are complete."""
+        self._auxiliary = auxiliary
         self._stages, self._plan, self._transport, self._wire = stages, plan, transport, wire
         listed = with_early_receives if transport.device.type == "cpu" else tuple
         self._runs = _runs(listed(actions))
@@ -113,27 +117,24 @@ class Executor:
         self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
         self._gradients: dict[Key, Tensor] = {}
         self._deferred: dict[Key, list[DeferredGrad]] = {}
+        self._sums: dict[Key, Sums] = {}  # for auxiliary losses
         self._casts: dict[Tensor, Tensor] = {}  # weights as autocast wants them
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
-        self._hidden: Tensor | None = None
         self.at: Action | None = None
 
-    def hidden(self, input_ids: Tensor | None, seq_len: int) -> Tensor | None:
-        """By forwards only, what the last stage makes of the last slice of a batch; None where it is not. Of each
-        sequence so many tokens count, the rest is padding."""
-        self.run(Batch(self._plan, input_ids), longest=seq_len, train=False)
-        return self._hidden
-
-    def run(self, batch: Batch, *, longest: int | None = None, train: bool) -> Tensor:
-        """The batch's summed loss times its scale where the last stage is, zero elsewhere; gradients if ``train``."""
+    def run(self, batch: Batch, ending: Ending, *, longest: int | None = None, train: bool) -> Tensor:
+        """The batch's loss where the last stage is, by what ``ending`` makes of its hidden states; zero elsewhere.
+        Gradients if ``train``. ``longest`` is the length of the longest document, if some of its tokens are padding."""
         self._reset()
-        self._batch, self._train = batch, train
+        self._batch, self._ending, self._train = batch, ending, train
+        self._auxiliary.begin(batch, train=train)
         self._longest = longest or longest_document(batch.documents, self._plan.seq_len)
-        self._loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
         self._marks.clear()
         self._clock.start()
         self._autocast = Autocast.current(self._transport.device)
+        if self._last_stage in self._stages:
+            ending.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
         self._wire.begin(self._autocast)
         self._autocast.forget_casts()
         with torch.set_grad_enabled(train), self._autocast.off():
@@ -145,7 +146,19 @@ class Executor:
         while self._sent_gradients:
             self._wait_sent(self._sent_gradients.popleft())
         self.at = None
-        return self._loss
+        return self._loss()
+
+    def _loss(self) -> Tensor:
+        loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
+        if self._last_stage in self._stages:
+            for part in (self._ending.loss, self._auxiliary.loss):
+                loss = loss if part is None else loss + part
+        return loss
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Of the last run, where the last stage is."""
+        return {**self._ending.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
 
     def _perform_all(self) -> None:
         for run in self._runs if self._train else self._forward_runs:
@@ -185,8 +198,9 @@ class Executor:
             self._random[k, s] = RandomState.now(self._transport.device)
         with torch.set_grad_enabled(self._train and not self._plan.recompute), self._autocast.on():
             out = self._stages[k](x, cache)
+        self._add_sums(k, s, cache.pop_sums())
         if k == self._last_stage:
-            self._finish(k, s, out)
+            self._ending.forward(s, out)
         if self._train:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and not self._plan.recompute):
@@ -195,27 +209,16 @@ class Executor:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
-    def _finish(self, k: int, s: Slice, out: Tensor) -> None:
-        """The loss, and at once its gradient: nobody has to be waited for, and the logits of one slice are gone
-        before those of the next exist."""
-        if self._batch.labels is None:
-            assert not self._train
-            self._hidden = out
-            return
-        hidden = out.detach().requires_grad_(self._train)
-        labels = self._batch.labels[s.row : s.row + s.size, s.context : s.end]
-        assert self._batch.scale is not None
-        with self._autocast.on():
-            loss = self._stages[k].loss(hidden, labels) * self._batch.scale
-        if self._train:
-            loss.backward()  # type: ignore[no-untyped-call]
-            assert hidden.grad is not None
-            self._gradients[k, s] = hidden.grad
-        self._loss += loss.detach()
+    def _add_sums(self, k: int, s: Slice, sums: Sums) -> None:
+        self._auxiliary.add(k, s, sums)
+        if self._train and not self._plan.recompute:
+            self._sums[k, s] = sums
+        if k == self._last_stage and s.end == self._plan.seq_len:
+            self._auxiliary.complete(k, s)
 
     def _backward(self, action: Action) -> None:
         _, k, s = action
-        gradient = self._gradient(k, s)
+        gradient = self._gradient(k, s) if k < self._last_stage else None
         start = self._clock.mark()
         cache = self._caches[k, s.microbatch]
         cache.begin(s.context, s.length)
@@ -225,9 +228,13 @@ class Executor:
         if self._plan.recompute:  # writes the same keys and values to the cache again
             with self._random.pop((k, s)).restored(), self._autocast.on():
                 out = self._stages[k](x, cache)
+            self._sums[k, s] = cache.pop_sums()
         assert out is not None
+        if gradient is None:
+            gradient = self._ending.gradient(s, out)
+        others = self._auxiliary.roots(s, self._sums.pop((k, s)))
         if out.requires_grad:  # a first stage may have nothing to train
-            cache.backward(out, gradient)  # adds what later slices owe to this one's keys, values and states
+            cache.backward(out, gradient, others)  # adds what later slices owe to this one's keys, values and states
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad
@@ -248,6 +255,8 @@ class Executor:
         receive = Action(Op.RECV_F, k, s)
         if receive in self._arriving:
             return self._take(receive).requires_grad_(self._train)
+        if self._auxiliary.note_size(s):
+            self._auxiliary.receive(k, s, self._auxiliary.totals(k - 1, s))
         previous = self._outputs[k - 1, s] if self._train else self._outputs.pop((k - 1, s))
         return previous.detach().requires_grad_(self._train)  # the stage before is on this rank too
 
@@ -263,13 +272,20 @@ class Executor:
     # Transfers
 
     def _receive(self, action: Action) -> None:
-        shape, dtype = self._wire.layout(self._shape(action), _boundary(action))
+        note = self._auxiliary.note_size(action.slice)
+        shape, dtype = self._wire.layout(self._shape(action), _boundary(action), note)
         self._arriving[action] = self._transport.receive(shape, dtype, self._peer(action), action)
 
     def _take(self, receive: Action) -> Tensor:
         message, work = self._arriving.pop(receive)
         self._transport.wait(work, self._peer(receive), receive)
-        return self._wire.unpack(message, self._shape(receive), _boundary(receive))
+        size = self._auxiliary.note_size(receive.slice)
+        tensor, note = self._wire.unpack(message, self._shape(receive), _boundary(receive), size)
+        if note is not None and receive.op is Op.RECV_F:
+            self._auxiliary.receive(receive.stage, receive.slice, note)
+        elif note is not None:
+            self._auxiliary.receive_gradient(receive.slice, note)
+        return tensor
 
     def _shape(self, transfer: Action) -> tuple[int, ...]:
         return self._stages[transfer.stage].hidden_shape(transfer.slice.size, transfer.slice.length)
@@ -293,8 +309,14 @@ class Executor:
                 f"{action} must send {tuple(shape)} of {dtype}, as the plan says, the stage made "
                 f"{tuple(tensor.shape)} of {tensor.dtype}; hidden_shape() and the parameters must match its output"
             )
-        message = self._wire.pack(tensor, boundary)
+        message = self._wire.pack(tensor, boundary, self._note(action))
         return action, message, self._transport.send(message, self._peer(action), action)
+
+    def _note(self, send: Action) -> Tensor | None:
+        if not self._auxiliary.note_size(send.slice):
+            return None
+        is_forward = send.op is Op.SEND_F
+        return self._auxiliary.totals(send.stage, send.slice) if is_forward else self._auxiliary.gradient(send.slice)
 
     def _wait_sent(self, sent: tuple[Action, Tensor, dist.Work]) -> None:
         action, _, work = sent

@@ -1,17 +1,22 @@
 """The executors of a pipeline: one for each shape of batch, kept from step to step with their buffers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
+from terapipe.runtime.auxiliary import AuxiliaryLosses
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
+from terapipe.runtime.last_stage import Ending
+from terapipe.runtime.mesh import DP
 from terapipe.runtime.silence import SilentTransport
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
+from terapipe.scheduling.actions import Action
 from terapipe.scheduling.validation import validated_actions
 
 SHAPES = 8  # of batches, for which buffers are kept
@@ -36,14 +41,19 @@ class Executors:
     def make(self, plan: Plan) -> Executor:
         self._check(plan)
         actions = validated_actions(plan, self._transport.rank)
-        return Executor(self._stages, plan, actions, self._transport, self._wire, self._stage_done)
+        return self._executor(plan, actions, self._transport)
 
-    def run_alone(self, batch: Batch) -> None:
+    def _executor(self, plan: Plan, actions: Sequence[Action], transport: Transport) -> Executor:
+        losses = auxiliary_losses(next(iter(self._stages.values())))
+        auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
+        return Executor(self._stages, plan, actions, transport, self._wire, auxiliary, self._stage_done)
+
+    def run_alone(self, batch: Batch, ending: Ending) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept."""
         silent = SilentTransport(self._transport.device, self._transport.rank)
         actions = validated_actions(batch.plan, silent.rank)
-        executor = Executor(self._stages, batch.plan, actions, silent, self._wire, self._stage_done)
-        executor.run(batch, train=True)
+        executor = self._executor(batch.plan, actions, silent)
+        executor.run(batch, ending, train=True)
         executor.release()
 
     def get(self, plan: Plan) -> Executor:
@@ -53,6 +63,10 @@ class Executors:
         while len(self._kept) > SHAPES:
             self._kept.pop(next(iter(self._kept)))
         return executor
+
+    def for_forwards(self, plan: Plan) -> Executor:
+        """Kept only if it is that of the pipeline's own shape."""
+        return self.get(plan) if plan == self._plan else self.make(plan)
 
     def begin(self, plan: Plan) -> Executor:
         """For a step. Only this shape's keys and values stay in memory; on CPUs, where fresh memory is slow to touch,

@@ -1,4 +1,4 @@
-"""Scores of the tokens that follow a text, by forwards through the pipeline that trains the model."""
+"""Scores of tokens, by forwards through the pipeline that trains the model."""
 
 from typing import cast
 
@@ -6,12 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.stage import Predictor
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import GradientSync
+from terapipe.runtime.inputs import Batch
+from terapipe.runtime.last_stage import LastHidden, TokenValues
 from terapipe.runtime.transport import Transport
 
 
@@ -29,18 +32,32 @@ class Generation:
         found = next(filter(None, self._transport.gather(missing)), None)
         if found:
             raise ValueError(
-                f"generating text needs a last stage with a method logits(hidden), as Predictor in modeling/stage.py "
-                f"describes it; {found} has none"
+                f"logits and log-probabilities need a last stage with a method logits(hidden), as Predictor in "
+                f"modeling/stage.py describes it; {found} has none"
             )
         self._predicts = True
 
     def next_token_logits(self, padded: Tensor, tokens: int, executor: Executor) -> Tensor:
         """After so many tokens of each row; the rest is padding."""
+        ending = LastHidden()
         with self._executors.once(executor):
-            hidden = executor.hidden(padded if self._transport.rank == 0 else None, tokens)
-        logits = None if hidden is None else self._logits_at(tokens - 1, hidden)
+            batch = Batch(executor.plan, padded if self._transport.rank == 0 else None)
+            executor.run(batch, ending, longest=tokens, train=False)
+        logits = None if ending.hidden is None else self._logits_at(tokens - 1, ending.hidden)
         self._sync.finish()
         return self._to_all(logits, len(padded))
+
+    def log_probs(self, batch: Batch, executor: Executor) -> Tensor:
+        """Of the labels, (rows, tokens)."""
+        ending = TokenValues(token_log_probs)
+        with self._executors.once(executor):
+            executor.run(batch, ending, train=False)
+        self._sync.finish()
+        shape, device = (batch.plan.batch_size, batch.plan.seq_len), self._transport.device
+        found = torch.empty(shape, dtype=self._executors.wide, device=device)
+        if batch.targets is not None:
+            found.copy_(ending.collected())
+        return self._transport.broadcast(found, self._plan.last_rank, "the log-probabilities")
 
     def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
         """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from terapipe.modeling.auxiliary import AuxiliaryLoss, auxiliary_losses
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.main_grads import (
@@ -27,7 +28,7 @@ from terapipe.modeling.main_grads import (
     round_to_grad,
     sum_in_float32,
 )
-from terapipe.modeling.stage import Predictor, Stage
+from terapipe.modeling.stage import HasHead, Predictor, Stage
 from terapipe.runtime.mesh import DP, TP
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
@@ -280,6 +281,14 @@ class Sharded(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         assert isinstance(self.stage, Predictor)
         return self.stage.logits(hidden)
+
+    @property
+    def auxiliary_losses(self) -> Mapping[str, AuxiliaryLoss]:
+        return auxiliary_losses(self._inner)
+
+    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
+        assert isinstance(self.stage, HasHead)
+        return self.stage.before_head(hidden)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return self._inner.hidden_shape(size, length)

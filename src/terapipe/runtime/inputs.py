@@ -4,15 +4,17 @@ import hashlib
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
 from terapipe.modeling.cache import on_device
 from terapipe.modeling.stage import IGNORE
-from terapipe.planning.slices import Plan
+from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.failures import in_words
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
@@ -27,6 +29,7 @@ class Terms(NamedTuple):
     ids: int = 0  # checksum of token ids, and ...
     labels: int = 0  # ... of labels, where a rank has only one of the two
     counted: int = 0  # labels that are not ignored
+    rows: int = 0  # sequences
     tied: int = 0  # copies of the parameter that the first and the last stage share, and ...
     trained: int = 0  # ... how many of them are not frozen
 
@@ -81,13 +84,31 @@ Documents = Sequence[Sequence[int]]
 
 
 class Batch(NamedTuple):
-    """Ready for the executor. Token ids and labels only where they are needed."""
+    """Ready for the executor. Token ids and targets only where they are needed."""
 
     plan: Plan
     input_ids: Tensor | None = None
-    labels: Tensor | None = None
+    targets: Targets = None
     documents: Documents = ()
-    scale: Tensor | None = None  # what the sum of losses is multiplied by
+    scale: Tensor | None = None  # what losses are multiplied by; None: by their sequences' share of the batch
+    row_share: Tensor | None = None  # of one sequence in the batches of all replicas
+
+    def cut(self, s: Slice) -> Targets:
+        """The targets of a slice. Those with one entry for each sequence are cut by sequences only."""
+        rows, tokens = slice(s.row, s.row + s.size), slice(s.context, s.end)
+        return tree_map(lambda x: x[rows, tokens] if _is_per_token(x, self.plan) else x[rows], self.targets)
+
+    def of_rows(self, rows: slice) -> Targets:
+        return tree_map(lambda x: x[rows], self.targets)
+
+    def weight(self, rows: int) -> Tensor:
+        """Of a loss of so many sequences."""
+        assert self.row_share is not None
+        return self.row_share * rows if self.scale is None else self.scale
+
+
+def _is_per_token(x: Tensor, plan: Plan) -> bool:
+    return x.ndim > 1 and x.shape[1] == plan.seq_len
 
 
 class Vocabulary(NamedTuple):
@@ -108,24 +129,64 @@ class Inputs:
         rank: int,
         device: torch.device,
         vocabulary: Vocabulary | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self._plan, self._vary, self._tile, self._rank, self._device = plan, vary, tile, rank, device
         self._vocabulary = vocabulary or Vocabulary()
+        self._objective = objective
+        if objective is not None and vary == "pad":
+            raise ValueError(
+                "vary='pad' fills up labels with -100, and does not know what an objective's own targets are filled up "
+                "with; take vary='replan', or fill up batches yourself"
+            )
 
-    def take(
-        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, plan: Plan | None
-    ) -> Batch:
-        given = input_ids if input_ids is not None else labels
+    def take(self, input_ids: Tensor | None, targets: Targets, documents: Documents | None, plan: Plan | None) -> Batch:
+        given = input_ids if input_ids is not None else next(iter(tree_leaves(targets)), None)
         plan = self.plan_for(given) if plan is None else self.own_plan(plan)
         first, last = self._rank == 0, self._rank == plan.last_rank
+        labels = labels_in(targets)
         if input_ids is not None and labels is not None:
             _refuse_unshifted(input_ids, labels)
         return Batch(
             plan,
             self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if first else None,
-            self.batch("labels", labels, plan, IGNORE, self._vocabulary.outputs) if last else None,
+            self.targets(targets, plan) if last else None,
             self.starts(documents, plan),
         )
+
+    def targets(self, given: Targets, plan: Plan) -> Targets:
+        if self._objective is None:
+            return self.labels(given, plan)
+        shape: tuple[int, ...] = (plan.batch_size, plan.seq_len)
+        rule = "(batch, seq_len, ...)"
+        if isinstance(self._objective, SequenceLoss):
+            shape, rule = shape[:1], "(batch, ...)"
+        named = tree_flatten_with_path(given)[0] if given is not None else []
+        for path, x in named:
+            if not isinstance(x, Tensor) or x.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"targets must be tensors that begin with {shape}, {rule} of the plan, got {_shown(x)}"
+                    f"{f' at {keystr(path)}' if path else ''} on rank {self._rank}"
+                )
+        if not named:
+            raise ValueError(f"the objective needs targets where the last stage is, got {given!r} on rank {self._rank}")
+        return tree_map(lambda x: on_device(x, self._device), given)
+
+    def labels(self, given: Targets, plan: Plan) -> Tensor:
+        return self.batch("labels", given, plan, IGNORE, self._vocabulary.outputs)
+
+    def count(self, targets: Targets, plan: Plan) -> int:
+        """How many tokens count, or for an objective of sequences how many sequences. Of targets as they were given:
+        those on the device would have to be waited for."""
+        if isinstance(self._objective, SequenceLoss):
+            return plan.batch_size
+        labels = labels_in(targets)
+        return plan.batch_size * plan.seq_len if labels is None else int((labels != IGNORE).sum())
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether a loss is a mean over sequences unless something else is asked for."""
+        return isinstance(self._objective, SequenceLoss)
 
     @property
     def takes_labels(self) -> bool:
@@ -152,35 +213,56 @@ class Inputs:
 
     def plan_for(self, given: Tensor | None) -> Plan:
         """The plan of a batch, by its shape alone: nobody is asked."""
-        if self._vary != "replan" or (given is not None and given.shape == (self._plan.batch_size, self._plan.seq_len)):
+        if self._vary != "replan" or (
+            given is not None and given.shape[:2] == (self._plan.batch_size, self._plan.seq_len)
+        ):
             return self._plan
-        if given is None or given.ndim != 2:
+        if given is None or given.ndim < 2:
             raise ValueError(
                 f"with vary='replan' every rank must be given input_ids or labels, (batch, tokens), rank {self._rank} "
                 f"got {None if given is None else tuple(given.shape)}"
             )
         return self._plan.resized(given.shape[0], given.shape[1], self._tile)
 
-    def batch(self, name: str, tensor: Tensor | None, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
+    def batch(self, name: str, tensor: Any, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
         shape = (plan.batch_size, plan.seq_len)
-        if self._vary == "pad" and tensor is not None and tensor.ndim == 2:
+        if self._vary == "pad" and isinstance(tensor, Tensor) and tensor.ndim == 2:
             missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
             tensor = F.pad(tensor, (0, max(0, missing[1]), 0, max(0, missing[0])), value=filler)
-        if tensor is None or tensor.shape != shape or tensor.dtype != torch.int64:
-            got = "None" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != torch.int64:
+            hint = "; other targets need an objective, Pipeline(..., loss_fn=...)" if name == "labels" else ""
             raise ValueError(
-                f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got {got}"
+                f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got "
+                f"{_shown(tensor)}{hint}"
             )
         _refuse_unknown(name, tensor, vocabulary, filler)
         return on_device(tensor, self._device)
 
+    def scored(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None) -> Batch:
+        """A batch of any shape for forwards only, cut as the plan cuts its own, and filled up to a multiple of the
+        tile."""
+        given = input_ids if input_ids is not None else labels
+        plan = self._plan
+        if given is not None and given.ndim == 2 and given.shape != (plan.batch_size, plan.seq_len):
+            rest = -given.shape[1] % self._tile
+            plan = plan.resized(given.shape[0], given.shape[1] + rest, self._tile)
+            input_ids = None if input_ids is None else F.pad(input_ids, (0, rest))
+            labels = None if labels is None else F.pad(labels, (0, rest), value=IGNORE)
+        if input_ids is not None and labels is not None:
+            _refuse_unshifted(input_ids, labels)
+        return Batch(
+            plan,
+            self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if self._rank == 0 else None,
+            self.labels(labels, plan) if self._rank == plan.last_rank else None,
+            self.starts(documents, plan),
+        )
+
     def prompt(self, input_ids: Tensor | None) -> Tensor:
         """Sequences that text is to follow, filled up to a multiple of the tile: no place sees those after it."""
         if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
-            got = "None" if input_ids is None else f"{tuple(input_ids.shape)} of {input_ids.dtype}"
             raise ValueError(
                 f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self._rank} "
-                f"got {got}"
+                f"got {_shown(input_ids)}"
             )
         _refuse_unknown("input_ids", input_ids, self._vocabulary.inputs)
         return F.pad(on_device(input_ids, self._device), (0, -input_ids.shape[1] % self._tile))
@@ -200,6 +282,10 @@ class Inputs:
                 f"{plan.seq_len} where documents begin, 0 first, got {documents}"
             )
         return rows
+
+
+def _shown(x: Any) -> str:
+    return f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else "None" if x is None else type(x).__name__
 
 
 def _refuse_unknown(name: str, ids: Tensor, vocabulary: int | None, ignored: int = 0) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from terapipe.losses.objective import Objective, Targets
 from terapipe.modeling.main_grads import is_half, summed_in_float32
 from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
@@ -30,8 +31,10 @@ from terapipe.runtime.gradient_sync import (
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
+from terapipe.runtime.last_stage import Ending
 from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import ModelPart, persistent_buffers
+from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.random_state import RandomState, share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
@@ -66,6 +69,8 @@ class Pipeline(ModelPart):
     replicas share out parameters, gradients and the optimizer's state between steps (FSDP2) instead of all holding all.
     ``vary`` says what to do with a batch of another shape than the plan's: refuse it, run it by the same plan resized
     (every rank must then be given the batch), or fill it up to the plan's with tokens that count for nothing.
+    ``loss_fn`` is what the model is trained for, see ``terapipe.losses``; by default cross-entropy. A function
+    ``loss_fn(logits, targets)`` returns the sum over a slice's tokens; a ``losses.SequenceLoss`` sees whole sequences.
     ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them.
     """
 
@@ -74,6 +79,7 @@ class Pipeline(ModelPart):
         model: Splittable,
         plan: Plan,
         *,
+        loss_fn: Objective | None = None,
         mesh: DeviceMesh | None = None,
         mesh_dims: Mapping[str, str] | None = None,
         shard: bool = False,
@@ -97,6 +103,7 @@ class Pipeline(ModelPart):
             self._sync = gradient_sync(self.stages, self._transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
+            self._objective = PipelineObjective(loss_fn, self.stages, plan, self._transport, shard)
             self._assemble(checks, vary)
 
     def _make_transport(
@@ -106,10 +113,10 @@ class Pipeline(ModelPart):
 
     def _assemble(self, checks: ModelChecks, vary: Vary) -> None:
         wire = Wire(next(self.parameters()).dtype)
-        stages, done = self._sync.stages, self._sync.stage_done
-        inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, self._vocabulary())
+        stages, done, objective = self._sync.stages, self._sync.stage_done, self._objective
+        inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, self._vocabulary(), objective.objective)
         self._executors = executors = Executors(self.plan, stages, self._transport, wire, checks.plan, done)
-        self._admission = Admission(inputs, checks, self._tied, executors, self._transport)
+        self._admission = Admission(inputs, checks, self._tied, executors, objective, self._transport)
         if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
             ensure_channel(self._transport)
         self._generation = Generation(self.plan, self._sync, executors, self._transport)
@@ -189,7 +196,7 @@ class Pipeline(ModelPart):
     def step(
         self,
         input_ids: Tensor | None,
-        labels: Tensor | None,
+        labels: Targets,
         documents: Documents | None = None,
         *,
         plan: Plan | None = None,
@@ -199,19 +206,22 @@ class Pipeline(ModelPart):
 
         ``input_ids`` is needed where the first stage is and ``labels`` where the last is; others may pass ``None``.
         Both are (batch, tokens) as the plan says; ``labels[b, t]`` is the token to predict at place ``t`` (see
-        ``next_token_labels``), or -100 to leave that place out. Gradients are added to ``.grad``.
+        ``next_token_labels``), or -100 to leave that place out. Gradients are added to ``.grad``. With a ``loss_fn``,
+        ``labels`` are its targets: a tensor, or nested dicts and tuples of tensors, (batch, tokens, ...).
 
         ``documents`` says, on every rank, where documents begin in each sequence: ``((0, 100), (0,))`` for two in the
         first and one in the second. None sees another. By default a sequence is one document. ``plan`` is another way
         to cut this batch, the same on every rank, with the same stages. ``total``, where the last stage is, is the
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
-        are accumulated, that of all of them, so that every label weighs the same.
+        are accumulated, that of all of them, so that every label weighs the same. Without labels among its targets a
+        ``loss_fn``'s sum is divided by the number of all tokens; the values of a ``SequenceLoss`` are averaged over
+        microbatches and replicas, weighted by their sequences.
         """
         return self._train(self._admit("step", input_ids, labels, documents, plan, total))
 
     def _train(self, batch: Batch) -> Tensor:
         if self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
-            self.warm_up(batch.plan)
+            self._warm_up(batch, self._objective.ending)
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
@@ -226,25 +236,27 @@ class Pipeline(ModelPart):
         time: what is compiled, tuned or loaded when first used is ready before anybody has to wait for it. Gradients
         and random generators are as before; hooks of modules are called, those of gradients are not. On GPUs the first
         step does it by itself."""
+        self._warm_up(self._made_up(plan or self.plan), self._objective.made_up)
+
+    def _warm_up(self, batch: Batch, ending: Ending) -> None:
         assert self._executors is not None
         self._is_warm = True
-        plan = plan or self.plan
         held = list(self.parameters())
         with self.failing_together(), RandomState.now(self.device).restored(), gradients_put_back(held):
             with summed_in_float32(held), self._loss_parallel():
-                self._executors.run_alone(self._made_up(plan))
+                self._executors.run_alone(batch, ending)
                 self._sync.finish()
             self._transport.gather(None, ALL)
 
     def _made_up(self, plan: Plan) -> Batch:
         ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64, device=self.device)
-        scale = torch.ones((), device=self.device)
-        return Batch(plan, ids if self.is_first else None, ids if self.is_last else None, (), scale)
+        one = torch.ones((), device=self.device)
+        return Batch(plan, ids if self.is_first else None, ids if self.is_last else None, (), one, one)
 
     def evaluate(
         self,
         input_ids: Tensor | None,
-        labels: Tensor | None,
+        labels: Targets,
         documents: Documents | None = None,
         *,
         total: float | None = None,
@@ -269,7 +281,7 @@ class Pipeline(ModelPart):
             if train and self._transport.tp_size > 1:
                 share_random_state(self._transport)
             with self._loss_parallel():
-                loss = executor.run(batch, train=train)
+                loss = executor.run(batch, self._objective.ending, train=train)
             self._sync.finish()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DP)
@@ -278,6 +290,28 @@ class Pipeline(ModelPart):
     def _loss_parallel(self) -> AbstractContextManager[None]:
         """A loss over a vocabulary in parts is known to torch within this context only, its gradient too."""
         return loss_parallel() if self._transport.tp_size > 1 else nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers beside the loss of the last ``step`` or ``evaluate``, on every rank: what the objective returned with
+        it, and auxiliary losses. All ranks must call it together."""
+        assert self._executors is not None
+        with self.failing_together():
+            return self._objective.metrics(self._executors.current)
+
+    @torch.no_grad()
+    def log_probs(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
+        """The log-probability of each label, (rows, tokens), on every rank; 0 where the label is -100.
+
+        By forwards only: for reference models and the policies that made completions. Any number of sequences of any
+        length, cut as the plan cuts its own. If it is not the plan's shape, every rank must be given ``input_ids`` or
+        ``labels``. Each replica has its own, but all call it together. Call ``eval()`` before, where it matters.
+        """
+        self._generation.check(self.stages.get(self.plan.num_stages - 1))
+        batch, executor = self._admission.scored(input_ids, labels, documents)
+        given = input_ids if input_ids is not None else labels
+        with self.failing_together(), self._loss_parallel():
+            found = self._generation.log_probs(batch, executor)
+        return found if given is None else found[:, : given.shape[1]]
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor | None) -> Tensor:

@@ -33,3 +33,6 @@ class SilentTransport(Transport):
 
     def wait(self, work: dist.Work, peer: int, why: object) -> None:
         pass
+
+    def all_reduce(self, tensor: Tensor, over: str = "", op: Any = None) -> Tensor:
+        return tensor

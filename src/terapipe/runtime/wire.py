@@ -4,6 +4,8 @@ Both ends must know it before anything is sent, because no message announces ano
 parameters. With it, a stage's output has the dtype that the stage's last operation gives it, which nobody knows before
 it has run. So in the first run each message has room for the widest dtype and tells its own. From the second run on,
 both ends know.
+
+Some messages also carry a note: numbers in float64 behind the tensor.
 """
 
 from math import prod
@@ -15,6 +17,8 @@ from terapipe.modeling.autocast import Autocast
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TAG = 8  # bytes before the data, a multiple of every dtype's size
+
+_NUMBER = torch.float64.itemsize
 
 Shape = tuple[int, ...]
 
@@ -40,13 +44,22 @@ class Wire:
         """None where it is not known yet."""
         return self.parameters if self._autocast.dtype is None else self._known.get(boundary)
 
-    def layout(self, shape: Shape, boundary: int) -> tuple[Shape, torch.dtype]:
-        """Of the message that holds a tensor of this shape."""
+    def layout(self, shape: Shape, boundary: int, note: int = 0) -> tuple[Shape, torch.dtype]:
+        """Of the message that holds a tensor of this shape and a note of so many numbers in float64."""
         dtype = self.dtype(boundary)
-        return (shape, dtype) if dtype is not None else ((_TAG + prod(shape) * self._widest,), torch.uint8)
+        message = (shape, dtype) if dtype is not None else ((_TAG + prod(shape) * self._widest,), torch.uint8)
+        return ((_noted(*message) + note * _NUMBER,), torch.uint8) if note else message
 
-    def pack(self, tensor: Tensor, boundary: int) -> Tensor:
+    def pack(self, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
         """The message. The tensor must be of the dtype that is known, or of one that there is room for."""
+        message = self._pack(tensor, boundary)
+        if note is None:
+            return message
+        data = message.flatten().view(torch.uint8)
+        room = data.new_zeros(_noted(tuple(message.shape), message.dtype) - data.numel())
+        return torch.cat([data, room, note.view(torch.uint8)])
+
+    def _pack(self, tensor: Tensor, boundary: int) -> Tensor:
         self._now[boundary] = tensor.dtype
         if self.dtype(boundary) is not None:
             return tensor.contiguous()
@@ -57,7 +70,15 @@ class Wire:
         message[_TAG : _TAG + data.numel()] = data
         return message
 
-    def unpack(self, message: Tensor, shape: Shape, boundary: int) -> Tensor:
+    def unpack(self, message: Tensor, shape: Shape, boundary: int, note: int = 0) -> tuple[Tensor, Tensor | None]:
+        """The tensor and the note."""
+        if not note:
+            return self._unpack(message, shape, boundary), None
+        inner, dtype = self.layout(shape, boundary)
+        data = message[: prod(inner) * dtype.itemsize].view(dtype).view(inner)
+        return self._unpack(data, shape, boundary), message[-note * _NUMBER :].clone().view(torch.float64)
+
+    def _unpack(self, message: Tensor, shape: Shape, boundary: int) -> Tensor:
         if self.dtype(boundary) is not None:
             return message
         dtype = _DTYPES[int(message[0])]
@@ -72,3 +93,8 @@ class Wire:
     @property
     def _widest(self) -> int:
         return max(self.parameters.itemsize, torch.float32.itemsize)
+
+
+def _noted(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes before the note, which begins at a multiple of its numbers' size."""
+    return -(-prod(shape) * dtype.itemsize // _NUMBER) * _NUMBER

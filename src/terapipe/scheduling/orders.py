@@ -137,6 +137,14 @@ def computations(plan: Plan) -> Computations:
     return ranks
 
 
+def forwards_come_first(plan: Plan) -> bool:
+    """Whether all forwards come before the first backward, on every stage. It is so if it is on the last one: the first
+    backward of any stage waits for that of the last, whose forwards wait for all others."""
+    last = plan.num_stages - 1
+    ops = [action.op for action in computations(plan)[plan.rank_of(last)] if action.stage == last]
+    return Op.F not in ops[len(plan.slices) :]
+
+
 def schedule(plan: Plan) -> Schedule:
     """The Schedule of a plan by its order, with transfers. It depends on the number of slices, not on their lengths."""
     return with_transfers(plan, computations(plan))

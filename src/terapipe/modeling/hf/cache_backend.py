@@ -34,9 +34,9 @@ class ViewCache(SliceCache):
     def states(self) -> Cache:
         return _with_length(self._view, self.context)
 
-    def backward(self, out: Tensor, gradient: Tensor) -> None:
+    def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         with computing(self):  # for layers that are recomputed
-            super().backward(out, gradient)
+            super().backward(out, gradient, others)
         del self.inputs[self.context]
 
     def clear(self) -> None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from terapipe.modeling.hf.attention_backend import Backend
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.rope import depends_on_length
-from terapipe.modeling.hf.structure import ModelStructure, text_config
+from terapipe.modeling.hf.router_losses import FLAG, router_losses
+from terapipe.modeling.hf.structure import ModelStructure, is_classifier, text_config, token_logits
 from terapipe.modeling.stage import IGNORE, TensorParallel
 
 TOKENS = 29
@@ -37,6 +38,8 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         vocabulary = int(min(model.get_input_embeddings().num_embeddings, text_config(model.config).vocab_size))
         ids, labels = (torch.randint(vocabulary, (2, tokens), generator=generator) for _ in range(2))
+        if is_classifier(model):
+            labels %= int(model.config.num_labels or 1)
         labels[0, 3] = labels[1, -1] = IGNORE
         return cls(ids.to(model.device), labels.to(model.device), documents)
 
@@ -68,20 +71,41 @@ def reference(model: PreTrainedModel, batch: Batch) -> Result:
     if batch.documents and any(depends_on_length(module) for module in whole.modules()):
         restarting = [torch.arange(b - a) for row in batch.documents for a, b in pairwise([*row, batch.tokens])]
         positions = torch.cat(restarting).reshape(batch.ids.shape).to(batch.ids.device)
-        logits = whole(input_ids=batch.ids, position_ids=positions, use_cache=False).logits
+        logits = token_logits(whole, input_ids=batch.ids, position_ids=positions, use_cache=False)
         loss = _loss(logits, batch.labels)
     elif batch.documents:
         losses = [
-            _loss(whole(input_ids=batch.ids[i : i + 1, a:b], use_cache=False).logits, batch.labels[i : i + 1, a:b])
+            _loss(
+                token_logits(whole, input_ids=batch.ids[i : i + 1, a:b], use_cache=False), batch.labels[i : i + 1, a:b]
+            )
             for i, row in enumerate(batch.documents)
             for a, b in pairwise([*row, batch.tokens])
         ]
         loss = torch.stack(losses).sum()
     else:
-        loss = _loss(whole(input_ids=batch.ids, use_cache=False).logits, batch.labels)
-    loss = loss / (batch.labels != IGNORE).sum()
+        loss = _loss(token_logits(whole, input_ids=batch.ids, use_cache=False), batch.labels)
+    loss = loss / (batch.labels != IGNORE).sum() + _router_loss(whole, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.item(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+def adds_router_loss(model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether transformers adds something to the loss for the routers. Not all models with routers do."""
+    with torch.no_grad():
+        out = model(input_ids=batch.ids, labels=batch.ids, use_cache=False, output_router_logits=True)
+    return isinstance(getattr(out, "aux_loss", None), Tensor)
+
+
+def _router_loss(model: PreTrainedModel, batch: Batch) -> Tensor | float:
+    """What transformers adds to the loss for the routers, whatever it is: the difference with and without."""
+    if not getattr(text_config(model.config), FLAG, False) or is_classifier(model):
+        return 0.0
+    total, rest = (
+        model(input_ids=batch.ids, labels=batch.ids, use_cache=False, output_router_logits=added).loss
+        for added in (True, False)
+    )
+    added: Tensor = total - rest
+    return added
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -100,12 +124,12 @@ class SlicedModel:
         num_stages: int = 2,
         tp: TensorParallel | None = None,
     ) -> None:
-        self._tied = structure.tied
+        self._tied, routers = structure.tied, router_losses(model)
         num_layers = len(list(model.get_submodule(structure.layers).children()))
         edges = [num_layers * k // num_stages for k in range(num_stages + 1)]
         with model.device:  # on which a stage makes zeros in place of other stages' weights
             self._stages = [
-                DecoderStage(copy.deepcopy(model), structure, first, last, backend)
+                DecoderStage(copy.deepcopy(model), structure, first, last, backend, routers=routers)
                 for first, last in pairwise(edges)
                 if first < last
             ]
@@ -126,26 +150,41 @@ class SlicedModel:
         for cache in caches:
             cache.set_documents(batch.documents)
         done: list[list[tuple[Tensor, Tensor]]] = []  # per slice and stage: its input and output
+        sums: dict[tuple[int, int], dict[str, Tensor]] = {}  # of auxiliary losses, per slice's start and stage
         starts = [0, *accumulate(slice_lengths)][:-1]
         total = 0.0
         for start, length in zip(starts, slice_lengths, strict=True):
             x, passed = batch.ids[:, start : start + length], []
-            for stage, cache in zip(stages, caches, strict=True):
+            for k, (stage, cache) in enumerate(zip(stages, caches, strict=True)):
                 cache.begin(start, length)
                 out = stage(x, cache)
+                sums[start, k] = cache.pop_sums()
                 passed.append((x, out))
                 x = out.detach().requires_grad_()
             loss = stages[-1].loss(x, batch.labels[:, start : start + length]) / (batch.labels != IGNORE).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             done.append([*passed, (x, x)])
+        added, gradients = self._auxiliary(list(sums.values()))
+        total += added
         for start, length, passed in reversed(list(zip(starts, slice_lengths, done, strict=True))):
             for k in reversed(range(len(stages))):
                 gradient = passed[k + 1][0].grad
                 assert gradient is not None
                 caches[k].begin(start, length)
-                caches[k].backward(passed[k][1], gradient)
+                others = [(found, gradients[name].to(found.dtype)) for name, found in sums[start, k].items()]
+                caches[k].backward(passed[k][1], gradient, others)
         return total, self._gradients()
+
+    def _auxiliary(self, sums: Sequence[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """The auxiliary losses of all sums, and the gradients of each with respect to them."""
+        value, gradients = 0.0, {}
+        for name, loss in self._stages[0].auxiliary_losses.items():
+            totals = torch.stack([found[name].detach() for found in sums if name in found]).sum(0).requires_grad_()
+            part = loss.value(totals)
+            (gradients[name],) = torch.autograd.grad(part, totals)
+            value += part.item()
+        return value, gradients
 
     def _gradients(self) -> dict[str, Tensor]:
         """By their names in the whole model. Gradients of a weight that first and last stage share are added."""

@@ -9,15 +9,24 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from terapipe.modeling.auxiliary import SumsOver
 from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
 from terapipe.modeling.hf.decoder_stage import DecoderStage
-from terapipe.modeling.hf.refusals import auxiliary_loss, refuse_reentrant, refuse_unfit, untrainable, without_wrapper
+from terapipe.modeling.hf.refusals import refuse_reentrant, refuse_unfit, untrainable, without_wrapper
 from terapipe.modeling.hf.rope import depends_on_length
+from terapipe.modeling.hf.router_losses import FLAG, refuse_capacity, router_losses, with_router_logits
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.structure import AFTER, ModelStructure, find_structure, text_config
 from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.modeling.hf.verification import BOUND, VerifyResult, recomputed_error, refuse_inexact_tp, verify
-from terapipe.modeling.hf.weights import PretrainedWeights, RandomWeights, StageWeights, Weights, meta_model
+from terapipe.modeling.hf.weights import (
+    PretrainedWeights,
+    RandomWeights,
+    StageWeights,
+    Weights,
+    classifier_of,
+    meta_model,
+)
 from terapipe.modeling.stage import TensorParallel
 from terapipe.presets import GPTConfig, ModelSpec
 
@@ -32,14 +41,27 @@ class Decoder:
     ``backend`` says what carries state between slices: "attention" (terapipe's attention over a cache of slices) or
     "cache" (the model's own cache). By default both are verified on a small copy of the model, and the first that is
     exact is used; the model is refused with an ``UnsupportedModelError`` if none is.
+
+    A mixture of experts whose configuration has ``output_router_logits=True`` is trained with transformers'
+    load-balancing loss. ``router_loss_over`` says what it is computed over: each "microbatch", as transformers does;
+    the whole "batch"; or the batches of all "replicas". ``router_z_loss`` is the coefficient of a z-loss.
+
+    ``model`` may also be a sequence classifier (``AutoModelForSequenceClassification``), see ``losses.classification``
+    and ``losses.reward_pairs``.
     """
 
-    def __init__(self, model: Any, *, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        backend: Backend | None = None,
+        router_loss_over: SumsOver = "microbatch",
+        router_z_loss: float = 0.0,
+    ) -> None:
         self._has_adapters = bool(getattr(model, "peft_config", None))
         model = without_wrapper(model)
         refuse_unfit(model)
-        if reason := auxiliary_loss(model.config):
-            raise UnsupportedModelError(f"{type(model).__name__} cannot be cut exactly: {reason}")
+        refuse_capacity(model)
         self.model: PreTrainedModel = model
         self._weights: Weights = RandomWeights()  # for a model on the meta device
         self._verified: VerifyResult | None = None  # on a small copy
@@ -53,9 +75,13 @@ class Decoder:
                 assert result.structure is not None
                 self.backend, structure, self.shortest = result.backend, result.structure, result.shortest
             else:
-                small = small_model(shrunken(model.config), torch.float32, kind=type(model))
+                config = with_router_logits(shrunken(model.config), False)
+                small = small_model(config, torch.float32, kind=type(model))
                 self.backend, structure = backend, find_structure(small)
         self.structure: ModelStructure = structure.of(model)
+        self._routers = router_losses(model, router_z_loss, router_loss_over)
+        if self._routers:
+            self._check_routers()
         self._recomputes = model.is_gradient_checkpointing
         if self._recomputes:
             refuse_reentrant(model)
@@ -68,6 +94,19 @@ class Decoder:
             with torch.random.fork_rng(devices=[]):
                 self._verified = verify(kind.__name__, shrunken(self.model.config), kind=kind)
         return self._verified
+
+    def _check_routers(self) -> None:
+        result, name = self._verify(), type(self.model).__name__
+        if not result.has_router_loss:
+            if getattr(text_config(self.model.config), FLAG, False) and not (self._routers and self._routers.z):
+                self._routers = None  # transformers adds nothing either
+                return
+            raise UnsupportedModelError(f"a z-loss was asked for, but transformers adds no loss of routers to {name}")
+        if not result.router_exact:
+            raise UnsupportedModelError(
+                f"the loss of routers of {name} is not exact: {result.router_reason}; set output_router_logits to "
+                "False to leave it out"
+            )
 
     def check_slices(self, shortest: int, recompute: bool) -> None:
         """Refuses slices and recomputation that this model cannot do. Called before the first step."""
@@ -89,6 +128,10 @@ class Decoder:
             )
         if training and (reason := untrainable(self.model)):
             raise UnsupportedModelError(f"{name} in training mode: {reason}")
+        if padded and self._routers:
+            raise UnsupportedModelError(
+                f"routers of {name} would count the tokens that vary='pad' adds; take vary='replan'"
+            )
         if padded and any(map(depends_on_length, self.model.modules())):
             raise UnsupportedModelError(
                 f"rotary embeddings of {name} depend on the length, which vary='pad' changes; take vary='replan'"
@@ -130,23 +173,27 @@ class Decoder:
         dtype: torch.dtype | None = None,
         *,
         backend: Backend | None = None,
+        **options: Any,
     ) -> "Decoder":
-        """With random weights, which depend on the seed and not on how the model is split."""
-        decoder = cls(meta_model(config, dtype), backend=backend)
+        """With random weights, which depend on the seed and not on how the model is split. ``options`` are those of
+        ``Decoder``. A sequence classifier is made if the configuration's ``architectures`` names one."""
+        decoder = cls(meta_model(config, dtype, classifier_of(config)), backend=backend, **options)
         decoder._weights = RandomWeights(seed)
         return decoder
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None
+        cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None, **options: Any
     ) -> "Decoder":
         """From a folder as ``save_pretrained`` writes it. As in transformers, the model is in evaluation mode.
+        ``options`` are those of ``Decoder``.
 
         Nothing is downloaded. For a model of the Hugging Face Hub, first run
         ``hf download MODEL_ID --local-dir FOLDER``.
         """
         weights = PretrainedWeights(Path(folder), dtype)
-        decoder = cls(meta_model(weights.config(), dtype), backend=backend)
+        config = weights.config()
+        decoder = cls(meta_model(config, dtype, classifier_of(config)), backend=backend, **options)
         decoder._weights = weights
         return decoder
 
@@ -191,10 +238,13 @@ class Decoder:
         if any(p.is_meta for p in model.parameters()):
             model = self._weights.fill(model, StageWeights(model, self.structure, first, last))
         with device:  # zeros that take no memory would take some when moved
-            stage = DecoderStage(model, self.structure, first, last, self.backend, self._recomputes).to(device)
+            stage = self._stage(model, first, last).to(device)
         if tp is not None:
             stage.parallelize(tp)
         return stage
+
+    def _stage(self, model: PreTrainedModel, first: int, last: int) -> DecoderStage:
+        return DecoderStage(model, self.structure, first, last, self.backend, self._recomputes, self._routers)
 
     def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""

@@ -16,14 +16,16 @@ The copy shares its tensors with the model, which is not changed: several pipeli
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from terapipe.modeling.auxiliary import AuxiliaryLoss
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.hf.attention_backend import (
     NAME,
@@ -36,14 +38,17 @@ from terapipe.modeling.hf.attention_backend import (
 from terapipe.modeling.hf.cache_backend import StateCache, ViewCache, length_only
 from terapipe.modeling.hf.refusals import LateCheckpointing
 from terapipe.modeling.hf.rope import FixedLength, depends_on_length
+from terapipe.modeling.hf.router_losses import FLAG, RouterLosses
 from terapipe.modeling.hf.structure import (
     BEFORE,
     LAYERS,
     ModelStructure,
     PassThrough,
+    is_classifier,
     owned_copy,
     stub,
     text_config,
+    token_logits,
     with_layers,
 )
 from terapipe.modeling.hf.tensor_parallel import parallelize
@@ -80,10 +85,24 @@ class _Head:
     def __call__(self, hidden: Tensor, **inputs: Any) -> Tensor:
         self._hidden = hidden
         try:
-            logits: Tensor = self._model(use_cache=False, **inputs).logits
+            return token_logits(self._model, use_cache=False, **inputs)
         finally:
             self._hidden = None
-        return logits
+
+    def before(self, hidden: Tensor, head: nn.Module, **inputs: Any) -> Tensor:
+        """What the head would be called with."""
+        found: list[Tensor] = []
+
+        def take(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
+            found.append(arguments[0])
+            return (arguments[0][..., :0, :],)  # without tokens its product costs nothing
+
+        hook = head.register_forward_pre_hook(take)
+        try:
+            self(hidden, **inputs)
+        finally:
+            hook.remove()
+        return found[0]
 
 
 class DecoderStage(nn.Module):
@@ -95,9 +114,10 @@ class DecoderStage(nn.Module):
         last: int,
         backend: Backend | None,
         recomputes: bool = False,
+        routers: RouterLosses | None = None,
     ) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self._routers = backend, routers
         self.structure, self.first, self.last = structure, first, last
         self.is_first, self.is_last = first == 0, last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
         self._vocabulary = _vocabulary(model)
@@ -107,6 +127,8 @@ class DecoderStage(nn.Module):
             return layer if first <= i < last else stub(layer, pass_input)
 
         self.model: Any = with_layers(owned_copy(model), structure.layers, own_or_stub)
+        if hasattr(text_config(self.model.config), FLAG):  # asked for where layers are called
+            setattr(text_config(self.model.config), FLAG, False)
         if backend == "attention":
             self.model.set_attn_implementation(NAME)
         if recomputes and not self.model.is_gradient_checkpointing:
@@ -118,6 +140,7 @@ class DecoderStage(nn.Module):
         self._call: _Call | None = None  # while the model is called
         self._add_hooks()
         self._head = _Head(self.model, structure) if self.is_last else None
+        self.__dict__["_lone_head"] = None  # not listed a second time among modules
         self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
         for module in self.model.modules():
             if hasattr(module, PADDING_CHECK):
@@ -197,37 +220,83 @@ class DecoderStage(nn.Module):
         base = self.model.get_submodule(self.structure.layers.partition(".")[0])
         call = self._call = _Call(cache.longest, received=x)
         try:
-            inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
+            inputs: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
+            inputs |= self._positions(cache, x)
+            if self._routers is not None:
+                inputs[FLAG] = True
             if isinstance(cache, StateCache):
-                base(**inputs, **self._positions(cache, x), past_key_values=cache.states(), use_cache=True)
+                out = base(**inputs, past_key_values=cache.states(), use_cache=True)
                 cache.detach_states()
             else:
                 assert isinstance(cache, ViewCache)
                 cache.inputs[cache.context] = x
                 with computing(cache) as calls:
-                    base(**inputs, **self._positions(cache, x), past_key_values=cache.states(), use_cache=False)
+                    out = base(**inputs, past_key_values=cache.states(), use_cache=False)
                 if sum(calls.values()) < self.last - self.first:
                     raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
         finally:
             self._call = None
+        if self._routers is not None:
+            self._routers.add(out.router_logits, cache)
         assert call.output is not None
         return call.output
+
+    @property
+    def auxiliary_losses(self) -> dict[str, AuxiliaryLoss]:
+        return self._routers.auxiliary_losses if self._routers else {}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By all that the model does after its layers, for example norms, scaling and softcaps."""
         assert self._head is not None
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        with self._calling_head(hidden) as inputs:
+            logits = self._head(hidden, **inputs)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
+        assert self._head is not None
+        head = self._head_alone()
+        with self._calling_head(hidden) as inputs:
+            return self._head.before(hidden, head, **inputs), head
+
+    @contextmanager
+    def _calling_head(self, hidden: Tensor) -> Iterator[dict[str, Any]]:
+        """Yields the inputs of a call."""
         inputs: dict[str, Any] = {"inputs_embeds": self._zeros(hidden)}
         if self.structure.takes_positions:
-            inputs["position_ids"] = positions
+            inputs["position_ids"] = torch.arange(hidden.shape[1], device=hidden.device)[None]
         if self._no_past is not None:  # without a cache, transformers looks for packed documents in the positions
             inputs["past_key_values"] = self._no_past.states()
         self._call = _Call(hidden.shape[1])
         try:
-            logits = self._head(hidden, **inputs)
+            yield inputs
         finally:
             self._call = None
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _head_alone(self) -> nn.Module:
+        """The head, if logits are what it makes and no more: seen with two random tokens, once."""
+        if self._lone_head is not None:
+            return cast(nn.Module, self._lone_head)
+        assert self._head is not None
+        head: Any = self.model.score if is_classifier(self.model) else self.model.get_output_embeddings()
+        p = next(self.parameters())
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            hidden = torch.randn(self.hidden_shape(1, 2)).to(p.device, p.dtype)
+            with self._calling_head(hidden) as inputs:
+                found = head(self._head.before(hidden, head, **inputs)) if isinstance(head, nn.Linear) else None
+            logits = self.logits(hidden)
+        if found is None or not torch.allclose(found.to(logits.dtype), logits, rtol=1e-4, atol=1e-5):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} changes logits after its head (a scale or softcap), or its head is not "
+                "an nn.Linear, so a loss of hidden states would leave that out; take a loss of logits"
+            )
+        self.__dict__["_lone_head"] = head
+        return head
+
+    @property
+    def no_default_loss(self) -> str:
+        """Why cross-entropy of labels makes no sense; empty if it does."""
+        name = type(self.model).__name__
+        return f"{name} predicts no tokens; take loss_fn=losses.classification()" if is_classifier(self.model) else ""
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = self.logits(hidden)

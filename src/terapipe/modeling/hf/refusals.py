@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-from terapipe.modeling.hf.structure import text_config
+from terapipe.modeling.hf.structure import is_classifier, text_config
 
 FLAG = "gradient_checkpointing"
 LAYERDROP = ("layerdrop", "decoder_layerdrop")
@@ -52,9 +52,10 @@ def refuse_unfit(model: Any) -> None:
 
 def _refuse_headless(model: PreTrainedModel) -> None:
     """In transformers, exactly the models that predict tokens can generate."""
-    if not isinstance(model, GenerationMixin):
+    if not isinstance(model, GenerationMixin) and not is_classifier(model):
         raise UnsupportedModelError(
-            f"a Decoder takes a causal LM, which {type(model).__name__} is not; load it with AutoModelForCausalLM"
+            f"a Decoder takes a causal LM or a sequence classifier, which {type(model).__name__} is not; load it with "
+            "AutoModelForCausalLM or AutoModelForSequenceClassification"
         )
 
 
@@ -103,7 +104,7 @@ class LateCheckpointing:
             )
 
 
-# Randomness and losses of whole batches
+# Randomness
 
 
 def untrainable(model: PreTrainedModel) -> str:
@@ -123,13 +124,6 @@ def with_dropout(config: PretrainedConfig, probability: float = 0.1) -> Pretrain
             if re.search(OTHER_RANDOMNESS, name) and hasattr(part, name):
                 setattr(part, name, probability)
     return config
-
-
-def auxiliary_loss(config: PretrainedConfig) -> str:
-    """Why a model with auxiliary losses is refused, with the remedy; empty if it has none."""
-    if getattr(text_config(config), "output_router_logits", False):
-        return "auxiliary losses are functions of whole batches; set output_router_logits to False to leave them out"
-    return ""
 
 
 def _numbers(config: PretrainedConfig) -> dict[str, float]:

@@ -59,6 +59,42 @@ def text_config(config: PretrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
+CLASSIFIER = "ForSequenceClassification"
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    """Whether it is a decoder with scores of classes at each token, of which it takes those at the last one."""
+    return type(model).__name__.endswith(CLASSIFIER) and isinstance(getattr(model, "score", None), nn.Module)
+
+
+class _ScoresError(Exception):
+    """Ends a classifier's forward when its scores are known, before it drops all but those of one token."""
+
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__()
+        self.scores = scores
+
+
+def token_logits(model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """Scores at each token: (batch, tokens, vocabulary or classes)."""
+    if not is_classifier(model):
+        logits: Tensor = model(**inputs).logits
+        return logits
+
+    def stop(module: nn.Module, arguments: Any, scores: Tensor) -> None:
+        raise _ScoresError(scores)
+
+    head: Any = model.score
+    hook = head.register_forward_hook(stop)
+    try:
+        model(**inputs)
+    except _ScoresError as found:
+        return found.scores
+    finally:
+        hook.remove()
+    raise UnsupportedModelError(f"{type(model).__name__} does not call its head")
+
+
 def find_layers(model: PreTrainedModel) -> str:
     """The name of the ModuleList with as many modules as the configuration has layers."""
     count = text_config(model.config).num_hidden_layers
@@ -146,9 +182,9 @@ def _order(
         batch = torch.zeros(2, 3, dtype=torch.int64, device=model.device)
         positions = {"position_ids": torch.arange(3, device=model.device)[None].expand(2, 3)} if takes_positions else {}
         with torch.no_grad():
-            out = empty(input_ids=batch, use_cache=False, **positions)
-    if out.logits.shape[:2] != batch.shape:
-        raise ValueError(f"logits of shape {tuple(out.logits.shape)} from a batch of {tuple(batch.shape)}")
+            out = token_logits(empty, input_ids=batch, use_cache=False, **positions)
+    if out.shape[:2] != batch.shape:
+        raise ValueError(f"logits of shape {tuple(out.shape)} from a batch of {tuple(batch.shape)}")
     at = [i for i, name in enumerate(called) if name.startswith(f"{layers}.")]
     before = dict.fromkeys(called[: at[0]])
     after = dict.fromkeys(name for name in called[at[-1] + 1 :] if name not in before)

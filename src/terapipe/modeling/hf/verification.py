@@ -21,10 +21,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
-from terapipe.modeling.hf.comparison import TOKENS, Batch, Result, SlicedModel, Starts, errors, lengths, reference
+from terapipe.modeling.hf.comparison import (
+    TOKENS,
+    Batch,
+    Result,
+    SlicedModel,
+    Starts,
+    adds_router_loss,
+    errors,
+    lengths,
+    reference,
+)
 from terapipe.modeling.hf.rope import depends_on_length, with_original_length
+from terapipe.modeling.hf.router_losses import with_balance, with_router_logits
 from terapipe.modeling.hf.shrink import HEAD_COUNTS, KV_HEADS, small_model
-from terapipe.modeling.hf.structure import ModelStructure, find_structure
+from terapipe.modeling.hf.structure import ModelStructure, find_structure, is_classifier
 from terapipe.modeling.stage import TensorParallel
 
 BOUND = 1e-4  # relative error; parts of many models compute in float32, whatever their dtype
@@ -52,6 +63,8 @@ class VerifyResult:
     groups: tuple[tuple[str, float], ...] = ()  # errors by groups of parameters
     documents: float = float("nan")  # the largest error with packed documents
     documents_reason: str = ""  # why packed documents are not exact
+    router: float = float("nan")  # the largest error with the routers' load-balancing loss, if the model has one
+    router_reason: str = ""  # why that loss is not exact
     dtype: str = "float64"  # of the small copy
 
     @property
@@ -62,12 +75,22 @@ class VerifyResult:
     def documents_exact(self) -> bool:
         return self.exact and self.documents <= BOUND
 
+    @property
+    def has_router_loss(self) -> bool:
+        return isfinite(self.router) or bool(self.router_reason)
+
+    @property
+    def router_exact(self) -> bool:
+        return self.exact and self.router <= BOUND
+
     def to_dict(self) -> dict[str, Any]:
-        values = {**asdict(self), "exact": self.exact, "documents_exact": self.documents_exact}
+        exact = {"exact": self.exact, "documents_exact": self.documents_exact, "router_exact": self.router_exact}
+        values = {**asdict(self), **exact}
         del values["structure"]
         return values | {
             "worst": _finite(self.worst),
             "documents": _finite(self.documents),
+            "router": _finite(self.router),
             "groups": dict(self.groups),
         }
 
@@ -92,7 +115,7 @@ def verify(
     configuration. On a GPU models run other code than on the CPU, in float32 at most: ``device`` checks that.
     """
     with _quietly():
-        reasons = []
+        reasons, config = [], with_router_logits(config, False)
         for dtype in (torch.float64, torch.float32) if device == "cpu" else (torch.float32,):
             try:  # some models do not run in float64
                 model = _small(config, dtype, kind).to(device)  # type: ignore[arg-type]
@@ -103,7 +126,9 @@ def verify(
                 continue
             result = VerifyResult(name, dtype=str(dtype).removeprefix("torch."), structure=structure)
             result = _with_backend(result, model, expected, stages, slices)
-            return _with_documents(result, model, stages, slices) if result.exact else result
+            if not result.exact:
+                return result
+            return _with_router_loss(_with_documents(result, model, stages, slices), config, kind, stages, slices)
         return VerifyResult(name, reason=reasons[0])
 
 
@@ -181,6 +206,27 @@ def _with_documents(result: VerifyResult, model: PreTrainedModel, stages: int, s
         return replace(result, documents_reason=_first_line(error))
     reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
     return replace(result, documents=worst, documents_reason=reason)
+
+
+def _with_router_loss(
+    result: VerifyResult, config: PretrainedConfig, kind: Kind | None, stages: int, slices: int
+) -> VerifyResult:
+    """The result with the error of the routers' loss, if the model has one."""
+    asking = with_router_logits(config, True)
+    if asking is config:
+        return result
+    assert result.structure is not None
+    try:
+        model = with_balance(_small(asking, getattr(torch, result.dtype), kind))
+        batch = Batch.of(model)
+        if is_classifier(model) or not adds_router_loss(model, batch):
+            return result
+        sliced = SlicedModel(model, result.structure, result.backend, stages)
+        worst = max(errors(reference(model, batch), sliced(batch, lengths(slices, result.shortest))).values())
+    except Exception as error:  # whatever the model's own code raises
+        return replace(result, router_reason=_first_line(error))
+    reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
+    return replace(result, router=worst, router_reason=reason)
 
 
 def packed(slice_lengths: Sequence[int]) -> Starts:

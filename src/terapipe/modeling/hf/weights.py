@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-from terapipe.modeling.hf.structure import AFTER, BEFORE, ModelStructure, shared_names
+from terapipe.modeling.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
 
 LISTED = 12  # names in a message
 
@@ -29,6 +30,13 @@ def meta_model(
         model = make(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def classifier_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The sequence classifier that a configuration was saved with; None for any other model."""
+    name = next(iter(config.architectures or ()), "")
+    found = getattr(transformers, name, None) if name.endswith(CLASSIFIER) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 class StageWeights:

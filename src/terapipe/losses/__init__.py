@@ -1,0 +1,30 @@
+"""Objectives: what a ``Pipeline`` is trained for, by ``Pipeline(model, plan, loss_fn=...)``.
+
+A ``loss_fn`` is a function ``(logits, targets) -> sum over the tokens of a slice``, a ``HiddenLoss`` or a
+``SequenceLoss``. The functions here make some of each.
+"""
+
+from terapipe.losses.objective import HiddenLoss, SequenceLoss
+from terapipe.losses.policies import grpo, ppo_clip
+from terapipe.losses.preferences import dpo, interleave, kto, orpo, reward_pairs, simpo
+from terapipe.losses.sequences import classification, last_tokens, sequence_mean
+from terapipe.losses.tokens import cross_entropy, distillation, token_log_probs
+
+__all__ = [
+    "HiddenLoss",
+    "SequenceLoss",
+    "classification",
+    "cross_entropy",
+    "distillation",
+    "dpo",
+    "grpo",
+    "interleave",
+    "kto",
+    "last_tokens",
+    "orpo",
+    "ppo_clip",
+    "reward_pairs",
+    "sequence_mean",
+    "simpo",
+    "token_log_probs",
+]

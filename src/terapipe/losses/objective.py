@@ -1,0 +1,55 @@
+"""What a pipeline is trained for: kinds of objectives, and what each is given and returns."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import Tensor, nn
+
+Targets: TypeAlias = Any  # a tensor, or nested dicts, lists and tuples of tensors
+Loss: TypeAlias = Tensor | tuple[Tensor, Mapping[str, Tensor]]  # a scalar, and numbers to be logged with it
+LossFn: TypeAlias = Callable[[Tensor, Targets], Loss]
+Over = Literal["microbatch", "batch"]
+
+
+@dataclass(frozen=True)
+class HiddenLoss:
+    """A sum over tokens by a function that multiplies by the head itself, such as fused linear cross-entropy.
+
+    ``fn(hidden, head, targets)`` gets the hidden states that the head would be called with, and the head, a
+    ``nn.Linear``. Models that change logits after the head (a scale, a softcap) are refused.
+    """
+
+    fn: Callable[[Tensor, nn.Module, Targets], Loss]
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """A function of whole sequences, in two phases.
+
+    In the forwards ``per_token(logits, targets)`` makes values for each token of a slice, (size, length, ...): by
+    default the log-probability of the labels. When all slices are through, ``fn(values, targets)`` sees the values of
+    whole sequences and returns a scalar. It sees one microbatch at a time or, with ``over="batch"``, the whole batch
+    at once, for which all forwards must come before the first backward. The backward of a slice calls its head and
+    ``per_token`` a second time. So only the logits of one slice exist at a time.
+
+    Targets may also have one entry for each sequence, (batch, ...).
+    """
+
+    fn: Callable[[Any, Targets], Loss]
+    per_token: Callable[[Tensor, Targets], Any] | None = None
+    over: Over = "microbatch"
+
+    def __post_init__(self) -> None:
+        if self.over not in get_args(Over):
+            raise ValueError(f"over is one of {', '.join(get_args(Over))}, got {self.over!r}")
+
+
+Objective: TypeAlias = LossFn | HiddenLoss | SequenceLoss
+
+
+def labels_in(targets: Targets) -> Tensor | None:
+    """The labels among targets: the targets themselves, or those under this name; None if there are none."""
+    found = targets.get("labels") if isinstance(targets, Mapping) else targets
+    is_labels = isinstance(found, Tensor) and not found.is_floating_point() and found.ndim == 2
+    return found if is_labels else None

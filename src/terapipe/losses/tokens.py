@@ -1,0 +1,77 @@
+"""Losses that are sums over tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terapipe.losses.objective import LossFn, Targets, labels_in
+from terapipe.modeling.stage import IGNORE
+
+
+def labels_of(targets: Targets) -> Tensor:
+    labels = labels_in(targets)
+    if labels is None:
+        raise ValueError(
+            "targets must be labels, (batch, seq_len) of torch.int64, or a dict that has them under 'labels', got "
+            f"{sorted(targets) if isinstance(targets, dict) else type(targets).__name__}"
+        )
+    return labels
+
+
+def token_log_probs(logits: Tensor, targets: Targets) -> Tensor:
+    """The log-probability of each label, (size, length); 0 where the label is -100."""
+    labels = labels_of(targets)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels)
+
+
+def token_entropies(logits: Tensor) -> Tensor:
+    """The entropy of each token's distribution, (size, length)."""
+    log_probs = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> LossFn:
+    """Cross-entropy with label smoothing, and with a z-loss that keeps the logits' log-sum-exp near zero (PaLM).
+
+    Targets: labels; or a dict with ``labels`` and ``weights``, which multiply each token's loss.
+    """
+
+    def loss_fn(logits: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = labels_of(targets)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        losses = F.cross_entropy(
+            wide, labels.flatten(), ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
+        )
+        metrics = {}
+        if z_loss:
+            z = z_loss * wide.logsumexp(-1).square() * (labels.flatten() != IGNORE)
+            losses, metrics = losses + z, {"z_loss": z.detach().sum()}
+        if isinstance(targets, dict) and "weights" in targets:
+            losses = losses * targets["weights"].flatten()
+        return losses.sum(), metrics
+
+    return loss_fn
+
+
+def distillation(*, temperature: float = 1.0, alpha: float = 1.0) -> LossFn:
+    """The divergence KL(teacher || student) at a temperature, times its square; with ``alpha`` below 1, the rest is
+    cross-entropy.
+
+    Targets: a dict with ``labels`` and ``teacher_logits``, (batch, seq_len, vocabulary).
+    """
+
+    def loss_fn(logits: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = labels_of(targets)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        student = F.log_softmax(wide / temperature, -1)
+        teacher = F.log_softmax(targets["teacher_logits"].to(wide.dtype) / temperature, -1)
+        divergences = (teacher.exp() * (teacher - student)).sum(-1) * (labels != IGNORE)
+        divergence = divergences.sum() * temperature**2
+        metrics = {"distillation": divergence.detach()}
+        if alpha == 1.0:
+            return divergence, metrics
+        hard = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return alpha * divergence + (1 - alpha) * hard, metrics | {"cross_entropy": hard.detach()}
+
+    return loss_fn

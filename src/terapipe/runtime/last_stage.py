@@ -1,0 +1,260 @@
+"""What the last stage makes of its hidden states: losses and their gradients, or values for each token."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets
+from terapipe.losses.tokens import token_log_probs
+from terapipe.modeling.autocast import Autocast
+from terapipe.modeling.stage import HasHead, Predictor, Stage
+from terapipe.planning.slices import Slice
+from terapipe.runtime.inputs import Batch
+from terapipe.runtime.random_state import RandomState
+
+Metrics = dict[str, Tensor]
+
+
+class Ending(Protocol):
+    """Of one run. The executor calls ``forward`` with each slice's hidden states, and in the slice's backward
+    ``gradient`` with the same."""
+
+    loss: Tensor | None  # of the batch so far, times its scale
+    metrics: Metrics
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None: ...
+
+    def forward(self, s: Slice, hidden: Tensor) -> None: ...
+
+    def gradient(self, s: Slice, hidden: Tensor) -> Tensor: ...
+
+
+SliceLoss = Callable[[Stage, Tensor, Targets], Loss]
+
+
+class _Base:
+    _autocast = Autocast("", None)
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        self._stage, self._batch, self._autocast, self._train = stage, batch, autocast, train
+        self.loss: Tensor | None = None
+        self.metrics: Metrics = {}
+
+    def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("by forwards only")
+
+    def _add(self, loss: Tensor, metrics: Mapping[str, Tensor], weight: Tensor) -> None:
+        """To the batch's loss, in the dtype of its scale."""
+        part = (loss.detach() * weight).to(weight.dtype)
+        self.loss = part if self.loss is None else self.loss + part
+        for name, value in metrics.items():
+            value = (value.detach() * weight).to(weight.dtype)
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+
+class TokenLosses(_Base):
+    """A sum over tokens: its gradient is known at once, and the logits of one slice are gone before those of the next
+    exist."""
+
+    def __init__(self, slice_loss: SliceLoss) -> None:
+        self._slice_loss = slice_loss
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        super().begin(stage, batch, autocast, train=train)
+        self._gradients: dict[Slice, Tensor] = {}
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        hidden = hidden.detach().requires_grad_(self._train)
+        scale = self._batch.scale
+        assert scale is not None
+        with self._autocast.on():
+            loss, metrics = scalar(self._slice_loss(self._stage, hidden, self._batch.cut(s)), self._train)
+            scaled = loss * scale
+        if self._train:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self._gradients[s] = _found(hidden)
+        self._add(loss, metrics, scale)
+
+    def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
+        return self._gradients.pop(s)
+
+    def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
+        scalar(self._slice_loss(stage, hidden, batch.cut(few)), True)
+
+
+class SequenceLosses(_Base):
+    """A function of whole sequences. Forwards collect values for each token; with the last of them the function is
+    called, and its gradient waits for the backwards, which make the values of a slice again."""
+
+    def __init__(self, objective: SequenceLoss) -> None:
+        self._objective = objective
+        self._per_token = objective.per_token or token_log_probs
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        super().begin(stage, batch, autocast, train=train)
+        self._values: dict[int, list[Any]] = {}  # by microbatch, for each slice
+        self._gradients: dict[int, Any] = {}
+        self._random: dict[Slice, RandomState] = {}
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        if self._train:
+            self._random[s] = RandomState.now(hidden.device)
+        with torch.no_grad():
+            self._values.setdefault(s.microbatch, []).append(self._values_of(s, hidden))
+        if s.end < self._batch.plan.seq_len:
+            return
+        waiting = self._values
+        if self._objective.over == "microbatch":
+            self._evaluate([s.microbatch], slice(s.row, s.row + s.size))
+        elif len(waiting) == len(self._batch.plan.sizes) and all(map(self._is_whole, waiting)):
+            self._evaluate(sorted(waiting), slice(0, self._batch.plan.batch_size))
+
+    def _is_whole(self, microbatch: int) -> bool:
+        return len(self._values[microbatch]) == len(self._batch.plan.lengths[microbatch])
+
+    def _values_of(self, s: Slice, hidden: Tensor) -> Any:
+        with self._autocast.on():
+            values = self._per_token(logits(self._stage, hidden), self._batch.cut(s))
+        for leaf in tree_leaves(values):
+            if not isinstance(leaf, Tensor) or leaf.shape[:2] != (s.size, s.length):
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(
+                    f"per_token must return tensors with a value for each token, ({s.size}, {s.length}, ...), got {got}"
+                )
+        return values
+
+    def _evaluate(self, microbatches: Sequence[int], rows: slice) -> None:
+        parts = [_joined(self._values.pop(m), 1) for m in microbatches]
+        values = tree_map(lambda x: x.requires_grad_(self._train and x.is_floating_point()), _joined(parts, 0))
+        weight = self._batch.weight(rows.stop - rows.start)
+        loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train)
+        if self._train:
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            sizes = [self._batch.plan.sizes[m] for m in microbatches]
+            leaves, form = tree_flatten(values)
+            split = [torch.split(_gradient_of(leaf), sizes) for leaf in leaves]
+            for i, m in enumerate(microbatches):
+                self._gradients[m] = tree_unflatten([part[i] for part in split], form)
+        self._add(loss, metrics, weight)
+
+    def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad(), self._random.pop(s).restored():
+            values = self._values_of(s, hidden)
+        wanted = self._gradients[s.microbatch]
+        pairs = zip(tree_leaves(values), tree_leaves(wanted), strict=True)
+        roots = [(v, g[:, s.context : s.end]) for v, g in pairs if v.requires_grad]
+        if not roots:
+            raise ValueError("per_token must return values with a gradient, got none; do not detach all of them")
+        torch.autograd.backward([v for v, _ in roots], [g.to(v.dtype) for v, g in roots])
+        if s.context == 0:
+            del self._gradients[s.microbatch]
+        return _found(hidden)
+
+    def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
+        self._stage, self._batch = stage, batch
+        first = self._values_of(few, hidden)
+        rows = batch.plan.sizes[0] if self._objective.over == "microbatch" else batch.plan.batch_size
+        shape = (rows, batch.plan.seq_len)
+        values = tree_map(lambda x: x.new_zeros(*shape, *x.shape[2:]).requires_grad_(x.is_floating_point()), first)
+        scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), True)
+
+
+class TokenValues(_Base):
+    """The values of all tokens, by forwards only."""
+
+    def __init__(self, per_token: Callable[[Tensor, Targets], Tensor]) -> None:
+        self._per_token = per_token
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        super().begin(stage, batch, autocast, train=train)
+        self._values: dict[int, list[Tensor]] = {}
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        with self._autocast.on():
+            found = self._per_token(logits(self._stage, hidden), self._batch.cut(s))
+        self._values.setdefault(s.microbatch, []).append(found)
+
+    def collected(self) -> Tensor:
+        """(batch, seq_len, ...)."""
+        return torch.cat([torch.cat(self._values[m], 1) for m in sorted(self._values)])
+
+
+class LastHidden(_Base):
+    """The hidden states of the last slice, by forwards only; None where the last stage is not."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def default_loss(stage: Stage, hidden: Tensor, targets: Targets) -> Tensor:
+    return stage.loss(hidden, targets)
+
+
+def ending_for(objective: Objective | None) -> "TokenLosses | SequenceLosses":
+    if objective is None:
+        return TokenLosses(default_loss)
+    if isinstance(objective, SequenceLoss):
+        return SequenceLosses(objective)
+    if isinstance(objective, HiddenLoss):
+        fn = objective.fn
+        return TokenLosses(lambda stage, hidden, targets: fn(*cast(HasHead, stage).before_head(hidden), targets))
+    loss_fn = objective
+    return TokenLosses(lambda stage, hidden, targets: loss_fn(logits(stage, hidden), targets))
+
+
+def logits(stage: Stage, hidden: Tensor) -> Tensor:
+    """Of all tokens, in one piece: where operators are split, every rank gets the whole vocabulary."""
+    found = cast(Predictor, stage).logits(hidden)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def scalar(returned: Loss, train: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The loss and metrics that an objective returned, if it may be that."""
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"an objective must return a scalar tensor, or a tuple of it and a dict of metrics, got {got}; "
+            "sum over the tokens of the slice"
+        )
+    if train and not loss.requires_grad:
+        raise ValueError(
+            "an objective must return a loss with a gradient, got one that does not depend on the model's output; do "
+            "not detach it, nor compute it under torch.no_grad()"
+        )
+    return loss.reshape(()), metrics
+
+
+def _found(hidden: Tensor) -> Tensor:
+    if hidden.grad is None:
+        raise ValueError("the objective has no gradient with respect to the hidden states; do not detach the logits")
+    return hidden.grad
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    """Zeros for values that the function does not use."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _joined(parts: Sequence[Any], dim: int) -> Any:
+    """Of trees of the same form, leaf by leaf."""
+    leaves = [tree_leaves(part) for part in parts]
+    form = tree_flatten(parts[0])[1]
+    return tree_unflatten([torch.cat(columns, dim) for columns in zip(*leaves, strict=True)], form)
+
+
+def try_out(ending: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype) -> None:
+    """Calls an objective with made-up hidden states of a few tokens, to refuse what it returns before anything is
+    sent. Nothing changes by it."""
+    device = next(iter(tree_leaves(batch.targets))).device
+    few = Slice(0, 0, 0, 1, 0, min(2, batch.plan.seq_len))
+    hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device, requires_grad=True)
+    with RandomState.now(device).restored(), torch.enable_grad(), Autocast.current(device).on():
+        ending.try_out(stage, batch, hidden, few)

@@ -1,0 +1,88 @@
+"""The objective of a pipeline: whether model and plan can follow it, and what it found in the last step."""
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss
+from terapipe.modeling.auxiliary import auxiliary_losses
+from terapipe.modeling.stage import HasHead, Predictor, Stage
+from terapipe.planning.slices import Plan
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.inputs import Batch
+from terapipe.runtime.last_stage import SequenceLosses, TokenLosses, ending_for, logits, try_out
+from terapipe.runtime.mesh import ALL
+from terapipe.runtime.transport import Transport
+from terapipe.scheduling.orders import forwards_come_first
+
+
+class PipelineObjective:
+    def __init__(
+        self, objective: Objective | None, stages: dict[int, nn.Module], plan: Plan, transport: Transport, shard: bool
+    ) -> None:
+        self.objective, self._transport = objective, transport
+        self._stages, self._last = stages, stages.get(plan.num_stages - 1)
+        self.ending: TokenLosses | SequenceLosses = ending_for(objective)
+        # Where operators or parameters are split, a head cannot be called by one rank alone.
+        self._untried = objective is not None and transport.tp_size == 1 and not shard
+        if objective is not None:
+            self._check_kind()
+        elif reason := getattr(self._last, "no_default_loss", ""):
+            raise ValueError(reason)
+        self.check_plan(plan)
+
+    def _check_kind(self) -> None:
+        is_hidden = isinstance(self.objective, HiddenLoss)
+        if not is_hidden and not isinstance(self.objective, SequenceLoss) and not callable(self.objective):
+            raise ValueError(
+                "loss_fn must be a function (logits, targets), a HiddenLoss or a SequenceLoss, got "
+                f"{type(self.objective).__name__}"
+            )
+        if is_hidden and self._transport.tp_size > 1:
+            raise ValueError("a HiddenLoss needs the head in one piece, which tensor parallel splits; take tp 1")
+        if self._last is None:
+            return
+        needed, method = (HasHead, "before_head(hidden)") if is_hidden else (Predictor, "logits(hidden)")
+        if not isinstance(self._last, needed):
+            raise ValueError(
+                f"this objective needs a last stage with a method {method}, {type(self._last).__name__} has none"
+            )
+
+    def check_plan(self, plan: Plan) -> None:
+        """All ranks check the whole plan, so that all refuse it."""
+        wanting = [name for name, loss in auxiliary_losses(self._first).items() if loss.over != "microbatch"]
+        if isinstance(self.objective, SequenceLoss) and self.objective.over == "batch":
+            wanting.append("loss_fn")
+        if wanting and not forwards_come_first(plan):
+            raise ValueError(
+                f"{' and '.join(wanting)} need the whole batch before the first backward, which the order "
+                f"{plan.order!r} does not wait for with {len(plan.sizes)} microbatches; take over='microbatch', an "
+                "order such as 'terapipe' or 'gpipe', or a plan with one microbatch"
+            )
+
+    @property
+    def _first(self) -> nn.Module:
+        return next(iter(self._stages.values()))
+
+    def try_out(self, batch: Batch, dtype: torch.dtype) -> None:
+        """Before the first step, where the last stage is."""
+        if self._untried and self._last is not None:
+            try_out(self.ending, cast(Stage, self._last), batch, dtype)
+            self._untried = False
+
+    @property
+    def made_up(self) -> TokenLosses:
+        """For a step on made-up numbers without targets."""
+        if self.objective is None:
+            return ending_for(None)  # type: ignore[return-value]
+        return TokenLosses(lambda stage, hidden, targets: logits(stage, hidden).sum())
+
+    def metrics(self, executor: Executor) -> dict[str, float]:
+        """Of the last step, summed over replicas, on every rank: each replica's are weighted as its loss is."""
+        total: dict[str, float] = {}
+        mine = {name: float(value) for name, value in executor.metrics.items()} if self._transport.tp_rank == 0 else {}
+        for found in self._transport.gather(mine, ALL):
+            for name, value in found.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
