@@ -12,6 +12,8 @@ from pathlib import Path
 
 MARK = "TERAPIPE_TEST"  # in the environment of all that a test started
 
+PATIENCE = 1800.0  # seconds before a process is taken to hang; a busy machine may need many minutes
+
 
 class Command:
     """A process and all that it starts, which carry the same mark."""
@@ -29,16 +31,16 @@ class Command:
 
     def until(self, event: Callable[[], bool]) -> None:
         """However long it takes, as long as the process lives; the deadline is for one that hangs."""
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + PATIENCE
         while not event():
             assert self._process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert time.monotonic() < deadline, f"it hangs; it said: {self.said or 'nothing'}"
             time.sleep(0.02)
 
     def end(self) -> int:
         """Waits for the exit code; nothing that was started may outlive the process."""
-        code = self._process.wait(timeout=240)
-        deadline = time.monotonic() + 60
+        code = self._process.wait(timeout=PATIENCE)
+        deadline = time.monotonic() + PATIENCE
         while left := self._alive():
             assert time.monotonic() < deadline, f"{left} are left"
             time.sleep(0.02)

@@ -23,7 +23,7 @@ def lines(code: str) -> int:
 def run(code: str, folder: Path) -> str:
     (folder / "train.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -75,6 +75,45 @@ class DataConfig:
     verify: bool = key(True, "at the start, verify the checksums of tokenized data, which reads all of it")
 
 
+OBJECTIVES = ("cross_entropy", "dpo", "distill")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What the model is trained for."""
+
+    kind: str = key(
+        "cross_entropy",
+        f"one of {', '.join(OBJECTIVES)}; or your own loss as module:name or file.py:name: a function (logits, labels) "
+        "that returns the sum over a slice's tokens, or a terapipe.losses.SequenceLoss or HiddenLoss",
+    )
+    label_smoothing: float = key(
+        0.0, "with cross_entropy and dpo: share of the label's weight that others get", share=True
+    )
+    z_loss: float = key(0.0, "with cross_entropy: coefficient of the squared log-sum-exp of the logits")
+    weights: str = key(
+        "",
+        "with cross_entropy: name of a field of JSON lines with a number that the loss of a document is multiplied by",
+    )
+    beta: float = key(0.1, "with dpo: how strongly the model is held near the reference", positive=True)
+    chosen: str = key("chosen", "with dpo: name of the field with the better text")
+    rejected: str = key("rejected", "with dpo: name of the field with the worse text")
+    prompt: str = key(
+        "",
+        "with dpo: name of the field with the text that both follow, which is not trained on; empty: the tokens that "
+        "both begin with",
+    )
+    teacher: str = key("", "with distill: a Hugging Face model folder, with the same tokenizer")
+    temperature: float = key(1.0, "with distill: what logits are divided by", positive=True)
+    alpha: float = key(0.5, "with distill: weight of the teacher's distribution; the labels get the rest", share=True)
+    router_loss_over: Literal["microbatch", "batch", "replicas"] = key(
+        "microbatch",
+        "what the load-balancing loss of a Hugging Face mixture of experts is computed over, if its configuration has "
+        "output_router_logits = true",
+    )
+    router_z_loss: float = key(0.0, "coefficient of the z-loss of its routers")
+
+
 @dataclass(frozen=True)
 class PlanConfig:
     """How the model is split into stages and a batch into slices. Keys that are left out are chosen by the planner."""
@@ -193,6 +232,7 @@ class FailureConfig:
 class RunConfig:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     plan: PlanConfig = PlanConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LRConfig = LRConfig()
@@ -309,6 +349,7 @@ def _check(config: RunConfig, name: str) -> None:
         )
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
+    _check_objective(config, name)
     _check_plan(config.plan, name)
     if config.data.batch_size % (config.plan.dp or 1):
         raise ValueError(
@@ -326,6 +367,27 @@ def _check_range(value: Any, entry: Field[Any], where: str) -> None:
             raise ValueError(f"{where} must be {least}, got {number!r}")
         if entry.metadata["share"] and number > 1:
             raise ValueError(f"{where} is a share of the whole, at most 1, got {number}")
+
+
+def _check_objective(config: RunConfig, name: str) -> None:
+    objective, data = config.objective, config.data
+    if ":" not in objective.kind:
+        _refuse_unknown({objective.kind: None}, dict.fromkeys(OBJECTIVES), f"{name}: unknown objective.kind {{!r}}")
+    if (objective.kind == "distill") != bool(objective.teacher):
+        raise ValueError(f"{name}: objective.teacher is the folder of a model, with kind = 'distill' and only with it")
+    if objective.kind == "dpo":
+        if data.packing != "padded" or data.batch_size % (2 * (config.plan.dp or 1)):
+            raise ValueError(
+                f"{name}: pairs need data.packing = 'padded' and an even data.batch_size for each replica, got "
+                f"{data.packing!r} and {data.batch_size}"
+            )
+        if data.eval_share:
+            raise ValueError(f"{name}: pairs for evaluation are given by data.eval, not by data.eval_share")
+    if objective.weights and (objective.kind != "cross_entropy" or data.packing == "concat" or data.eval_share):
+        raise ValueError(
+            f"{name}: objective.weights are of documents: they need kind = 'cross_entropy', data.packing = 'packed' or "
+            "'padded', and data.eval instead of data.eval_share"
+        )
 
 
 def _check_plan(plan: PlanConfig, name: str) -> None:

@@ -25,7 +25,7 @@ def started(*command: str, **variables: object) -> subprocess.Popen[str]:
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=600)
+        out, err = process.communicate(timeout=1800)
     finally:
         process.kill()
     return process.returncode, out, err

@@ -478,7 +478,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         assert second.stdout is not None
         assert second.stdout.readline() == "writing\n"
         second.kill()
-        said, _ = first.communicate(timeout=600)  # an hour, if it waited for its thread
+        said, _ = first.communicate(timeout=1800)  # an hour, if it waited for its thread
     finally:
         for process in (first, second):
             process.kill()

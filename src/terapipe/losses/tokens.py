@@ -1,5 +1,7 @@
 """Losses that are sums over tokens."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,18 +56,27 @@ def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> LossF
     return loss_fn
 
 
-def distillation(*, temperature: float = 1.0, alpha: float = 1.0) -> LossFn:
+def distillation(
+    *, temperature: float = 1.0, alpha: float = 1.0, head: Callable[[Tensor], Tensor] | None = None
+) -> LossFn:
     """The divergence KL(teacher || student) at a temperature, times its square; with ``alpha`` below 1, the rest is
     cross-entropy.
 
-    Targets: a dict with ``labels`` and ``teacher_logits``, (batch, seq_len, vocabulary).
+    Targets: a dict with ``labels`` and ``teacher_logits``, (batch, seq_len, vocabulary). With ``head``, a teacher
+    pipeline's ``logits``, they have ``teacher_hidden`` instead, as its ``hidden_states`` returns them: then only the
+    logits of one slice exist at a time, the teacher's too.
     """
+
+    @torch.no_grad()
+    def teacher_logits(targets: Targets) -> Tensor:
+        found: Tensor = targets["teacher_logits"] if head is None else head(targets["teacher_hidden"])
+        return found
 
     def loss_fn(logits: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Tensor]]:
         labels = labels_of(targets)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         student = F.log_softmax(wide / temperature, -1)
-        teacher = F.log_softmax(targets["teacher_logits"].to(wide.dtype) / temperature, -1)
+        teacher = F.log_softmax(teacher_logits(targets).to(wide.dtype) / temperature, -1)
         divergences = (teacher.exp() * (teacher - student)).sum(-1) * (labels != IGNORE)
         divergence = divergences.sum() * temperature**2
         metrics = {"distillation": divergence.detach()}

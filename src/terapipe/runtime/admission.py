@@ -3,6 +3,7 @@
 Where it raises, it raises on all ranks, and nothing has changed.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -87,13 +88,24 @@ class Admission:
         self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None
     ) -> tuple[Batch, Executor]:
         """A batch of any shape for forwards only, and the executor for it."""
+        return self._for_forwards(
+            "log_probs", lambda: self._inputs.scored(input_ids, labels, documents), *(input_ids, labels)
+        )
+
+    def unscored(self, input_ids: Tensor | None, documents: Documents | None) -> tuple[Batch, Executor]:
+        """The same without labels, of the plan's shape."""
+        return self._for_forwards("hidden_states", lambda: self._inputs.unscored(input_ids, documents))
+
+    def _for_forwards(
+        self, method: str, take: Callable[[], Batch], input_ids: Tensor | None = None, labels: Tensor | None = None
+    ) -> tuple[Batch, Executor]:
         made, work, error = None, "", None
         ids = targets = 0
         try:
-            batch = self._inputs.scored(input_ids, labels, documents)
+            batch = take()
             self._checks.step(batch.documents, training=False, padded=False)
             made = batch, self._executors.for_forwards(batch.plan)
-            work = f"log_probs with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
+            work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
             ids, targets = lone_checksums(input_ids, labels)
         except Exception as refusal:
             error = refusal
@@ -132,10 +144,8 @@ class Admission:
         counted, rows = sum(t.counted for t in terms), sum(t.rows for t in terms)
         if total is None and not counted:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
-        by_rows = self._inputs.weighs_rows
-        share = 1.0 if total is None or by_rows else counted / total
-        scale = None if by_rows and total is None else self._number(1.0 / (total or counted))
-        return batch._replace(scale=scale, row_share=self._number(share / rows))
+        total = total or counted
+        return batch._replace(scale=self._number(1.0 / total), row_share=self._number(counted / total / rows))
 
     def _number(self, value: float) -> Tensor:
         return torch.full((), value, dtype=self._executors.wide, device=self._transport.device)

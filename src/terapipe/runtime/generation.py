@@ -14,7 +14,7 @@ from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import GradientSync
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import LastHidden, TokenValues
+from terapipe.runtime.last_stage import AllHidden, LastHidden, TokenValues
 from terapipe.runtime.transport import Transport
 
 
@@ -58,6 +58,14 @@ class Generation:
         if batch.targets is not None:
             found.copy_(ending.collected())
         return self._transport.broadcast(found, self._plan.last_rank, "the log-probabilities")
+
+    def hidden_states(self, batch: Batch, executor: Executor) -> Tensor | None:
+        """Of the last stage, where it is."""
+        ending = AllHidden()
+        with self._executors.once(executor):
+            executor.run(batch, ending, train=False)
+        self._sync.finish()
+        return ending.collected() if self._transport.rank == self._plan.last_rank else None
 
     def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
         """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""

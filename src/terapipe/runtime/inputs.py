@@ -90,8 +90,8 @@ class Batch(NamedTuple):
     input_ids: Tensor | None = None
     targets: Targets = None
     documents: Documents = ()
-    scale: Tensor | None = None  # what losses are multiplied by; None: by their sequences' share of the batch
-    row_share: Tensor | None = None  # of one sequence in the batches of all replicas
+    scale: Tensor | None = None  # what sums over tokens are multiplied by, or means over sequences by each of them
+    row_share: Tensor | None = None  # what auxiliary losses are multiplied by for each of their sequences
 
     def cut(self, s: Slice) -> Targets:
         """The targets of a slice. Those with one entry for each sequence are cut by sequences only."""
@@ -100,11 +100,6 @@ class Batch(NamedTuple):
 
     def of_rows(self, rows: slice) -> Targets:
         return tree_map(lambda x: x[rows], self.targets)
-
-    def weight(self, rows: int) -> Tensor:
-        """Of a loss of so many sequences."""
-        assert self.row_share is not None
-        return self.row_share * rows if self.scale is None else self.scale
 
 
 def _is_per_token(x: Tensor, plan: Plan) -> bool:
@@ -184,11 +179,6 @@ class Inputs:
         return plan.batch_size * plan.seq_len if labels is None else int((labels != IGNORE).sum())
 
     @property
-    def weighs_rows(self) -> bool:
-        """Whether a loss is a mean over sequences unless something else is asked for."""
-        return isinstance(self._objective, SequenceLoss)
-
-    @property
     def takes_labels(self) -> bool:
         """Whether the last stage is on this rank."""
         return self._rank == self._plan.last_rank
@@ -256,6 +246,12 @@ class Inputs:
             self.labels(labels, plan) if self._rank == plan.last_rank else None,
             self.starts(documents, plan),
         )
+
+    def unscored(self, input_ids: Tensor | None, documents: Documents | None) -> Batch:
+        """A batch of the plan's shape without labels, for forwards only."""
+        plan = self._plan
+        ids = self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if self._rank == 0 else None
+        return Batch(plan, ids, None, self.starts(documents, plan))
 
     def prompt(self, input_ids: Tensor | None) -> Tensor:
         """Sequences that text is to follow, filled up to a multiple of the tile: no place sees those after it."""

@@ -130,10 +130,11 @@ class SequenceLosses(_Base):
     def _evaluate(self, microbatches: Sequence[int], rows: slice) -> None:
         parts = [_joined(self._values.pop(m), 1) for m in microbatches]
         values = tree_map(lambda x: x.requires_grad_(self._train and x.is_floating_point()), _joined(parts, 0))
-        weight = self._batch.weight(rows.stop - rows.start)
+        assert self._batch.scale is not None
+        weight = self._batch.scale * (rows.stop - rows.start)
         loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train)
         if self._train:
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            (loss * weight).backward()
             sizes = [self._batch.plan.sizes[m] for m in microbatches]
             leaves, form = tree_flatten(values)
             split = [torch.split(_gradient_of(leaf), sizes) for leaf in leaves]
@@ -182,6 +183,21 @@ class TokenValues(_Base):
     def collected(self) -> Tensor:
         """(batch, seq_len, ...)."""
         return torch.cat([torch.cat(self._values[m], 1) for m in sorted(self._values)])
+
+
+class AllHidden(_Base):
+    """The hidden states of all tokens, by forwards only."""
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        super().begin(stage, batch, autocast, train=train)
+        self._found: dict[int, list[Tensor]] = {}
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        self._found.setdefault(s.microbatch, []).append(hidden)
+
+    def collected(self) -> Tensor:
+        """(batch, seq_len, hidden)."""
+        return torch.cat([torch.cat(self._found[m], 1) for m in sorted(self._found)])
 
 
 class LastHidden(_Base):

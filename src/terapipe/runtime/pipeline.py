@@ -31,7 +31,7 @@ from terapipe.runtime.gradient_sync import (
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
-from terapipe.runtime.last_stage import Ending
+from terapipe.runtime.last_stage import Ending, logits
 from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import ModelPart, persistent_buffers
 from terapipe.runtime.objective import PipelineObjective
@@ -214,8 +214,8 @@ class Pipeline(ModelPart):
         to cut this batch, the same on every rank, with the same stages. ``total``, where the last stage is, is the
         number to divide by in place of this batch's labels (see ``count_labels``): when gradients of several batches
         are accumulated, that of all of them, so that every label weighs the same. Without labels among its targets a
-        ``loss_fn``'s sum is divided by the number of all tokens; the values of a ``SequenceLoss`` are averaged over
-        microbatches and replicas, weighted by their sequences.
+        ``loss_fn``'s sum is divided by the number of all tokens. With a ``SequenceLoss``, ``total`` is a number of
+        sequences, and the loss is the mean over microbatches and replicas, weighted by their sequences.
         """
         return self._train(self._admit("step", input_ids, labels, documents, plan, total))
 
@@ -312,6 +312,21 @@ class Pipeline(ModelPart):
         with self.failing_together(), self._loss_parallel():
             found = self._generation.log_probs(batch, executor)
         return found if given is None else found[:, : given.shape[1]]
+
+    @torch.no_grad()
+    def hidden_states(self, input_ids: Tensor | None, documents: Documents | None = None) -> Tensor | None:
+        """What the head would be called with, before any norm: (batch, tokens, hidden) where the last stage is, None
+        elsewhere. By forwards only, of a batch of the plan's shape: for teachers, whose logits of a whole batch would
+        not fit; see ``logits`` and ``losses.distillation``."""
+        if self._transport.tp_size > 1:
+            raise ValueError("hidden states are split over ranks with tensor parallel; take tp 1")
+        batch, executor = self._admission.unscored(input_ids, documents)
+        with self.failing_together():
+            return self._generation.hidden_states(batch, executor)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states, where the last stage is: (rows, tokens, vocabulary)."""
+        return logits(self._sync.stages[self.plan.num_stages - 1], hidden)
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor | None) -> Tensor:

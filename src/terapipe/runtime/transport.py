@@ -127,6 +127,10 @@ class Transport:
     def global_rank(self) -> int:
         return self._ranks(PP)[self.rank]
 
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        return self._mesh
+
     def submesh(self, role: str) -> DeviceMesh:
         """The dimension of the mesh with this role; only where there is more than one rank along it."""
         assert self._mesh is not None

@@ -1,6 +1,7 @@
 """Evaluation with the training pipeline: loss, perplexity and a sample of generated text."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,34 +11,43 @@ from terapipe.runtime.pipeline import Pipeline
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
 from terapipe.training.logging.display import RunLog
+from terapipe.training.objective import RunObjective
 
 PROMPT = 32  # tokens, if the configuration has no prompt
 CONTEXT = 256  # last tokens that the next one is predicted from
 
 
 class Evaluator:
-    def __init__(self, config: RunConfig, pipe: Pipeline, data: Data, log: RunLog) -> None:
+    def __init__(self, config: RunConfig, pipe: Pipeline, data: Data, objective: RunObjective, log: RunLog) -> None:
         self._config, self._pipe, self._data, self._log = config.evaluation, pipe, data, log
-        self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False) if data.eval else None
-        self._num_labels: int | None = None
+        self._objective = objective
+        self._loader = None
+        if data.eval:
+            self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False, rows=objective.rows)
+        self._total: float | None = None
 
     def run(self, step: int) -> float | None:
         """The loss, or None if there is no evaluation data. All ranks call it together."""
         self._pipe.eval()
         loss = None if self._loader is None else self._loss(self._loader)
         if loss is not None:
-            perplexity = math.exp(loss) if loss < 700 else math.inf
-            self._log.row({"step": step, "eval_loss": loss, "perplexity": perplexity})
+            row: dict[str, Any] = {"step": step, "eval_loss": loss}
+            if self._objective.loss_fn is None:
+                row["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+            self._log.row(row)
         if self._config.sample:
             self._log.row({"step": step, "sample": self._sample(step)})
         self._pipe.train()
         return loss
 
     def _loss(self, loader: BatchLoader) -> float:
-        if self._num_labels is None:  # the batches are always the same
-            self._num_labels = loader.count_labels(loader.once(self._config.batches))
-        batches = loader.once(self._config.batches)
-        losses = [self._pipe.evaluate(*batch, total=self._num_labels).double() for batch in batches]
+        assert self._data.eval is not None
+        if self._total is None:  # the batches are always the same
+            self._total = self._objective.total(loader, loader.once(self._config.batches))
+        losses = []
+        for batch in loader.once(self._config.batches):
+            targets = self._objective.targets(batch, self._data.eval)
+            losses.append(self._pipe.evaluate(batch.ids, targets, batch.documents, total=self._total).double())
         return float(sum(losses))
 
     def _sample(self, seed: int) -> str:

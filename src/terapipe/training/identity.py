@@ -37,7 +37,7 @@ def identity(config: RunConfig, data: Data, model: RunModel) -> Identity:
             "end": data.tokenizer.end,
             "files": _tokenizer_hash(data.train.folder.parent),
         },
-        OBJECTIVE: {key: flat[key] for key in _OBJECTIVE},
+        OBJECTIVE: {key: value for key, value in flat.items() if key in _OBJECTIVE or key.startswith("objective.")},
         DATA: {"train": _fingerprint(data.train), "eval": data.eval and _fingerprint(data.eval)},
         KEYS: {key: value for key, value in keys.items() if key not in _SPEED_ONLY},
     }
@@ -89,8 +89,9 @@ def same_evaluation(before: Mapping[str, Any], now: Identity) -> bool:
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any], part: str) -> Iterator[str]:
-    """For a model only keys that both have: another version of transformers may have other keys."""
-    keys = was.keys() & now.keys() if part == MODEL else {*was, *now}
+    """For a model only keys that both have: another version of transformers may have other keys. For an objective, too:
+    older checkpoints do not say all of it."""
+    keys = was.keys() & now.keys() if part in (MODEL, OBJECTIVE) else {*was, *now}
     for key in sorted(keys):
         old, new = was.get(key), now.get(key)
         named = key if part in (OBJECTIVE, KEYS) else f"{part}.{key}"

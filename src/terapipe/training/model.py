@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from terapipe.config import DataConfig, ModelConfig
+from terapipe.config import DataConfig, ModelConfig, ObjectiveConfig
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance, split_layers
@@ -30,10 +30,12 @@ class RunModel:
     recomputes: bool = True  # whether slices can be computed again
 
 
-def make_model(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
+def make_model(config: ModelConfig, data: DataConfig, vocab: int, objective: ObjectiveConfig | None = None) -> RunModel:
     if config.preset:
         return _preset(config, data, vocab)
-    return _from_factory(config, data, vocab) if config.factory else _hugging_face(config, vocab)
+    if config.factory:
+        return _from_factory(config, data, vocab)
+    return _hugging_face(config, vocab, objective or ObjectiveConfig())
 
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
@@ -65,7 +67,7 @@ def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
         )
 
 
-def _hugging_face(config: ModelConfig, vocab: int) -> RunModel:
+def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -> RunModel:
     try:
         import transformers
 
@@ -77,12 +79,16 @@ def _hugging_face(config: ModelConfig, vocab: int) -> RunModel:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dtype = dtype_of(config)
+    routers: dict[str, Any] = {
+        "router_loss_over": objective.router_loss_over,
+        "router_z_loss": objective.router_z_loss,
+    }
     if config.folder:
-        decoder = hf.Decoder.from_pretrained(config.folder, dtype)
+        decoder = hf.Decoder.from_pretrained(config.folder, dtype, **routers)
     else:
         path = Path(config.config)
         hf_config = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
-        decoder = hf.Decoder.from_config(hf_config, config.seed, dtype)
+        decoder = hf.Decoder.from_config(hf_config, config.seed, dtype, **routers)
     shape = shape_of(decoder)
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
     if config.recompute == "selective":
@@ -107,7 +113,9 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
-    function = _import_function(config.factory)
+    function = import_object(config.factory, "model.factory")
+    if not callable(function):
+        raise ValueError(f"model.factory: {config.factory} is no function")
     arguments = {"vocab": vocab, "seq_len": data.seq_len, "seed": config.seed, "dtype": dtype_of(config)}
     accepted = inspect.signature(function).parameters
     result = function(**{name: value for name, value in arguments.items() if name in accepted})
@@ -124,25 +132,25 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel
     return RunModel(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
 
 
-def _import_function(place: str) -> Callable[..., Any]:
+def import_object(place: str, key: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` names; ``key`` is that of the configuration."""
     source, colon, name = place.rpartition(":")
     if not colon:
-        raise ValueError(f"model.factory is module:function or file.py:function, got {place!r}")
+        raise ValueError(f"{key} is module:function or file.py:function, got {place!r}")
     if source.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(source).stem, source)
         if spec is None or spec.loader is None or not Path(source).is_file():
-            raise ValueError(f"model.factory: there is no file {source}")
+            raise ValueError(f"{key}: there is no file {source}")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
         try:
             module = importlib.import_module(source)
         except ModuleNotFoundError as error:
-            raise ValueError(f"model.factory: {error}; a file is given as path/to/file.py:function") from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"model.factory: {source} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
+            raise ValueError(f"{key}: {error}; a file is given as path/to/file.py:function") from None
+    if not hasattr(module, name):
+        raise ValueError(f"{key}: {source} has no function {name!r}")
+    return getattr(module, name)
 
 
 def dtype_of(config: ModelConfig) -> torch.dtype:

@@ -39,6 +39,7 @@ from terapipe.training.logging.display import Display, RunLog, Terminal
 from terapipe.training.logging.metrics import Metrics
 from terapipe.training.logging.run_report import write_report
 from terapipe.training.model import RunModel, dtype_of, make_model
+from terapipe.training.objective import RunObjective
 from terapipe.training.optimizer import make_optimizer
 from terapipe.training.trainer import NotFiniteError, Outcome, StopSignal, Trainer
 
@@ -106,13 +107,16 @@ class Run:
         self._begin()
         self._on_first(self._check_begin)
         data = self._data()
-        model = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
+        model = self._model(data)
         check_export(self._config, model.shape)
         self._on_first(lambda: self._check_same(identity(self._config, data, model)))
         run_plan = self._first_plan(model)
         while self._train(data, model, run_plan) is Outcome.REPLAN:
-            model = make_model(self._config.model, self._config.data, data.tokenizer.vocab)
+            model = self._model(data)
             run_plan = self._from_measurements(model)
+
+    def _model(self, data: Data) -> RunModel:
+        return make_model(self._config.model, self._config.data, data.tokenizer.vocab, self._config.objective)
 
     def _check_same(self, now: Identity) -> None:
         """Refuse a checkpoint of another model before measuring. A damaged one is handled when it is loaded."""
@@ -131,9 +135,10 @@ class Run:
             files.write(self._config.folder / "config.toml", self._config.to_toml())
 
     def _data(self) -> Data:
-        config = self._config.data
+        config, objective = self._config.data, self._config.objective
         folder = Path(config.cache) if config.cache else self._config.folder / "data"
-        self._on_first(lambda: prepare(config, folder, say=partial(self._console.print, soft_wrap=True)))
+        say = partial(self._console.print, soft_wrap=True)
+        self._on_first(lambda: prepare(config, folder, say=say, objective=objective))
         return open_data(config, folder)
 
     def _on_first(self, function: Callable[[], T]) -> T:
@@ -196,7 +201,13 @@ class Run:
     def _train(self, data: Data, model: RunModel, run_plan: plans.RunPlan) -> Outcome:
         config, layout = self._config, run_plan.layout
         mesh = device_mesh(layout) if layout.dp * layout.tp > 1 else None
-        pipe = Pipeline(model.model, run_plan.plan, mesh=mesh, shard=layout.shard, timeout=config.failures.timeout)
+        objective = RunObjective(config, model)
+        objective.check(run_plan.plan)
+        timeout = config.failures.timeout
+        pipe = Pipeline(
+            model.model, run_plan.plan, loss_fn=objective.loss_fn, mesh=mesh, shard=layout.shard, timeout=timeout
+        )
+        objective.prepare(pipe, data)
         if config.model.compile:
             self._compile(pipe)
         optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
@@ -205,7 +216,7 @@ class Run:
         notes = self._load(checkpoint, pipe, optimizer, random) if checkpoint else {}
         now = identity(config, data, model)
         with self._run_log(notes.get("step", 0)) as log:
-            trainer = Trainer(config, pipe, optimizer, data, run_plan, log, random, now)
+            trainer = Trainer(config, pipe, optimizer, data, objective, run_plan, log, random, now)
             if checkpoint:
                 changes = self._compare(notes, now, checkpoint)
                 trainer.resume(notes)

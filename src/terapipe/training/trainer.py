@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -29,6 +29,7 @@ from terapipe.training.data.token_file import Data
 from terapipe.training.evaluation import Evaluator
 from terapipe.training.identity import NOTE, Identity, same_evaluation
 from terapipe.training.logging.display import RunLog
+from terapipe.training.objective import RunObjective
 from terapipe.training.optimizer import learning_rate, set_lr
 from terapipe.training.run_plan import RunPlan
 
@@ -64,6 +65,7 @@ class StepResult(NamedTuple):
     loss: float
     grad_norm: float
     lr: float
+    metrics: Mapping[str, float] = {}  # what the objective found beside the loss
 
     @property
     def finite(self) -> bool:
@@ -116,6 +118,7 @@ class Trainer:
         pipe: Pipeline,
         optimizer: Optimizer,
         data: Data,
+        objective: RunObjective,
         run_plan: RunPlan,
         log: RunLog,
         random: dict[str, Tensor],
@@ -123,10 +126,11 @@ class Trainer:
     ) -> None:
         """``random`` are the tensors that random states are saved from and restored to; ``identity`` is saved, too."""
         self._config, self._pipe, self._optimizer = config, pipe, optimizer
+        self._objective, self._file = objective, data.train
         self._run_plan, self._log, self._random, self._identity = run_plan, log, random, identity
         self._predicted = run_plan.step_time(config.optimizer.accumulate)
-        self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle)
-        self._evaluator = Evaluator(config, pipe, data, log)
+        self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle, rows=objective.rows)
+        self._evaluator = Evaluator(config, pipe, data, objective, log)
         self._checkpoints = CheckpointFolder(folder_of(config), config.checkpoints, log.is_main, self.say)
         self._step_times = StepTimeMonitor(self._predicted, config.plan)
         self.step = self._first_step = 0
@@ -195,6 +199,8 @@ class Trainer:
             "tokens": self._position * self._config.data.seq_len,
             "tokens_per_second": tokens / seconds,
         }
+        if result.metrics:
+            row["metrics"] = result.metrics
         if not result.finite:
             row["skipped"] = True
         if self._predicted is not None:
@@ -210,12 +216,17 @@ class Trainer:
         """Accumulate and clip the gradients of a step, then update the parameters if they are finite."""
         config, loader = self._config.optimizer, self._loader
         batches = [loader.at(self._position + i * self._config.data.batch_size) for i in range(config.accumulate)]
-        num_labels = loader.count_labels(batches)  # every label of the step has the same weight
-        losses = [self._pipe.step(*batch, total=num_labels).double() for batch in batches]
+        total = self._objective.total(loader, batches)  # every label of the step has the same weight
+        losses, metrics = [], Counter[str]()
+        for batch in batches:
+            targets = self._objective.targets(batch, self._file)
+            losses.append(self._pipe.step(batch.ids, targets, batch.documents, total=total).double())
+            if self._objective.has_metrics:
+                metrics.update(self._pipe.metrics())
         self._position += config.accumulate * self._config.data.batch_size
         norm = self._pipe.clip_grad_norm_(config.max_grad_norm) if config.max_grad_norm else self._pipe.grad_norm()
         lr = learning_rate(self.step, self._config.lr, config)
-        result = StepResult(float(sum(losses)), float(norm), lr)
+        result = StepResult(float(sum(losses)), float(norm), lr, dict(metrics))
         if result.finite:
             set_lr(self._optimizer, lr)
             self._optimizer.step()

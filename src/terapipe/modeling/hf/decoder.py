@@ -95,6 +95,10 @@ class Decoder:
                 self._verified = verify(kind.__name__, shrunken(self.model.config), kind=kind)
         return self._verified
 
+    @property
+    def has_router_losses(self) -> bool:
+        return self._routers is not None
+
     def _check_routers(self) -> None:
         result, name = self._verify(), type(self.model).__name__
         if not result.has_router_loss:

@@ -20,6 +20,7 @@ from terapipe.training.data.token_file import TOKENS, TokenFile
 Packing = Literal["concat", "packed", "padded"]
 DocumentStarts = tuple[tuple[int, ...], ...]  # of each sequence, the places where documents begin
 Integers = NDArray[np.int64]
+Rows = Literal["documents", "weighted", "pairs"]
 
 
 class Sequences(NamedTuple):
@@ -28,6 +29,8 @@ class Sequences(NamedTuple):
     ids: Tensor
     labels: Tensor
     documents: DocumentStarts | None
+    weights: Tensor | None = None  # of each label, if documents have weights
+    numbers: tuple[int, ...] = ()  # of pairs: the document that each row holds
 
 
 class Batches:
@@ -37,9 +40,11 @@ class Batches:
     first token of a document is not predicted. padded: each document is split by itself, the last sequence padded.
     """
 
-    def __init__(self, file: TokenFile, seq_len: int, packing: Packing, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, file: TokenFile, seq_len: int, packing: Packing, shuffle: bool, seed: int, weighted: bool = False
+    ) -> None:
         self._file, self._seq_len, self._packing = file, seq_len, packing
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._seed, self._weighted = shuffle, seed, weighted
         self._permutation: tuple[int, Integers] | None = None  # of the latest epoch, and its number
         if not len(self):
             raise ValueError(
@@ -64,6 +69,7 @@ class Batches:
         """``count`` sequences from number ``first`` on. They continue in the next epoch."""
         ids = np.zeros((count, self._seq_len), np.int64)
         labels = np.full((count, self._seq_len), IGNORE, np.int64)
+        weights = np.ones((count, self._seq_len), np.float32) if self._weighted else None
         for row, index in enumerate(self._indices(first, count)):
             start, stop = self._padded_range(index) if self._packing == "padded" else self._range(index)
             tokens = self._tokens(start, stop)
@@ -71,7 +77,16 @@ class Batches:
             labels[row, : len(tokens) - 1] = tokens[1:]
             if self._packing == "packed":
                 labels[row, self._borders(index) - 1] = IGNORE
-        return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), self.documents(first, count))
+            if weights is not None:
+                weights[row, : len(tokens) - 1] = self._weights(start + 1, stop)
+        documents = self.documents(first, count)
+        found = None if weights is None else torch.from_numpy(weights)
+        return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), documents, found)
+
+    def _weights(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Of the documents that these tokens are of."""
+        documents = np.searchsorted(self._file.starts, np.arange(start, stop), side="right") - 1
+        return self._file.numbers[documents]
 
     def documents(self, first: int, count: int) -> DocumentStarts | None:
         """Where documents begin in the same sequences. Does not read the tokens."""
@@ -122,19 +137,59 @@ class Batches:
         return self._permutation[1]
 
 
+class Pairs(Batches):
+    """Pairs of texts: each sequence is one document, the chosen ones followed by the rejected ones. Of a text that is
+    too long the beginning of the prompt is dropped, then the end."""
+
+    def __len__(self) -> int:
+        return self._file.num_documents
+
+    def read(self, first: int, count: int) -> Sequences:
+        ids = np.zeros((count, self._seq_len), np.int64)
+        labels = np.full((count, self._seq_len), IGNORE, np.int64)
+        numbers = self._indices(first, count)
+        for row, index in enumerate(numbers):
+            start, stop = self._file.document(index)
+            prompt = int(self._file.numbers[index])
+            dropped = max(0, min(stop - start - self._seq_len - 1, prompt - 1))
+            tokens = self._tokens(start + dropped, min(stop, start + dropped + self._seq_len + 1))
+            ids[row, : len(tokens)] = tokens[: self._seq_len]
+            labels[row, : len(tokens) - 1] = tokens[1:]
+            labels[row, : max(0, prompt - dropped - 1)] = IGNORE
+        return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), None, numbers=tuple(numbers))
+
+    def _indices(self, first: int, count: int) -> list[int]:
+        """Pairs are shuffled, not their texts."""
+        places = (divmod(number, len(self)) for number in range(first, first + count))
+        return [
+            2 * int(self._order(epoch)[place // 2]) + place % 2 if self._shuffle else place for epoch, place in places
+        ]
+
+    def _order(self, epoch: int) -> Integers:
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self) // 2)
+        return self._permutation[1]
+
+
 class Batch(NamedTuple):
     """Arguments of ``Pipeline.step``. Ranks between the first and the last stage have no tokens."""
 
     ids: Tensor | None
     labels: Tensor | None
     documents: DocumentStarts | None
+    weights: Tensor | None = None
+    numbers: tuple[int, ...] = ()
 
 
 class BatchLoader:
     """Reads this replica's rows of each batch."""
 
-    def __init__(self, file: TokenFile, config: DataConfig, pipe: Pipeline, *, shuffle: bool) -> None:
-        self._sequences = Batches(file, config.seq_len, config.packing, shuffle, config.seed)
+    def __init__(
+        self, file: TokenFile, config: DataConfig, pipe: Pipeline, *, shuffle: bool, rows: Rows = "documents"
+    ) -> None:
+        kind = Pairs if rows == "pairs" else Batches
+        self._sequences = kind(file, config.seq_len, config.packing, shuffle, config.seed, rows == "weighted")
+        self._is_whole = rows == "pairs"
         self._pipe, self._batch_size, self._local_size = pipe, config.batch_size, pipe.plan.batch_size
 
     def at(self, position: int) -> Batch:
@@ -142,9 +197,19 @@ class BatchLoader:
         return self._read(position + self._pipe.dp_rank * self._local_size, self._local_size)
 
     def once(self, max_batches: int) -> Iterator[Batch]:
-        """Every sequence once, up to ``max_batches`` batches (0: all). The last batch is filled up."""
+        """Every sequence once, up to ``max_batches`` batches (0: all). The last batch is filled up; of pairs it is left
+        out, if it is not whole."""
         total = len(self._sequences)
+        if self._is_whole:  # a pair that was filled up would count
+            total -= total % self._batch_size
         stop = min(total, max_batches * self._batch_size) if max_batches else total
+        yield from self._up_to(stop)
+
+    def everything(self) -> Iterator[Batch]:
+        """Every sequence once; the last batch is filled up."""
+        yield from self._up_to(len(self._sequences))
+
+    def _up_to(self, stop: int) -> Iterator[Batch]:
         for position in range(0, stop, self._batch_size):
             first = position + self._pipe.dp_rank * self._local_size
             yield self._read(first, max(0, min(self._local_size, stop - first)))
@@ -153,8 +218,10 @@ class BatchLoader:
         missing = self._local_size - count
         if not (self._pipe.is_first or self._pipe.is_last):
             return Batch(None, None, _filled(self._sequences.documents(first, count), missing))
-        ids, labels, documents = self._sequences.read(first, count)
-        return Batch(*fill_batch(ids, labels, self._local_size), _filled(documents, missing))
+        ids, labels, documents, weights, numbers = self._sequences.read(first, count)
+        if weights is not None:
+            weights = torch.cat([weights, weights.new_zeros(missing, weights.shape[1])])
+        return Batch(*fill_batch(ids, labels, self._local_size), _filled(documents, missing), weights, numbers)
 
     def count_labels(self, batches: Iterable[Batch]) -> int:
         """Labels in these batches over all replicas. 0 on ranks that do not compute the loss."""

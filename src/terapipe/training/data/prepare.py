@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from terapipe.config import DataConfig
+from terapipe.config import DataConfig, ObjectiveConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
+from terapipe.training.data.entries import Entries, entries_of
 from terapipe.training.data.text_reader import find_files, read_documents
 from terapipe.training.data.token_file import (
     FORMAT,
@@ -30,24 +31,34 @@ Say = Callable[[str], None]
 
 
 def prepare(
-    config: DataConfig, folder: Path, progress: Progress = lambda tokens: None, say: Say = lambda message: None
+    config: DataConfig,
+    folder: Path,
+    progress: Progress = lambda tokens: None,
+    say: Say = lambda message: None,
+    objective: ObjectiveConfig | None = None,
 ) -> None:
     """Write the token files and the tokenizer, unless they are up to date.
 
     One process of a run calls it before any process calls ``open_data``. ``progress`` gets the number of tokens written
-    so far, ``say`` a message about each damaged file.
+    so far, ``say`` a message about each damaged file. The objective may have fields of its own.
     """
-    sources = _fingerprint(config)
+    entries = entries_of(config, objective or ObjectiveConfig())
+    sources = _fingerprint(config, entries)
     with taking_turns(folder):  # several runs may share a cache: the first writes it, the others find it ready
         if not _is_ready(config, folder, sources, say):
-            _build(config, folder, sources, progress)
+            _build(config, folder, sources, progress, entries)
     open_data(config, folder)
 
 
-def _fingerprint(config: DataConfig) -> str:
+def _fingerprint(config: DataConfig, entries: Entries) -> str:
     """A hash of everything that the tokens depend on."""
     spec = config.tokenizer
-    inputs: list[Any] = [FORMAT, config.field, spec, config.vocab if spec == "train" else 0]
+    inputs: list[Any] = [
+        FORMAT,
+        *([entries.names] if entries.names else [config.field]),
+        spec,
+        config.vocab if spec == "train" else 0,
+    ]
     inputs += [0.0 if config.eval else config.eval_share]
     for patterns in (config.train, config.eval):
         inputs.append([_stamp(file) for path in find_files(patterns) for file in _files(path)])
@@ -103,7 +114,7 @@ def _check_tokenizer(folder: Path, others: set[str]) -> None:
         )
 
 
-def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -> None:
+def _build(config: DataConfig, folder: Path, sources: str, progress: Progress, entries: Entries) -> None:
     if config.eval_share >= 1 and not config.eval:
         raise ValueError(f"data.eval_share must leave documents to train on, got {config.eval_share}; try 0.01")
     for name in ("train", "eval"):
@@ -112,16 +123,17 @@ def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -
     tokenizer = make_tokenizer(
         config.tokenizer,
         config.vocab,
-        lambda: (part.text for part in read_documents(paths, config.field)),
+        lambda: entries.texts(paths) if entries.names else (p.text for p in read_documents(paths, config.field)),
         folder / "tokenizer",
     )
     origin = Origin(sources, _content_hash(folder / "tokenizer"))
     train = TokenWriter(folder / "train", tokenizer, origin)
-    train.add_all(paths, config.field, progress)
+    add = entries.add_all if entries.names else _add_documents
+    add(train, paths, config.field, progress)
     writers = [train]
     if config.eval:
         writers.append(TokenWriter(folder / "eval", tokenizer, origin))
-        writers[1].add_all(find_files(config.eval), config.field, lambda tokens: progress(train.size + tokens))
+        add(writers[1], find_files(config.eval), config.field, lambda tokens: progress(train.size + tokens))
     elif config.eval_share:
         writers.append(TokenWriter(folder / "eval", tokenizer, origin))
         train.move_end(writers[1], config.eval_share)
@@ -129,6 +141,10 @@ def _build(config: DataConfig, folder: Path, sources: str, progress: Progress) -
         shutil.rmtree(folder / "eval", ignore_errors=True)  # left by other training data
     for writer in writers:
         writer.close()
+
+
+def _add_documents(writer: TokenWriter, paths: list[Path], field: str, progress: Progress) -> None:
+    writer.add_all(paths, field, progress)
 
 
 def _is_token_file(folder: Path) -> bool:

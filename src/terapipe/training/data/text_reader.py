@@ -66,6 +66,28 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[DocumentPart]:
             raise ValueError(f"{path} is damaged or not a gzip file: {error}") from None
 
 
+def read_entries(paths: Iterable[Path], fields: Sequence[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The values of several fields of each entry, and where it is."""
+    for path in paths:
+        if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
+            with _open(path) as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        where = f"{path}, line {number}"
+                        yield where, tuple(_field(line, field, where) for field in fields)
+        elif path.is_dir():
+            dataset = _load_saved(path)
+            for field in fields:
+                _check_column(dataset.column_names, field, path)
+            for number, entry in enumerate(dataset):
+                yield f"{path}, row {number}", tuple(entry[field] for field in fields)
+        else:
+            raise ValueError(
+                f"entries with the fields {', '.join(fields)} are read from .jsonl files and folders of datasets, got "
+                f"{path}"
+            )
+
+
 def _reader(path: Path) -> Reader:
     if path.is_dir():
         return _read_saved

@@ -49,6 +49,7 @@ class TokenWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self.size = 0
+        self._numbers: array[float] | None = None
         self._sums = [Sum()]  # checksums of the file after each append, for ``move_end``
 
     def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
@@ -66,6 +67,16 @@ class TokenWriter:
         if not self._starts:
             names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
             raise ValueError(f"there must be at least one document that is not empty, got none in {names}")
+
+    def encode(self, *texts: str) -> list[list[int]]:
+        return self._tokenizer.encode(list(texts))
+
+    def add(self, tokens: list[int], number: float) -> None:
+        """One document, without its end token, and a number that belongs to it."""
+        self._numbers = self._numbers if self._numbers is not None else array("d")
+        self._numbers.append(number)
+        self._starts.append(self.size)
+        self._append(np.asarray([*tokens, self._tokenizer.end], self._dtype))
 
     def _append(self, tokens: NDArray[Any]) -> None:
         path = self._partial / TOKENS
@@ -96,6 +107,10 @@ class TokenWriter:
         meta = {"format": FORMAT, **asdict(file)}
         del meta["folder"]
         contents = {STARTS: starts.getvalue(), META: (json.dumps(meta, indent=1) + "\n").encode()}
+        if self._numbers is not None:
+            numbers = io.BytesIO()
+            np.save(numbers, np.asarray(self._numbers, np.float64))
+            contents[NUMBERS] = numbers.getvalue()
         for name, content in contents.items():
             with naming(self._partial / name):
                 (self._partial / name).write_bytes(content)
@@ -137,6 +152,7 @@ def _border(starts: NDArray[np.int64], size: int, share: float) -> int:
 
 FORMAT = 2
 TOKENS, STARTS, META = "tokens.bin", "documents.npy", "meta.json"
+NUMBERS = "numbers.npy"  # one for each document: of a pair the tokens of its prompt, or the document's weight
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,17 @@ class TokenFile:
         """Where each document begins."""
         starts: NDArray[np.int64] = np.load(self.folder / STARTS, mmap_mode="r")
         return starts
+
+    @cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        """What belongs to each document: the tokens of its prompt, or its weight."""
+        numbers: NDArray[np.float64] = np.load(self.folder / NUMBERS)
+        return numbers
+
+    def document(self, index: int) -> tuple[int, int]:
+        """Where it begins and ends."""
+        end = self.starts[index + 1] if index + 1 < self.num_documents else self.num_tokens
+        return int(self.starts[index]), int(end)
 
 
 @dataclass(frozen=True)

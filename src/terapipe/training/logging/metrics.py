@@ -32,6 +32,7 @@ _NAMES = {
 def _scalars(row: Row) -> dict[str, float]:
     """The numbers of a row, by their names in TensorBoard and the trackers."""
     scalars = {name: row[key] for key, name in _NAMES.items() if row.get(key) is not None}
+    scalars |= {f"objective/{name}": value for name, value in (row.get("metrics") or {}).items() if value is not None}
     memory = {f"memory/rank{rank}": size for rank, size in enumerate(row.get("memory") or ()) if size is not None}
     return scalars | memory
 

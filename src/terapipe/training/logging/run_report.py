@@ -36,6 +36,13 @@ def memory_of(rows: Rows) -> list[tuple[int, list[float]]]:
     return [(row["step"], row["memory"]) for row in rows if row.get("memory") and None not in row["memory"]]
 
 
+def _metrics(rows: Rows) -> str:
+    """What the objective found beside the loss, one chart each."""
+    named = [{"step": row["step"], **row["metrics"]} for row in rows if row.get("metrics")]
+    names = sorted({name for row in named for name in row} - {"step"})
+    return _panels([_chart(named, {"": name}, name, digits, small=True) for name in names])
+
+
 def charts(rows: Rows) -> Sections:
     loss = _chart(rows, {"training": "loss", "evaluation": "eval_loss"}, "loss", digits) + _thinning(rows)
     learning = [
@@ -49,6 +56,7 @@ def charts(rows: Rows) -> Sections:
     ]
     return [
         ("Loss", loss),
+        ("Objective", _metrics(rows)),
         ("Optimizer", _panels(learning)),
         ("Speed", _panels(speed)),
         ("Memory of each rank", _memory(rows)),

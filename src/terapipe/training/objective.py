@@ -1,0 +1,163 @@
+"""The objective of a run: its loss function, and what that needs beside tokens."""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from terapipe import files, losses
+from terapipe.config import RunConfig
+from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss, Targets
+from terapipe.modeling.stage import Splittable
+from terapipe.planning.layout import balance
+from terapipe.planning.slices import Plan
+from terapipe.runtime.mesh import ALL
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.training.data.loader import Batch, BatchLoader, Rows
+from terapipe.training.data.token_file import Data, TokenFile
+from terapipe.training.model import RunModel, import_object
+
+REFERENCE = "reference-{}.npz"  # log-probabilities by the model as training began
+
+
+class RunObjective:
+    """Made on every rank, before the pipeline."""
+
+    def __init__(self, config: RunConfig, model: RunModel) -> None:
+        self._config, self._objective, self._model = config, config.objective, model
+        self._teacher: Pipeline | None = None
+        self._reference: dict[Path, NDArray[np.float64]] = {}
+        self.loss_fn = self._loss_fn()
+
+    def _loss_fn(self) -> Objective | None:
+        o = self._objective
+        if ":" in o.kind:
+            found = import_object(o.kind, "objective.kind")
+            if not callable(found) and not isinstance(found, HiddenLoss | SequenceLoss):
+                raise ValueError(f"objective.kind: {o.kind} must be a function, a HiddenLoss or a SequenceLoss")
+            return found  # type: ignore[no-any-return]
+        if o.kind == "dpo":
+            return losses.dpo(beta=o.beta, label_smoothing=o.label_smoothing)
+        if o.kind == "distill":
+            return losses.distillation(temperature=o.temperature, alpha=o.alpha, head=self._teacher_logits)
+        if o.label_smoothing or o.z_loss or o.weights:
+            return losses.cross_entropy(label_smoothing=o.label_smoothing, z_loss=o.z_loss)
+        return None
+
+    @property
+    def rows(self) -> Rows:
+        return "pairs" if self._objective.kind == "dpo" else "weighted" if self._objective.weights else "documents"
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether steps have numbers beside their loss."""
+        return self.loss_fn is not None or getattr(self._model.model, "has_router_losses", False)
+
+    def check(self, plan: Plan) -> None:
+        if self.rows == "pairs" and any(size % 2 for size in plan.sizes):
+            raise ValueError(
+                f"the two texts of a pair must be in one microbatch, got microbatches of {plan.sizes} sequences; set "
+                "plan.microbatch_size to an even number"
+            )
+
+    # What the loss function is given
+
+    def prepare(self, pipe: Pipeline, data: Data) -> None:
+        """Before a checkpoint is loaded: the reference is the model as training begins."""
+        self.check(pipe.plan)
+        if self._objective.kind == "distill":
+            self._teacher = self._make_teacher(pipe)
+        if self._objective.kind == "dpo":
+            for file in filter(None, (data.train, data.eval)):
+                self._reference[file.folder] = self._referred(pipe, file)
+
+    def targets(self, batch: Batch, file: TokenFile) -> Targets:
+        """All ranks call it, right before the step."""
+        if self._teacher is not None:
+            hidden = self._teacher.hidden_states(batch.ids, batch.documents)
+            return None if hidden is None else {"labels": batch.labels, "teacher_hidden": hidden}
+        if batch.labels is None:
+            return None
+        if self.rows == "pairs":
+            return {"labels": batch.labels, "reference": torch.from_numpy(self._rows_of(batch, file))}
+        return {"labels": batch.labels, "weights": batch.weights} if self.rows == "weighted" else batch.labels
+
+    def _rows_of(self, batch: Batch, file: TokenFile) -> NDArray[np.float64]:
+        return self._reference[file.folder][list(batch.numbers)]
+
+    def total(self, loader: BatchLoader, batches: Iterable[Batch]) -> float:
+        """What losses of these batches are divided by: labels, or sequences over all replicas."""
+        if isinstance(self.loss_fn, SequenceLoss):
+            return sum(1 for _ in batches) * self._config.data.batch_size
+        return loader.count_labels(batches)
+
+    # The reference model
+
+    def _referred(self, pipe: Pipeline, file: TokenFile) -> NDArray[np.float64]:
+        """The log-probability of each text's labels, by the model as it is now, or as an earlier start saved it."""
+        path = self._config.folder / REFERENCE.format(file.folder.name)
+        mark = self._mark(file)
+        saved = pipe.transport.gather(_saved(path, mark) if pipe.transport.global_rank == 0 else None, ALL)[0]
+        if saved is not None:
+            return saved
+        found = np.zeros(file.num_documents)
+        loader = BatchLoader(file, self._config.data, pipe, shuffle=False, rows="pairs")
+        pipe.eval()
+        for batch in loader.everything():
+            sums = pipe.log_probs(batch.ids, batch.labels).double().sum(1).cpu().numpy()
+            for numbers, values in pipe.transport.gather((batch.numbers, sums[: len(batch.numbers)]), ALL):
+                found[list(numbers)] = values
+        pipe.train()
+        if pipe.transport.global_rank == 0:
+            files.write(path, _packed(found, mark))
+        return found
+
+    def _mark(self, file: TokenFile) -> str:
+        """Of all that it depends on."""
+        model = {"identity": self._model.identity, "folder": self._config.model.folder, "seed": self._config.model.seed}
+        parts = [file.origin.sources, file.origin.tokenizer, self._config.data.seq_len, model]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    # The teacher
+
+    def _make_teacher(self, pipe: Pipeline) -> Pipeline:
+        from terapipe import hf
+        from terapipe.modeling.hf.decoder import shape_of
+
+        decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=next(pipe.parameters()).dtype)
+        teacher, student = shape_of(decoder).vocab, self._model.shape
+        if student is not None and teacher != student.vocab:
+            raise ValueError(
+                f"a teacher must have the student's vocabulary, got {teacher} tokens in {self._objective.teacher} and "
+                f"{student.vocab} in the model; take a teacher with the same tokenizer"
+            )
+        model: Splittable = decoder
+        cuts = balance([1.0] * model.num_layers, pipe.plan.num_stages)
+        plan = Plan(pipe.plan.sizes, pipe.plan.lengths, tuple(cuts), pipe.plan.order, pipe.plan.chunks)
+        made = Pipeline(model, plan, mesh=pipe.transport.mesh, timeout=self._config.failures.timeout)
+        made.requires_grad_(False)
+        return made.eval()
+
+    def _teacher_logits(self, hidden: Any) -> Any:
+        assert self._teacher is not None
+        return self._teacher.logits(hidden)
+
+
+def _saved(path: Path, mark: str) -> NDArray[np.float64] | None:
+    try:
+        with np.load(path) as found:
+            return found["log_probs"] if str(found["mark"]) == mark else None
+    except (OSError, ValueError, KeyError, EOFError):  # there is none, or it is damaged
+        return None
+
+
+def _packed(values: NDArray[np.float64], mark: str) -> bytes:
+    content = io.BytesIO()
+    np.savez(content, log_probs=values, mark=mark)
+    return content.getvalue()
