@@ -21,13 +21,14 @@ ALLOWED = {
     "paper": {"presets", "planning", "search"},
     "reporting": {"files", "planning", "scheduling", "search"},
     "modeling": {"presets"},
-    "runtime": {"files", "presets", "planning", "scheduling", "modeling"},
+    "losses": {"modeling"},
+    "runtime": {"files", "presets", "planning", "scheduling", "modeling", "losses"},
     "launch": {"planning", "runtime"},
     "doctor": {"api", "launch", "modeling", "planning", "presets", "reporting", "runtime"},
     "config": {"planning"},
     "training": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime",
-        "launch", "hf",
+        "launch", "hf", "losses",
     },
     "cli": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",

@@ -136,7 +136,7 @@ class PlanConfig:
         "lengths of the slices of a sequence in tokens, such as [704, 688, 656], instead of num_slices",
         positive=True,
     )
-    microbatch_size: int = key(0, "sequences in a microbatch; 0: any")
+    microbatch_size: int = key(0, "sequences in a microbatch; 0: any, with dpo one pair")
     chunks: int = key(0, "model chunks per rank (interleaving); 0: any")
     tile: int = key(8, "slice lengths are multiples of this number of tokens", positive=True)
     memory: str = key("", "memory budget of a device, such as 16GiB; default: all of its memory")
@@ -267,6 +267,8 @@ def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> R
     values: dict[str, Any] = {part: _section(kind, data.get(part, {}), part, name) for part, kind in sections.items()}
     config = RunConfig(**values)
     _check(config, name)
+    if config.objective.kind == "dpo" and not config.plan.microbatch_size:  # the two texts of a pair stay together
+        config = replace(config, plan=replace(config.plan, microbatch_size=2))
     return config if "tokenizer" in data.get("data", {}) else _with_model_tokenizer(config)
 
 

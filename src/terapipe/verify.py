@@ -1,5 +1,5 @@
 """Verification of Hugging Face models on small copies: one model or all types, sliced, with packed documents, with
-recomputation under dropout, and tensor parallel."""
+recomputation under dropout, with the loss of routers, and tensor parallel."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -56,7 +56,13 @@ def count(results: Sequence[VerifyResult]) -> dict[str, Any]:
     """Numbers of exact models, by backend and in all."""
     counts: dict[str, Any] = {b: sum(r.exact and r.backend == b for r in results) for b in ("attention", "cache")}
     exact = sum(r.exact for r in results)
-    return {**counts, "whole": {"exact": exact, "refused": len(results) - exact, "wrong": 0}}
+    with_routers = [r for r in results if r.has_router_loss]
+    routers = sum(r.router_exact for r in with_routers)
+    return {
+        **counts,
+        "whole": {"exact": exact, "refused": len(results) - exact, "wrong": 0},
+        "routers": {"exact": routers, "refused": len(with_routers) - routers, "wrong": 0},
+    }
 
 
 def count_uses(results: Sequence[VerifyResult], dropout: int, wrong: Mapping[str, int]) -> dict[str, Any]:

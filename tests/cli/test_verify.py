@@ -15,6 +15,11 @@ def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.layers.*.self_attn.k_proj.weight" in out
 
 
+def test_the_loss_of_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "phimoe"]) == 0
+    assert "; router loss exact (" in capsys.readouterr().out
+
+
 def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from terapipe.modeling.hf.shrink import small_config
 

@@ -20,8 +20,8 @@ def add(verbs: Verbs) -> None:
         "verify",
         help="test that a sliced Hugging Face model has exact gradients",
         description="Cuts a small copy of the model with random weights into stages and uneven slices, and compares "
-        "loss and every gradient with the unmodified model, then again with packed documents. Exit code 1 if they "
-        "differ, 2 if the model is not supported.",
+        "loss and every gradient with the unmodified model, then again with packed documents, and for a mixture of "
+        "experts with transformers' load-balancing loss. Exit code 1 if they differ, 2 if the model is not supported.",
     )
     parser.add_argument("model", nargs="?", help="a model type such as llama, a config.json, or a model's folder")
     parser.add_argument("--all", action="store_true", help="test all causal-LM types of the installed transformers")
@@ -111,10 +111,13 @@ def _all(parsed: argparse.Namespace) -> int:
     else:
         backends = f"{counts['attention']} by the attention backend, {counts['cache']} by the cache backend"
         console.print(f"\n{_sum_up('whole sequences', counts['whole'])} ({backends})")
-        for use, title in (("documents", "packed documents"), ("dropout", "recomputation with dropout")):
+        for use, title in USES.items():
             if use in counts:
                 console.print(_sum_up(title, counts[use]))
     return 1 if wrong else 0
+
+
+USES = {"documents": "packed documents", "dropout": "recomputation with dropout", "routers": "losses of routers"}
 
 
 def _sum_up(use: str, counts: Mapping[str, int]) -> str:
@@ -126,7 +129,14 @@ def _line(result: "VerifyResult") -> str:
         return f"{result.model:24s} refused  {result.reason}"
     note = f", slices of at least {result.shortest} tokens" if result.shortest > 1 else ""
     documents = "" if result.documents_exact else f"; packed documents refused: {result.documents_reason}"
-    return f"{result.model:24s} exact    {result.backend} backend, largest error {result.worst:.1e}{note}{documents}"
+    routers = ""
+    if result.has_router_loss:
+        routers = f"; router loss exact ({result.router:.1e})" if result.router_exact else "; router loss refused: "
+        routers += result.router_reason
+    return (
+        f"{result.model:24s} exact    {result.backend} backend, largest error {result.worst:.1e}{note}"
+        f"{routers}{documents}"
+    )
 
 
 def _print(result: "VerifyResult", parsed: argparse.Namespace) -> None:

@@ -1,0 +1,232 @@
+"""`terapipe train` with objectives: the curve is that of a loop in plain PyTorch; metrics are written and drawn."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terapipe import GPT
+from terapipe.config import RunConfig, parse
+from terapipe.modeling.stage import IGNORE
+from terapipe.presets import gpt_config
+from terapipe.training.data.loader import Batches, Pairs, Sequences
+from terapipe.training.data.token_file import open_data
+from terapipe.training.logging.metrics import read
+from terapipe.training.optimizer import learning_rate
+from tests.ranks import Ranks
+from tests.training.test_run import losses, train
+
+SHAPE = "layers=3,hidden=16,heads=2,vocab=257"
+STEPS = 4
+WORDS = "the quick brown fox jumps over the lazy dog while nine wizards box and quack"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objectives")
+    rows = []
+    for i in range(12):
+        prompt, good, bad = (WORDS[5 * (i + k) % 40 :][: 9 + 4 * k] for k in range(3))
+        rows.append({"text": f"{prompt} {good}", "prompt": prompt, "chosen": good, "rejected": bad, "weight": i / 4})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "own.py").write_text(
+        "import torch.nn.functional as F\n"
+        "def focal(logits, labels):\n"
+        "    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='none')\n"
+        "    return ((1 - (-losses).exp()) * losses).sum()\n"
+    )
+    return folder
+
+
+def config(place: Path, name: str, *replaced: str) -> RunConfig:
+    return parse(
+        f"""
+[model]
+preset = "{SHAPE}"
+dtype = "float64"
+[data]
+train = "{place / "rows.jsonl"}"
+seq_len = 40
+batch_size = 4
+packing = "padded"
+[plan]
+seconds = 0
+[optimizer]
+steps = {STEPS}
+accumulate = 2
+lr = 0.01
+eps = 1e-4
+[lr]
+warmup = 2
+[checkpoints]
+every = 0
+[evaluation]
+every = 2
+sample = 0
+[logging]
+folder = "{place / name}"
+""",
+        replaced,
+    )
+
+
+def curve(told: RunConfig, rows: Batches, loss_of: Callable[[GPT, Sequences], Tensor]) -> list[float]:
+    """The losses of a loop as anyone would write it."""
+    gpt = GPT(gpt_config(SHAPE)).double()
+    groups = [
+        {"params": [p for p in gpt.parameters() if p.ndim >= 2], "weight_decay": told.optimizer.weight_decay},
+        {"params": [p for p in gpt.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(told.optimizer.beta1, told.optimizer.beta2), eps=1e-4)
+    found = []
+    for step in range(STEPS):
+        loss = loss_of(gpt, rows.read(8 * step, 8))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), told.optimizer.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, told.lr, told.optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def log_probs(gpt: GPT, rows: Sequences) -> Tensor:
+    all_of_them = torch.log_softmax(gpt.logits(gpt(rows.ids)), -1)
+    return all_of_them.gather(-1, rows.labels.clamp(min=0)[..., None]).squeeze(-1) * (rows.labels != IGNORE)
+
+
+def plain_dpo(gpt: GPT, rows: Sequences) -> Tensor:
+    with torch.no_grad():
+        reference = log_probs(GPT(gpt_config(SHAPE)).double(), rows).sum(1)
+    ratios = log_probs(gpt, rows).sum(1) - reference
+    return -F.logsigmoid(0.3 * (ratios[0::2] - ratios[1::2])).mean()
+
+
+def plain_weighted(gpt: GPT, rows: Sequences) -> Tensor:
+    assert rows.weights is not None
+    return -(log_probs(gpt, rows) * rows.weights).sum() / (rows.labels != IGNORE).sum()
+
+
+def plain_focal(gpt: GPT, rows: Sequences) -> Tensor:
+    found = -log_probs(gpt, rows)
+    return ((1 - (-found).exp()) * found).sum() / (rows.labels != IGNORE).sum()
+
+
+KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "dpo": (("objective.kind=dpo", "objective.beta=0.3", "objective.prompt=prompt"), plain_dpo),
+    "weights": (("objective.weights=weight",), plain_weighted),
+    "own": (("objective.kind={place}/own.py:focal",), plain_focal),
+}
+LAYOUTS = ((1, ()), (2, ("plan.slice_lengths=[9,1,14,16]", "plan.microbatch_size=2")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curve_is_that_of_a_plain_loop(ranks: Callable[[int], Ranks], place: Path, kind: str) -> None:
+    options, loss_of = KINDS[kind]
+    options = tuple(option.format(place=place) for option in options)
+    for size, layout in LAYOUTS:
+        told = config(place, f"{kind}-{size}", *options, *layout, f"plan.pp={size}", f"data.eval={place}/rows.jsonl")
+        ranks(size)(train, told)
+        data = open_data(told.data, told.folder / "data")
+        make = Pairs if kind == "dpo" else Batches
+        wanted = curve(told, make(data.train, 40, "padded", True, 0, kind == "weights"), loss_of)
+        assert losses(told.folder) == pytest.approx(wanted, rel=1e-9)
+        assert all("eval_loss" in row for row in read(told.folder) if row.get("perplexity"))
+
+
+def test_metrics_are_written_and_drawn(ranks: Callable[[int], Ranks], place: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told = config(place, "drawn", *KINDS["dpo"][0])
+    ranks(1)(train, told)
+    margins = [row["metrics"]["rewards/margins"] for row in read(told.folder) if "metrics" in row]
+    assert margins[0] == pytest.approx(0.0, abs=1e-12)  # the model is the reference
+    assert margins[-1] > 0
+    events = EventAccumulator(str(told.folder / "tensorboard")).Reload()
+    assert "objective/rewards/margins" in events.Tags()["scalars"]
+    assert "rewards/margins" in (told.folder / "report.html").read_text()
+
+
+def test_the_reference_stays_when_a_run_goes_on(ranks: Callable[[int], Ranks], place: Path) -> None:
+    whole = config(place, "dpo-whole", *KINDS["dpo"][0])
+    ranks(1)(train, whole)
+    parts = config(place, "dpo-parts", *KINDS["dpo"][0])
+    ranks(1)(train, parts, 2)
+    assert len(losses(parts.folder)) == 2
+    ranks(1)(train, parts)
+    assert losses(parts.folder) == pytest.approx(losses(whole.folder), rel=1e-12)
+
+
+def teacher(folder: Path) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    made = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).double()
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.usefixtures("quiet_models")
+def test_distillation(ranks: Callable[[int], Ranks], place: Path) -> None:
+    whole = teacher(place / "teacher").eval()
+
+    def plain(gpt: GPT, rows: Sequences) -> Tensor:
+        counted = rows.labels != IGNORE
+        logits = gpt.logits(gpt(rows.ids))[counted]
+        with torch.no_grad():
+            taught = torch.softmax(whole(input_ids=rows.ids).logits[counted] / 2, -1)
+        soft = F.kl_div(torch.log_softmax(logits / 2, -1), taught, reduction="batchmean") * 4
+        return 0.7 * soft + 0.3 * F.cross_entropy(logits, rows.labels[counted])
+
+    options = ("objective.kind=distill", f"objective.teacher={place}/teacher", "objective.temperature=2.0")
+    told = config(place, "distilled", *options, "objective.alpha=0.7", "plan.pp=2", "plan.num_slices=3")
+    ranks(2)(train, told)
+    data = open_data(told.data, told.folder / "data")
+    assert losses(told.folder) == pytest.approx(
+        curve(told, Batches(data.train, 40, "padded", True, 0), plain), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        (("objective.kind=dop",), "unknown objective.kind 'dop'; did you mean 'dpo'?"),
+        (("objective.kind=distill",), "objective.teacher is the folder of a model"),
+        (("objective.kind=dpo", "data.packing=concat"), "pairs need data.packing = 'padded'"),
+        (("objective.kind=dpo", "data.batch_size=3"), "even data.batch_size"),
+        (("objective.weights=w", "data.packing=concat"), "objective.weights are of documents"),
+    ],
+)
+def test_bad_configurations(place: Path, replaced: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(place, "bad", *replaced)
+
+
+@pytest.mark.parametrize(
+    ("line", "replaced", "message"),
+    [
+        ('{"chosen": "a", "rejected": 3}', ("objective.kind=dpo",), "line 1: 'rejected' must hold text, got 3"),
+        ('{"chosen": "a"}', ("objective.kind=dpo",), "line 1: every line must have the field 'rejected'"),
+        ('{"text": "a", "w": -1}', ("objective.weights=w",), "line 1: 'w' must be a number of at least 0, got -1"),
+    ],
+)
+def test_bad_entries(tmp_path: Path, line: str, replaced: tuple[str, ...], message: str) -> None:
+    from terapipe.training.data.prepare import prepare
+
+    (tmp_path / "rows.jsonl").write_text(line)
+    told = config(tmp_path, "bad", *replaced)
+    with pytest.raises(ValueError, match=message):
+        prepare(told.data, tmp_path / "data", objective=told.objective)
+
+
+def test_pairs_need_even_microbatches(place: Path) -> None:
+    told = config(place, "odd", *KINDS["dpo"][0], "plan.microbatch_size=1")
+    with pytest.raises(ValueError, match="the two texts of a pair must be in one microbatch"):
+        train(told)
