@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import terapipe
-from terapipe import config, hf
+from terapipe import config, hf, losses
 from terapipe.cli import parser
 
 ROOT = Path(__file__).parent.parent
@@ -145,7 +145,8 @@ def test_there_is_something_to_check() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
     listed = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
-    public = {f"terapipe.{name}" for name in terapipe.__all__} | {f"terapipe.hf.{name}" for name in hf.__all__}
+    packages = {"terapipe": terapipe, "terapipe.hf": hf, "terapipe.losses": losses}
+    public = {f"{package}.{name}" for package, module in packages.items() for name in module.__all__}
     assert set(listed) == public
     assert len(listed) == len(public)
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from terapipe import Layout, Pipeline, Plan, losses
 from terapipe.modeling.stage import IGNORE
+from terapipe.runtime import MemoryCounter
 from tests.models import TINY, gradients, make_batch, make_model, mesh_of, worst_error
 from tests.ranks import Ranks
 
@@ -254,6 +255,30 @@ def metrics(ids: Tensor, targets: Any) -> dict[str, float]:
     return pipe.metrics()
 
 
+class LargestLogits(MemoryCounter):
+    """The most tokens that a tensor as wide as the vocabulary has."""
+
+    tokens = 0
+
+    def _add(self, x: Tensor) -> None:
+        if x.ndim > 1 and x.shape[-1] == TINY.vocab:
+            self.tokens = max(self.tokens, x.numel() // TINY.vocab)
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo", "ppo over the batch", "distillation", "label smoothing"])
+def test_only_the_logits_of_one_slice_exist(name: str) -> None:
+    """TINY's embedding is as wide as its hidden size, so what is as wide as the vocabulary is logits, or the head."""
+    ids, labels = labels_of()
+    targets = _targets(name, labels)
+    pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=OBJECTIVES[name][0])
+    counter = LargestLogits(torch.device("cpu"))
+    with counter:
+        pipe.step(ids, targets)
+    longest = max(map(max, UNEVEN.lengths))
+    given = ROWS * TOKENS if name == "distillation" else 0  # what the caller made, whole
+    assert 0 < counter.tokens <= max(2 * longest, given)
+
+
 # Log-probabilities
 
 
@@ -306,7 +331,7 @@ def test_log_probs_on_every_rank(
         (losses.dpo(), None, "must have the reference model's log-probabilities under 'reference'"),
         ("cross_entropy", None, "loss_fn must be a function .* got str"),
     ],
-    ids=str,
+    ids=lambda x: x[:40] if isinstance(x, str) else "",
 )
 def test_misuse_is_one_message_before_anything_is_computed(loss_fn: Any, targets: Any, message: str) -> None:
     ids, labels = labels_of()

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 import terapipe
-from terapipe import hf
+from terapipe import hf, losses
 from terapipe.cli import parser
 
 ROOT = Path(__file__).parent.parent
-NAMES = """Action Cluster Comparison CostTable DryRun Event GPT GPTConfig Layout ModelSpec ORDERS Op Order
-PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage
+NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DryRun Event GPT GPTConfig Layout ModelSpec ORDERS Op
+Order PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage
 Timeline attend balance compare dependencies device_mesh dry_run estimate fill_batch
 next_token_labels plan profile register schedule simulate split_layers validate"""
+LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
+ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 SOURCE = "--model --cluster --profile --layers-only"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
 --chunks --recompute --shard --tile --distinct"""
@@ -35,6 +37,7 @@ VERBS = {
 
 def test_public_names() -> None:
     assert set(terapipe.__all__) == set(NAMES.split())
+    assert set(losses.__all__) == set(LOSSES.split())
     assert set(hf.__all__) == {"Decoder", "UnsupportedModelError", "save_pretrained", "split_layers"}
 
 

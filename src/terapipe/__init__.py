@@ -23,6 +23,7 @@ from terapipe.search.table import CostTable
 
 if TYPE_CHECKING:
     from terapipe.modeling.attention import attend
+    from terapipe.modeling.auxiliary import AuxiliaryLoss
     from terapipe.modeling.cache import SliceCache
     from terapipe.modeling.gpt import GPT
     from terapipe.modeling.stage import Stage, fill_batch, next_token_labels
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
+    "AuxiliaryLoss": "terapipe.modeling.auxiliary",
     "DryRun": "terapipe.runtime.dry_run",
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
@@ -51,6 +53,7 @@ __all__ = [
     "ORDERS",
     "PRESETS",
     "Action",
+    "AuxiliaryLoss",
     "Cluster",
     "Comparison",
     "CostTable",

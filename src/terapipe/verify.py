@@ -72,6 +72,8 @@ def count_uses(results: Sequence[VerifyResult], dropout: int, wrong: Mapping[str
     for use, exact in (("whole", counts["whole"]["exact"]), ("documents", documents), ("dropout", dropout)):
         failed = wrong.get(use, 0)
         counts[use] = {"exact": exact - failed, "refused": len(results) - exact, "wrong": failed}
+    failed = wrong.get("routers", 0)
+    counts["routers"] |= {"exact": counts["routers"]["exact"] - failed, "wrong": failed}
     return counts
 
 

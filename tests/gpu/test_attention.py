@@ -12,7 +12,7 @@ from terapipe.modeling import flash_kernels, kernels
 from terapipe.modeling.block_kernels import Efficient
 from terapipe.modeling.kernel_check import fault_of
 from terapipe.modeling.kernels import Need, kernel_for
-from terapipe.runtime.dry_run import MemoryCounter
+from terapipe.runtime import MemoryCounter
 from tests.pretend.cuda import capability
 from tests.pretend.operators import calls
 

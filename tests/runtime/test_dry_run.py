@@ -11,7 +11,7 @@ import terapipe
 from examples import own_model
 from terapipe import GPTConfig, Layout, Plan, SliceCache
 from terapipe.cli import main
-from terapipe.runtime.dry_run import MemoryCounter
+from terapipe.runtime import MemoryCounter
 
 
 @pytest.mark.parametrize(

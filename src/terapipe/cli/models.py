@@ -26,19 +26,21 @@ def run(parsed: argparse.Namespace) -> int:
         print(text)
         return 0
     known = json.loads(text)
-    columns = ("model", "", "by", "largest error", "packed documents", "why not, or what to mind")
+    columns = ("model", "", "by", "largest error", "packed documents", "router loss", "why not, or what to mind")
     table = Table(*columns, box=None, pad_edge=False)
     for row in known["models"]:
         mind = f"slices of at least {row['shortest']} tokens" if row["shortest"] > 1 else ""
         error = f"{row['worst']:.0e}" if row["exact"] else ""
         packed = ("exact" if row["documents_exact"] else "refused") if row["exact"] else ""
         state = "exact" if row["exact"] else "refused"
-        table.add_row(row["model"], state, row["backend"] or "", error, packed, row["reason"] or mind)
+        routers = "exact" if row["router_exact"] else "refused" if row["router_reason"] else ""
+        table.add_row(row["model"], state, row["backend"] or "", error, packed, routers, row["reason"] or mind)
     console.print(table)
     exact = sum(row["exact"] for row in known["models"])
     console.print(
         f"\n{exact} of {len(known['models'])} types are exact with transformers {known['transformers']}, "
-        f"{sum(row['documents_exact'] for row in known['models'])} of them with packed documents."
+        f"{sum(row['documents_exact'] for row in known['models'])} of them with packed documents, "
+        f"{sum(row['router_exact'] for row in known['models'])} with a load-balancing loss of routers."
     )
     try:
         installed = metadata.version("transformers")

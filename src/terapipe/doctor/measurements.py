@@ -13,8 +13,8 @@ from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import next_token_labels
 from terapipe.planning.layout import split_layers
 from terapipe.planning.slices import Plan
-from terapipe.runtime.dry_run import MemoryCounter
 from terapipe.runtime.environment import ensure_process_group, local_device, rank_and_size
+from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 
 CLOSE = 0.1  # of the predicted bytes, how far off the measured ones may be

@@ -2,12 +2,14 @@
 
 from terapipe.runtime.environment import local_device, rank_and_size, under_torchrun
 from terapipe.runtime.failures import PipelineError
+from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.profiler import Profiler
 from terapipe.runtime.transport import Transport
 
 __all__ = [
+    "MemoryCounter",
     "Pipeline",
     "PipelineError",
     "Profiler",

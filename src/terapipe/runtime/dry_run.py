@@ -6,7 +6,6 @@ would read a number, and so make the host wait for the device, is an error that 
 
 import time
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,14 +23,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
+from terapipe.runtime import memory_counter
+from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.mesh import DP, PP, TP
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.silence import Nothing, SilentTransport
@@ -120,45 +118,9 @@ def _tensor_parallel(degree: int, device: torch.device) -> Iterator[DeviceMesh |
 def _line_of(error: Exception) -> str:
     """The innermost line of this package or of the model that read a number."""
     known = traceback.extract_tb(error.__traceback__)
-    lines = [line for line in known if "/torch/" not in line.filename and line.filename != __file__]
+    own = (__file__, memory_counter.__file__)
+    lines = [line for line in known if "/torch/" not in line.filename and line.filename not in own]
     return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(error)
-
-
-class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages on a device that are alive, now and at most."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-        self._alive: set[int] = set()
-        self.current = self.peak = 0
-
-    def count(self, module: nn.Module) -> None:
-        for x in (*module.parameters(), *module.buffers()):
-            self._add(to_local(x.detach()))
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not isinstance(x, DTensor):  # the parts of those are seen by themselves
-                self._add(x)
-        return out
-
-    def _add(self, x: Tensor) -> None:
-        if x.device.type != self._device.type:
-            return
-        storage = x.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-        self._alive.add(key)
-        self.current += nbytes
-        self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._drop, key, nbytes)
-
-    def _drop(self, key: int, nbytes: int) -> None:
-        self._alive.discard(key)
-        self.current -= nbytes
 
 
 @contextmanager

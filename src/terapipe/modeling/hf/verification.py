@@ -237,7 +237,7 @@ def packed(slice_lengths: Sequence[int]) -> Starts:
 
 def confirm(result: VerifyResult, config: PretrainedConfig, *, kind: Kind | None = None) -> dict[str, float]:
     """The largest errors of another small copy, with other stages and slices, in what the result calls exact: by use,
-    "whole" and "documents"."""
+    "whole", "documents" and "routers"."""
     assert result.structure is not None
     with _quietly():
         model = _small(config, getattr(torch, result.dtype), kind, seed=1)
@@ -250,6 +250,10 @@ def confirm(result: VerifyResult, config: PretrainedConfig, *, kind: Kind | None
         for use, documents in uses.items():
             batch = Batch.of(model, documents=documents, seed=1)
             worst[use] = max(errors(reference(model, batch), sliced(batch, slice_lengths)).values())
+        if result.router_exact:
+            model = with_balance(_small(with_router_logits(config, True), getattr(torch, result.dtype), kind, seed=1))
+            sliced, batch = SlicedModel(model, result.structure, result.backend, 3), Batch.of(model, seed=1)
+            worst["routers"] = max(errors(reference(model, batch), sliced(batch, slice_lengths)).values())
         return worst
 
 

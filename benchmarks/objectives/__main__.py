@@ -1,0 +1,3 @@
+from benchmarks.objectives.measure import main
+
+main()
