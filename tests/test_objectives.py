@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from terapipe import Layout, Pipeline, Plan, losses
+from terapipe import GPTConfig, Layout, Pipeline, Plan, losses
 from terapipe.modeling.stage import IGNORE
 from terapipe.runtime import MemoryCounter
 from tests.models import TINY, gradients, make_batch, make_model, mesh_of, worst_error
+from tests.plans import examples, plans
 from tests.ranks import Ranks
 
 Result = tuple[float, dict[str, Tensor]]
@@ -85,7 +88,7 @@ def distilled(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
 
 
 def plain_mean(logits: Tensor, t: Tensor) -> Tensor:
-    counted = (t != IGNORE).sum(1)
+    counted = (t != IGNORE).sum(1).clamp(min=1)
     return -(_log_probs(logits, t).sum(1) / counted).mean()
 
 
@@ -111,7 +114,7 @@ def plain_grpo(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
     ratio, advantages = torch.exp(log_probs - t["old"]), t["advantages"][:, None]
     kept = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     kl = torch.exp(t["reference"] - log_probs) - (t["reference"] - log_probs) - 1
-    return (((-kept + 0.04 * kl) * counted).sum(1) / counted.sum(1)).mean()
+    return (((-kept + 0.04 * kl) * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
 
 
 def plain_ppo(logits: Tensor, t: dict[str, Tensor]) -> Tensor:
@@ -161,15 +164,20 @@ OBJECTIVES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
 }
 
 
-def plain(name: str, ids: Tensor, targets: Any) -> Result:
-    model = make_model(TINY)
+ANY_PLAN = ["label smoothing", "z-loss", "weighted", "distillation", "fused", "sequence mean", "grpo"]
+
+
+def plain(name: str, ids: Tensor, targets: Any, config: GPTConfig = TINY) -> Result:
+    model = make_model(config)
     loss = OBJECTIVES[name][1](model.logits(model(ids)), targets)
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def piped(name: str, plan: Plan, layout: Layout, ids: Tensor, targets: Any, shard: bool = False) -> Result:
-    pipe = Pipeline(make_model(TINY), plan, loss_fn=OBJECTIVES[name][0], mesh=mesh_of(layout), shard=shard)
+def piped(
+    name: str, plan: Plan, layout: Layout, ids: Tensor, targets: Any, shard: bool = False, config: GPTConfig = TINY
+) -> Result:
+    pipe = Pipeline(make_model(config), plan, loss_fn=OBJECTIVES[name][0], mesh=mesh_of(layout), shard=shard)
     rows = slice(pipe.dp_rank * plan.batch_size, (pipe.dp_rank + 1) * plan.batch_size)
     mine = tree_map(lambda x: x[rows], targets)
     evaluated = pipe.evaluate(ids[rows] if pipe.is_first else None, mine if pipe.is_last else None)
@@ -194,6 +202,17 @@ def test_gradients_are_those_of_plain_code(ranks: Callable[[int], Ranks], name: 
     targets = _targets(name, labels)
     found = ranks(plan.num_ranks)(piped, name, plan, Layout(1, plan.num_ranks, 1), ids, targets)
     assert worst_error(plain(name, ids, targets), found, TINY) < 1e-12
+
+
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=plans(max_ranks=3, max_microbatches=3), name=st.sampled_from(ANY_PLAN))
+def test_any_plan(ranks: Callable[[int], Ranks], plan: Plan, name: str) -> None:
+    """Objectives that see one token or one sequence at a time, so that microbatches may have any size."""
+    config = replace(TINY, layers=plan.num_layers)
+    ids, labels = make_batch(config, plan.batch_size, plan.seq_len, ignored=True)
+    targets = _targets(name, labels)
+    found = ranks(plan.num_ranks)(piped, name, plan, Layout(1, plan.num_ranks, 1), ids, targets, False, config)
+    assert worst_error(plain(name, ids, targets, config), found, config) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["weighted", "dpo", "sequence mean"])

@@ -1,6 +1,5 @@
 """Objectives of Hugging Face models: losses of routers, heads of classifiers, losses that multiply by the head."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -241,13 +240,14 @@ def linear(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
     return F.linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), reduction="sum")  # type: ignore[attr-defined,no-any-return]
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_fused_loss_of_hidden_states(name: str) -> None:
     """torch's own linear cross-entropy, which makes the logits of some tokens at a time."""
     ids, labels = batch(3)
     model = model_of(name)
     logits = model(input_ids=ids, use_cache=False).logits
-    wanted = result(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), copy.deepcopy(model) and model)
+    wanted = result(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), model)
     plan = replace(TWO, boundaries=(0, 4))
     pipe = Pipeline(Decoder(model_of(name), backend="attention"), plan, loss_fn=losses.HiddenLoss(linear))
     loss = pipe.step(ids, labels)

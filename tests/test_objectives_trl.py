@@ -16,7 +16,6 @@ from terapipe.modeling.stage import IGNORE
 from tests.models import gradients
 from tests.ranks import Ranks
 
-pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("quiet_models")
 Found = tuple[float, dict[str, Tensor]]
 PROMPT, COMPLETION, ROWS = 9, 20, 4

@@ -223,7 +223,10 @@ def with_more_parameters() -> PreTrainedModel:
         (lambda: torch.compile(make(), backend="eager"), "OptimizedModule was compiled; pass the model as it was"),
         (compiled_layer, r"model\.layers\.2 was compiled"),
         (replaced_forward, r"the forward of model\.layers\.2 was replaced"),
-        (lambda: AutoModel.from_config(small_config("llama")), "a causal LM, which LlamaModel is not"),
+        (
+            lambda: AutoModel.from_config(small_config("llama")),
+            "a causal LM or a sequence classifier, which LlamaModel is not",
+        ),
         (quantized, "LlamaForCausalLM has quantized weights"),
         (shared_between_layers, r"has one for model\.layers\.0\.mlp\.gate_proj\.weight and model\.layers\.3"),
         (with_more_parameters, r"has parameters that its configuration does not describe.*: model\.extra"),

@@ -18,6 +18,7 @@ FILES = (
     "tests/runtime/test_checkpoint.py",
     "tests/runtime/test_warm_up.py",
     "tests/test_documents.py",
+    "tests/runtime/test_auxiliary.py",
     *(f"tests/gpu/{path.name}" for path in sorted(HERE.glob("test_*.py")) if path.name not in FIRST),
 )
 
@@ -36,6 +37,7 @@ SELDOM = (
     r"tests/test_layouts\.py::.*dp 2 x pp 2 x tp 2",
     r"tests/test_layouts\.py::.*pp 3 x tp 2",
     r"tests/runtime/test_warm_up\.py::test_all_ranks_compile",
+    r"tests/runtime/test_auxiliary\.py::test_a_term.*(deferred|dp 2 x pp 1 x tp 1-batch)",
     r"tests/gpu/test_models\.py::test_half_precision_is_as_good_as_the_cpus\[gpt2",
     r"tests/gpu/test_attention\.py::test_windows_need_no_more_memory\[cuda-dtype2",
 )

@@ -222,10 +222,10 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
     sent: list[torch.dtype] = []
     pack = Wire.pack
 
-    def noted(self: Wire, tensor: Tensor, boundary: int) -> Tensor:
+    def noted(self: Wire, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
         sent.append(tensor.dtype)
-        sent.append(pack(self, tensor, boundary).dtype)
-        return pack(self, tensor, boundary)
+        sent.append(pack(self, tensor, boundary, note).dtype)
+        return pack(self, tensor, boundary, note)
 
     Wire.pack = noted  # type: ignore[method-assign]
     try:
