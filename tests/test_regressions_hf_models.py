@@ -225,7 +225,7 @@ def with_more_parameters() -> PreTrainedModel:
         (replaced_forward, r"the forward of model\.layers\.2 was replaced"),
         (
             lambda: AutoModel.from_config(small_config("llama")),
-            "a causal LM or a sequence classifier, which LlamaModel is not",
+            "a sequence classifier, which LlamaModel is not",
         ),
         (quantized, "LlamaForCausalLM has quantized weights"),
         (shared_between_layers, r"has one for model\.layers\.0\.mlp\.gate_proj\.weight and model\.layers\.3"),
