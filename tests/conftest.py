@@ -8,9 +8,10 @@ import torch
 from hypothesis import settings
 
 from tests import pretend
-from tests.gpu.selection import mark_seldom
+from tests.gpu import selection
 from tests.processes import started_with
 from tests.ranks import Ranks
+from tests.seldom import mark_seldom
 
 torch.set_num_threads(1)
 # The same examples every time; `make test-all` looks for others, from a seed that it prints.
@@ -25,8 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_seldom(items)
     if pretend.is_active():
-        mark_seldom(items)
+        mark_seldom(items, selection.SELDOM)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,6 @@
 """Which tests run on pretend GPUs: those that are about them, and some of the other suites."""
 
-import re
 from pathlib import Path
-
-import pytest
 
 HERE = Path(__file__).parent
 FIRST = "tests/gpu/test_proof.py"  # takes longest
@@ -41,9 +38,3 @@ SELDOM = (
     r"tests/gpu/test_models\.py::test_half_precision_is_as_good_as_the_cpus\[gpt2",
     r"tests/gpu/test_attention\.py::test_windows_need_no_more_memory\[cuda-dtype2",
 )
-
-
-def mark_seldom(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(re.match(name, item.nodeid) for name in SELDOM):
-            item.add_marker(pytest.mark.exhaustive)

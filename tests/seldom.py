@@ -1,0 +1,23 @@
+"""Slow tests that only `make test-all` runs, because others show the same, faster."""
+
+import re
+from collections.abc import Iterable
+
+import pytest
+
+SELDOM = (
+    r"tests/training/test_run\.py::test_going_on_in_another_layout",
+    r"tests/paper/test_reproduce\.py::test_what_if_cases",
+    r"tests/modeling/test_kernels\.py::test_flex_attention_by_its_own_definition\[(16-softcap|128-causal)",
+    r"tests/test_layouts\.py::test_tokens_shared_out.*dp 2 x pp 2 x tp 2",
+    r"tests/runtime/test_checkpoint\.py::test_a_save_in_the_background.*dp 2 x pp 1 x tp 2",
+    r"tests/runtime/test_dry_run\.py::test_bytes_of_a_rank_of_gpt3_13b.*\[2-options2",
+    r"tests/runtime/test_autocast\.py::test_float64_is_left_alone\[llama",
+    r"tests/runtime/test_module\.py::test_torchs_state_dict_functions_round_trip\[terapipe-dp 2 x pp 1 x tp 1-False",
+)
+
+
+def mark_seldom(items: Iterable[pytest.Item], names: Iterable[str] = SELDOM) -> None:
+    for item in items:
+        if any(re.match(name, item.nodeid) for name in names):
+            item.add_marker(pytest.mark.exhaustive)
