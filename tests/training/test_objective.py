@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "weights": (("objective.weights=weight",), plain_weighted),
     "own": (("objective.kind={place}/own.py:focal",), plain_focal),
 }
-LAYOUTS = ((1, ()), (2, ("plan.slice_lengths=[9,1,14,16]", "plan.microbatch_size=2")))
+LAYOUTS = ((1, ()), (3, ("plan.slice_lengths=[9,1,14,16]", "plan.microbatch_size=2")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,6 +224,63 @@ def test_bad_entries(tmp_path: Path, line: str, replaced: tuple[str, ...], messa
     told = config(tmp_path, "bad", *replaced)
     with pytest.raises(ValueError, match=message):
         prepare(told.data, tmp_path / "data", objective=told.objective)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ids", "labels"),
+    [
+        (6, "aabc\0.", ".bc\0.."),  # the end token is predicted, the prompt is not; the rest is padding
+        (4, "aabc", ".bc\0"),
+        (3, "abc", "bc\0"),  # the beginning of the prompt is dropped first
+        (2, "ab", "bc"),  # ... then the end
+    ],
+)
+def test_rows_of_pairs(tmp_path: Path, seq_len: int, ids: str, labels: str) -> None:
+    from terapipe.training.data.prepare import prepare
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "aa", "chosen": "bc", "rejected": "de"}')
+    told = config(tmp_path, "rows", *KINDS["dpo"][0])
+    prepare(told.data, tmp_path / "data", objective=told.objective)
+    file = open_data(told.data, tmp_path / "data").train
+    rows = Pairs(file, seq_len, "padded", False, 0).read(0, 2)
+    known = {"\0": 256, ".": 0}
+    assert rows.ids[0].tolist() == [known.get(c, ord(c)) for c in ids]
+    assert rows.labels[0].tolist() == [known.get(c, ord(c)) or IGNORE for c in labels]
+    assert rows.labels[1].tolist() == [{98: 100, 99: 101}.get(x, x) for x in rows.labels[0].tolist()]
+    assert rows.numbers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("packing", "weights"),
+    [("padded", [[0.5, 0.5, 1.0, 1.0], [2.0, 2.0, 2.0, 1.0]]), ("packed", [[0.5, 0.5, 2.0, 2.0]])],
+)
+def test_weights_of_rows(tmp_path: Path, packing: Any, weights: list[list[float]]) -> None:
+    """Of the token to predict: documents "ab" and "cde", each with an end token."""
+    from terapipe.training.data.prepare import prepare
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab", "w": 0.5}\n{"text": "cde", "w": 2}')
+    told = config(tmp_path, "rows", "objective.weights=w", f"data.packing={packing}", "data.seq_len=4")
+    prepare(told.data, tmp_path / "data", objective=told.objective)
+    rows = Batches(open_data(told.data, tmp_path / "data").train, 4, packing, False, 0, weighted=True)
+    found = rows.read(0, len(rows))
+    assert found.weights is not None
+    assert found.weights.tolist() == weights
+
+
+def test_the_prompt_is_what_both_begin_with(tmp_path: Path) -> None:
+    from terapipe.training.data.prepare import prepare
+
+    (tmp_path / "rows.jsonl").write_text('{"chosen": "aabc", "rejected": "aad"}')
+    told = config(tmp_path, "rows", "objective.kind=dpo")
+    prepare(told.data, tmp_path / "data", objective=told.objective)
+    assert open_data(told.data, tmp_path / "data").train.numbers.tolist() == [2.0, 2.0]
+
+
+def test_too_few_pairs_for_evaluation(place: Path) -> None:
+    (place / "few.jsonl").write_text('{"chosen": "a b", "rejected": "a c", "prompt": "p"}')
+    told = config(place, "few", *KINDS["dpo"][0], f"data.eval={place}/few.jsonl")
+    with pytest.raises(ValueError, match="at least one batch of 2 pairs for evaluation, got 1"):
+        train(told)
 
 
 def test_pairs_need_even_microbatches(place: Path) -> None:

@@ -52,7 +52,7 @@ class _Base:
         part = (loss.detach() * weight).to(weight.dtype)
         self.loss = part if self.loss is None else self.loss + part
         for name, value in metrics.items():
-            value = (value.detach() * weight).to(weight.dtype)
+            value = (torch.as_tensor(value).detach() * weight).to(weight.dtype)
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 

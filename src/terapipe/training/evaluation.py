@@ -24,6 +24,7 @@ class Evaluator:
         self._loader = None
         if data.eval:
             self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False, rows=objective.rows)
+            self._loader.refuse_too_few()
         self._total: float | None = None
 
     def run(self, step: int) -> float | None:

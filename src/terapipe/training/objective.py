@@ -112,7 +112,8 @@ class RunObjective:
         for batch in loader.everything():
             sums = pipe.log_probs(batch.ids, batch.labels).double().sum(1).cpu().numpy()
             for numbers, values in pipe.transport.gather((batch.numbers, sums[: len(batch.numbers)]), ALL):
-                found[list(numbers)] = values
+                if numbers:  # none on ranks between the first and the last stage
+                    found[list(numbers)] = values
         pipe.train()
         if pipe.transport.global_rank == 0:
             files.write(path, _packed(found, mark))
@@ -120,7 +121,8 @@ class RunObjective:
 
     def _mark(self, file: TokenFile) -> str:
         """Of all that it depends on."""
-        model = {"identity": self._model.identity, "folder": self._config.model.folder, "seed": self._config.model.seed}
+        config = self._config.model
+        model = {"identity": self._model.identity, "folder": config.folder, "seed": config.seed, "dtype": config.dtype}
         parts = [file.origin.sources, file.origin.tokenizer, self._config.data.seq_len, model]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

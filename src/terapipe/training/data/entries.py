@@ -18,7 +18,6 @@ class Entries:
     """Which fields an entry has; none if documents are read as they are."""
 
     names: tuple[str, ...] = ()
-    has_prompt: bool = False
     is_weighted: bool = False
 
     def texts(self, paths: list[Path]) -> Iterator[str]:
@@ -70,5 +69,5 @@ def _text(value: Any, field: str, where: str) -> str:
 def entries_of(data: DataConfig, objective: ObjectiveConfig) -> Entries:
     if objective.kind == "dpo":
         names = (objective.chosen, objective.rejected)
-        return Entries((*names, objective.prompt) if objective.prompt else names, bool(objective.prompt))
+        return Entries((*names, objective.prompt) if objective.prompt else names)
     return Entries((data.field, objective.weights), is_weighted=True) if objective.weights else Entries()

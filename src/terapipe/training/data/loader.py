@@ -192,6 +192,15 @@ class BatchLoader:
         self._is_whole = rows == "pairs"
         self._pipe, self._batch_size, self._local_size = pipe, config.batch_size, pipe.plan.batch_size
 
+    def refuse_too_few(self) -> None:
+        """Refuses pairs that make no whole batch, of which ``once`` would leave out all."""
+        pairs, needed = len(self._sequences) // 2, self._batch_size // 2
+        if self._is_whole and pairs < needed:
+            raise ValueError(
+                f"there must be at least one batch of {needed} pairs for evaluation, got {pairs}; give more as "
+                "data.eval, or a smaller data.batch_size"
+            )
+
     def at(self, position: int) -> Batch:
         """The batch that begins with this sequence, counted from the start of training."""
         return self._read(position + self._pipe.dp_rank * self._local_size, self._local_size)
