@@ -395,3 +395,66 @@ def accepted(plan: Plan) -> None:
 def test_padding_does_not_know_targets() -> None:
     with pytest.raises(ValueError, match="vary='pad' fills up labels with -100"):
         Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=losses.cross_entropy(), vary="pad")
+
+
+# Found by review: each was wrong once
+
+
+def test_metrics_outlive_other_forwards_and_are_there_before_any_step() -> None:
+    ids, labels = labels_of()
+    pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=losses.cross_entropy(z_loss=0.1))
+    assert pipe.metrics() == {}
+    pipe.step(ids, labels)
+    pipe.log_probs(ids, labels)
+    assert pipe.metrics().keys() == {"z_loss"}
+
+
+@pytest.mark.parametrize("loss_fn", [None, losses.cross_entropy(), losses.sequence_mean()])
+def test_evaluation_needs_no_gradient(loss_fn: Any) -> None:
+    ids, labels = labels_of()
+    pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=loss_fn)
+    with torch.inference_mode():
+        evaluated = pipe.evaluate(ids, labels).item()
+    assert pipe.step(ids, labels).item() == pytest.approx(evaluated, rel=1e-14)
+
+
+def test_an_objective_without_a_gradient_can_be_evaluated() -> None:
+    ids, labels = labels_of()
+
+    def correct(logits: Tensor, t: Tensor) -> Tensor:
+        return (logits.argmax(-1) == t).sum().double()
+
+    pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=correct)
+    model = make_model(TINY)
+    wanted = (model.logits(model(ids)).argmax(-1) == labels).sum() / (labels != IGNORE).sum()
+    assert pipe.evaluate(ids, labels).item() == pytest.approx(wanted.item())
+    with pytest.raises(ValueError, match="must return a loss with a gradient"):
+        pipe.step(ids, labels)
+
+
+def test_labels_outside_the_vocabulary_are_refused_before_the_step() -> None:
+    ids, labels = labels_of()
+    labels[2, 20] = TINY.vocab
+    for loss_fn in (losses.cross_entropy(), losses.sequence_mean()):
+        pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=loss_fn)
+        with pytest.raises(ValueError, match="labels must be tokens of the model's vocabulary, 0 to 18"):
+            pipe.step(ids, {"labels": labels})
+
+
+def test_an_odd_microbatch_of_pairs_is_refused_before_the_step() -> None:
+    ids, labels = labels_of(5)
+    plan = Plan((2, 3), UNEVEN.lengths, (0, 4))
+    model = make_model(TINY)
+    with pytest.raises(ValueError, match="a microbatch of pairs must have an even number"):
+        Pipeline(model, plan, loss_fn=losses.dpo()).step(ids, {"labels": labels, "reference": torch.zeros(5)})
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_a_batch_of_another_shape_goes_by_its_labels(ranks: Callable[[int], Ranks]) -> None:
+    ids, labels = make_batch(TINY, 2, 13, ignored=False)
+    assert len(set(ranks(2)(replanned, ids, {"advantages": some(2), "labels": labels}))) == 1
+
+
+def replanned(ids: Tensor, targets: Any) -> float:
+    pipe = Pipeline(make_model(TINY), UNEVEN, loss_fn=losses.grpo(), vary="replan")
+    return pipe.step(ids if pipe.is_first else None, targets if pipe.is_last else None).item()

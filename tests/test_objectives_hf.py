@@ -167,7 +167,7 @@ def test_layers_computed_again_count_once() -> None:
 def test_routers_with_tensor_parallel(ranks: Callable[[int], Ranks]) -> None:
     plan = replace(TWO, boundaries=(0, 4))
     found = ranks(2)(routed, "mixtral", plan, Layout(1, 1, 2), {"router_loss_over": "batch"})
-    assert worst(over_the_batch("mixtral", 3), found) < 1e-12
+    assert worst(over_the_batch("mixtral", 3), found) < 1e-6  # its tensor parallel routers are in float32
 
 
 def test_a_batch_under_1f1b_is_refused_by_name() -> None:

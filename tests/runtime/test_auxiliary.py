@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
 from terapipe.modeling.auxiliary import AuxiliaryLoss
@@ -131,3 +132,36 @@ def test_sums_of_the_wrong_size_are_named() -> None:
     pipe = Pipeline(Whole(Wrong), WHOLE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"sums of 'balance' must be of shape \(3,\), .* got \(17,\)"):
         pipe.step(ids, labels)
+
+
+class Checkpointed(WatchedBlock):
+    """Computed again within its backward."""
+
+    def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, cache, use_reentrant=False)
+        return out
+
+
+def test_layers_computed_again_do_not_count_again() -> None:
+    WatchedGPT.over = "microbatch"
+    model, (ids, labels) = Whole(), labels_of(4)
+    for block in model._model.layers.values():
+        block.__class__ = Checkpointed
+    pipe = Pipeline(model, WHOLE)  # type: ignore[arg-type]
+    wanted = plainly_balanced(APART, 4)
+    for _ in range(2):
+        pipe.zero_grad()
+        loss = pipe.step(ids, labels).item()
+        assert worst_error(wanted, [(loss, gradients(pipe))], TINY) < 1e-12
+    assert pipe.evaluate(ids, labels).item() == pytest.approx(wanted[0], rel=1e-12)
+
+
+def shared_out(plan: Plan) -> str:
+    with pytest.raises(ValueError, match="are of all tokens") as error:
+        Pipeline(Whole(), plan, mesh=mesh_of(Layout(1, 1, 2)))  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_tokens_that_ranks_share_out_are_refused(fresh_ranks: Callable[[int], Ranks]) -> None:
+    for message in fresh_ranks(2)(shared_out, Plan((4,), ((8, 20),), (0, 4))):
+        assert "sums of auxiliary losses (balance)" in message

@@ -163,6 +163,41 @@ def test_the_reference_stays_when_a_run_goes_on(ranks: Callable[[int], Ranks], p
     assert losses(parts.folder) == pytest.approx(losses(whole.folder), rel=1e-12)
 
 
+def test_the_reference_is_what_training_begins_with(ranks: Callable[[int], Ranks], place: Path) -> None:
+    """From another run's checkpoint: its model, not the one that was drawn; and the data from the beginning."""
+    tuned = config(place, "tuned", "data.batch_size=3", "optimizer.accumulate=1", "optimizer.steps=1")
+    ranks(1)(train, tuned)
+    start = next((tuned.folder / "checkpoints").glob("step-*"))
+    told = config(place, "from-tuned", *KINDS["dpo"][0], f"checkpoints.resume={start}", "optimizer.steps=3")
+    ranks(1)(train, told)
+    first = next(row for row in read(told.folder) if "loss" in row)
+    assert first["loss"] == pytest.approx(0.6931471805599453, rel=1e-9)
+    assert first["metrics"]["rewards/margins"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_damaged_reference_is_computed_again(ranks: Callable[[int], Ranks], place: Path) -> None:
+    told = config(place, "damaged", *KINDS["dpo"][0])
+    ranks(1)(train, told, 2)
+    path = told.folder / "reference-train.npz"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    ranks(1)(train, told)
+    assert len(losses(told.folder)) == STEPS
+
+
+def test_sequences_are_evaluated_in_whole_batches(ranks: Callable[[int], Ranks], place: Path) -> None:
+    """Rows that fill up a batch would count as sequences."""
+    (place / "mean.py").write_text("from terapipe import losses\nmean = losses.sequence_mean()\n")
+    lines = (place / "rows.jsonl").read_text().splitlines()
+    (place / "five.jsonl").write_text("\n".join(lines[:5]))
+    (place / "four.jsonl").write_text("\n".join(lines[:4]))
+    found = []
+    for name in ("five", "four"):
+        told = config(place, name, f"objective.kind={place}/mean.py:mean", f"data.eval={place}/{name}.jsonl")
+        ranks(1)(train, told)
+        found.append([row["eval_loss"] for row in read(told.folder) if "eval_loss" in row])
+    assert found[0] == found[1]
+
+
 def teacher(folder: Path) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -279,7 +314,7 @@ def test_the_prompt_is_what_both_begin_with(tmp_path: Path) -> None:
 def test_too_few_pairs_for_evaluation(place: Path) -> None:
     (place / "few.jsonl").write_text('{"chosen": "a b", "rejected": "a c", "prompt": "p"}')
     told = config(place, "few", *KINDS["dpo"][0], f"data.eval={place}/few.jsonl")
-    with pytest.raises(ValueError, match="at least one batch of 2 pairs for evaluation, got 1"):
+    with pytest.raises(ValueError, match=r"evaluated on whole batches of 4 sequences .*, got 2"):
         train(told)
 
 

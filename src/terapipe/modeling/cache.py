@@ -135,17 +135,20 @@ class SliceCache:
     def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """A slice's backward, which also takes up what later slices found for the states it left to them. ``others``
         are further results of the slice with their gradients."""
-        roots, gradients = [out, *(root for root, _ in others)], [gradient, *(found for _, found in others)]
+        pairs = [*(((out, gradient),) if out.requires_grad else ()), *others]
+        roots, gradients = [root for root, _ in pairs], [found for _, found in pairs]
         for name, state in self._made.pop(self.end, {}).items():
             found = self._left.pop((name, self.end)).grad
             if found is not None:
                 roots.append(state)
                 gradients.append(found)
         torch.autograd.backward(roots, gradients)
+        self._sums = {}  # what layers added that were computed again within it
 
     def clear(self) -> None:
         self._left.clear()
         self._made.clear()
+        self._sums.clear()
         self.casts = {}
 
     def next_states(self) -> list[Tensor]:

@@ -76,7 +76,7 @@ class Admission:
             if batch.targets is not None and self._transport.tp_rank == 0:
                 counted, rows = self._inputs.count(targets, batch.plan), batch.plan.batch_size
             if batch.targets is not None:
-                self._objective.try_out(batch, self._executors.dtype)
+                self._objective.try_out(batch, self._executors.dtype, train=method == "step")
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
         terms = self._agreed(work, error, ids, labels, counted, rows)

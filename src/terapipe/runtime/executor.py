@@ -137,7 +137,8 @@ class Executor:
             ending.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
         self._wire.begin(self._autocast)
         self._autocast.forget_casts()
-        with torch.set_grad_enabled(train), self._autocast.off():
+        # Caches made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.set_grad_enabled(train), self._autocast.off():
             self._perform_all()
         self._autocast.forget_casts()
         self._casts.clear()
@@ -233,7 +234,7 @@ class Executor:
         if gradient is None:
             gradient = self._ending.gradient(s, out)
         others = self._auxiliary.roots(s, self._sums.pop((k, s)))
-        if out.requires_grad:  # a first stage may have nothing to train
+        if out.requires_grad or others:  # a first stage may have nothing to train
             cache.backward(out, gradient, others)  # adds what later slices owe to this one's keys, values and states
         if k > 0:
             assert x.grad is not None

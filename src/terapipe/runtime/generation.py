@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
+from terapipe.modeling.cache import longest_document
 from terapipe.modeling.stage import Predictor
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
@@ -29,6 +30,8 @@ class Generation:
         if self._predicts:
             return
         missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
+        if str(getattr(last, "no_default_loss", "")):
+            missing = "a sequence classifier, which predicts no tokens,"
         found = next(filter(None, self._transport.gather(missing)), None)
         if found:
             raise ValueError(
@@ -47,11 +50,12 @@ class Generation:
         self._sync.finish()
         return self._to_all(logits, len(padded))
 
-    def log_probs(self, batch: Batch, executor: Executor) -> Tensor:
-        """Of the labels, (rows, tokens)."""
+    def log_probs(self, batch: Batch, executor: Executor, tokens: int | None) -> Tensor:
+        """Of the labels, (rows, tokens). Of each row so many tokens count, the rest is padding."""
         ending = TokenValues(token_log_probs)
+        longest = longest_document(batch.documents, tokens or batch.plan.seq_len)
         with self._executors.once(executor):
-            executor.run(batch, ending, train=False)
+            executor.run(batch, ending, longest=longest, train=False)
         self._sync.finish()
         shape, device = (batch.plan.batch_size, batch.plan.seq_len), self._transport.device
         found = torch.empty(shape, dtype=self._executors.wide, device=device)

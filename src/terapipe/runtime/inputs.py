@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
 from terapipe.modeling.cache import on_device
@@ -136,10 +136,9 @@ class Inputs:
             )
 
     def take(self, input_ids: Tensor | None, targets: Targets, documents: Documents | None, plan: Plan | None) -> Batch:
-        given = input_ids if input_ids is not None else next(iter(tree_leaves(targets)), None)
-        plan = self.plan_for(given) if plan is None else self.own_plan(plan)
-        first, last = self._rank == 0, self._rank == plan.last_rank
         labels = labels_in(targets)
+        plan = self.plan_for(input_ids if input_ids is not None else labels) if plan is None else self.own_plan(plan)
+        first, last = self._rank == 0, self._rank == plan.last_rank
         if input_ids is not None and labels is not None:
             _refuse_unshifted(input_ids, labels)
         return Batch(
@@ -165,6 +164,10 @@ class Inputs:
                 )
         if not named:
             raise ValueError(f"the objective needs targets where the last stage is, got {given!r} on rank {self._rank}")
+        labels, own = labels_in(given), not isinstance(self._objective, SequenceLoss)
+        if labels is not None:  # a function of one's own may leave out places by any negative number
+            ignored = labels.clamp(min=0) if own else labels
+            _refuse_unknown("labels", ignored, self._vocabulary.outputs, 0 if own else IGNORE)
         return tree_map(lambda x: on_device(x, self._device), given)
 
     def labels(self, given: Targets, plan: Plan) -> Tensor:

@@ -83,7 +83,9 @@ class TokenLosses(_Base):
         return self._gradients.pop(s)
 
     def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
-        scalar(self._slice_loss(stage, hidden, batch.cut(few)), True)
+        with self._autocast.on():
+            returned = self._slice_loss(stage, hidden, batch.cut(few))
+        scalar(returned, hidden.requires_grad)
 
 
 class SequenceLosses(_Base):
@@ -158,11 +160,11 @@ class SequenceLosses(_Base):
 
     def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
         self._stage, self._batch = stage, batch
-        first = self._values_of(few, hidden)
-        rows = batch.plan.sizes[0] if self._objective.over == "microbatch" else batch.plan.batch_size
-        shape = (rows, batch.plan.seq_len)
-        values = tree_map(lambda x: x.new_zeros(*shape, *x.shape[2:]).requires_grad_(x.is_floating_point()), first)
-        scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), True)
+        first, train, plan = self._values_of(few, hidden), hidden.requires_grad, batch.plan
+        for rows in set(plan.sizes) if self._objective.over == "microbatch" else {plan.batch_size}:
+            zeros = tree_map(lambda x, rows=rows: x.new_zeros(rows, plan.seq_len, *x.shape[2:]), first)
+            values = tree_map(lambda x: x.requires_grad_(train and x.is_floating_point()), zeros)
+            scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), train)
 
 
 class TokenValues(_Base):
@@ -266,11 +268,14 @@ def _joined(parts: Sequence[Any], dim: int) -> Any:
     return tree_unflatten([torch.cat(columns, dim) for columns in zip(*leaves, strict=True)], form)
 
 
-def try_out(ending: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype) -> None:
+def try_out(
+    ending: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype, *, train: bool
+) -> None:
     """Calls an objective with made-up hidden states of a few tokens, to refuse what it returns before anything is
     sent. Nothing changes by it."""
     device = next(iter(tree_leaves(batch.targets))).device
     few = Slice(0, 0, 0, 1, 0, min(2, batch.plan.seq_len))
-    hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device, requires_grad=True)
-    with RandomState.now(device).restored(), torch.enable_grad(), Autocast.current(device).on():
-        ending.try_out(stage, batch, hidden, few)
+    hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device)
+    ending._autocast = Autocast.current(device)
+    with RandomState.now(device).restored(), torch.set_grad_enabled(train):
+        ending.try_out(stage, batch, hidden.requires_grad_(train), few)

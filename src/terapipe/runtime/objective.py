@@ -3,13 +3,12 @@
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss
 from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.stage import HasHead, Predictor, Stage
 from terapipe.planning.slices import Plan
-from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.last_stage import SequenceLosses, TokenLosses, ending_for, logits, try_out
 from terapipe.runtime.mesh import ALL
@@ -31,6 +30,17 @@ class PipelineObjective:
         elif reason := getattr(self._last, "no_default_loss", ""):
             raise ValueError(reason)
         self.check_plan(plan)
+        self._check_tokens()
+        self._metrics: dict[str, Tensor] = {}  # of the last step or evaluation
+
+    def _check_tokens(self) -> None:
+        parts = self._transport.tp_size
+        named, stage = list(auxiliary_losses(self._first)), cast(Stage, self._first)
+        if named and parts > 1 and stage.hidden_shape(1, parts)[1] < parts:
+            raise ValueError(
+                f"sums of auxiliary losses ({', '.join(named)}) are of all tokens, which tensor parallel ranks of this "
+                f"model share out; take tp 1, or slice lengths that are no multiples of {parts}"
+            )
 
     def _check_kind(self) -> None:
         is_hidden = isinstance(self.objective, HiddenLoss)
@@ -65,11 +75,11 @@ class PipelineObjective:
     def _first(self) -> nn.Module:
         return next(iter(self._stages.values()))
 
-    def try_out(self, batch: Batch, dtype: torch.dtype) -> None:
+    def try_out(self, batch: Batch, dtype: torch.dtype, *, train: bool) -> None:
         """Before the first step, where the last stage is."""
         if self._untried and self._last is not None:
-            try_out(self.ending, cast(Stage, self._last), batch, dtype)
-            self._untried = False
+            try_out(self.ending, cast(Stage, self._last), batch, dtype, train=train)
+            self._untried = not train
 
     @property
     def made_up(self) -> TokenLosses:
@@ -78,10 +88,14 @@ class PipelineObjective:
             return ending_for(None)  # type: ignore[return-value]
         return TokenLosses(lambda stage, hidden, targets: logits(stage, hidden).sum())
 
-    def metrics(self, executor: Executor) -> dict[str, float]:
+    def keep(self, metrics: dict[str, Tensor]) -> None:
+        """What a step or an evaluation found."""
+        self._metrics = metrics
+
+    def metrics(self) -> dict[str, float]:
         """Of the last step, summed over replicas, on every rank: each replica's are weighted as its loss is."""
         total: dict[str, float] = {}
-        mine = {name: float(value) for name, value in executor.metrics.items()} if self._transport.tp_rank == 0 else {}
+        mine = {name: float(value) for name, value in self._metrics.items()} if self._transport.tp_rank == 0 else {}
         for found in self._transport.gather(mine, ALL):
             for name, value in found.items():
                 total[name] = total.get(name, 0.0) + value

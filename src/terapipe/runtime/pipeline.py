@@ -92,7 +92,7 @@ class Pipeline(ModelPart):
         self.device = device_of(device)
         self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
-        self._is_warm = False
+        self._is_warm, self._is_sharded = False, shard
         with self.failing_together():
             self._check(model)
             checks = ModelChecks(model)
@@ -282,6 +282,7 @@ class Pipeline(ModelPart):
                 share_random_state(self._transport)
             with self._loss_parallel():
                 loss = executor.run(batch, self._objective.ending, train=train)
+            self._objective.keep(executor.metrics)
             self._sync.finish()
             if self.is_last:
                 loss = self._transport.all_reduce(loss, DP)
@@ -294,9 +295,8 @@ class Pipeline(ModelPart):
     def metrics(self) -> dict[str, float]:
         """Numbers beside the loss of the last ``step`` or ``evaluate``, on every rank: what the objective returned with
         it, and auxiliary losses. All ranks must call it together."""
-        assert self._executors is not None
         with self.failing_together():
-            return self._objective.metrics(self._executors.current)
+            return self._objective.metrics()
 
     @torch.no_grad()
     def log_probs(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
@@ -310,7 +310,7 @@ class Pipeline(ModelPart):
         batch, executor = self._admission.scored(input_ids, labels, documents)
         given = input_ids if input_ids is not None else labels
         with self.failing_together(), self._loss_parallel():
-            found = self._generation.log_probs(batch, executor)
+            found = self._generation.log_probs(batch, executor, None if given is None else given.shape[1])
         return found if given is None else found[:, : given.shape[1]]
 
     @torch.no_grad()
@@ -325,7 +325,10 @@ class Pipeline(ModelPart):
             return self._generation.hidden_states(batch, executor)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states, where the last stage is: (rows, tokens, vocabulary)."""
+        """Of hidden states, where the last stage is: (rows, tokens, vocabulary). Not with ``shard``: parameters are in
+        parts between steps."""
+        if self._is_sharded:
+            raise ValueError("parameters are in parts between steps with shard=True; take shard=False for a teacher")
         return logits(self._sync.stages[self.plan.num_stages - 1], hidden)
 
     @torch.no_grad()

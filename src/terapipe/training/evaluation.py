@@ -23,7 +23,8 @@ class Evaluator:
         self._objective = objective
         self._loader = None
         if data.eval:
-            self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False, rows=objective.rows)
+            whole = objective.is_of_sequences  # a sequence that was filled up would count
+            self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False, rows=objective.rows, whole=whole)
             self._loader.refuse_too_few()
         self._total: float | None = None
 

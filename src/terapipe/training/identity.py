@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from terapipe.config import RunConfig
+from terapipe.config import ObjectiveConfig, RunConfig
 from terapipe.runtime.checkpoint.manifest import read_manifest
-from terapipe.training.data.token_file import STARTS, TOKENS, Data, TokenFile
+from terapipe.training.data.token_file import NUMBERS, STARTS, TOKENS, Data, TokenFile
 from terapipe.training.data.tokenizer import TOKENIZER_FILES
 from terapipe.training.model import RunModel
 
@@ -22,6 +22,8 @@ _SECTIONS = ("optimizer", "lr")
 _SPEED_ONLY = ("optimizer.fused",)
 # Keys of a model's configuration that do not change the function that it computes.
 _TRAINING_ONLY = re.compile("dropout|pdrop|layerdrop|jitter|initializer_range|aux_loss_coef")
+
+_DEFAULTS = {f"objective.{key}": value for key, value in asdict(ObjectiveConfig()).items()}
 
 Identity = dict[str, dict[str, Any]]
 
@@ -57,7 +59,7 @@ def _tokenizer_hash(folder: Path) -> str:
 
 def _fingerprint(file: TokenFile) -> dict[str, Any]:
     sums = read_manifest(file.folder)
-    contents = [sums[name].crc32 for name in (TOKENS, STARTS)]
+    contents = [sums[name].crc32 for name in (TOKENS, STARTS, NUMBERS) if name in sums]
     return {"tokens": file.num_tokens, "documents": file.num_documents, "contents": contents}
 
 
@@ -67,6 +69,7 @@ def compare(before: Mapping[str, Any], now: Identity, place: Path, *, own: bool)
     was = before.get(NOTE)
     if not isinstance(was, dict) or not all(isinstance(was.get(part), dict) for part in now):
         return ["it does not say what it was trained as, so nothing was compared"]
+    was = {**was, OBJECTIVE: {**_DEFAULTS, **was[OBJECTIVE]}}  # older checkpoints do not say all of it
     changes = {part: list(_changes(was[part], now[part], part)) for part in now}
     model = [change for change in changes[MODEL] if not _TRAINING_ONLY.search(change)]
     refused = [*model, *changes[TOKENIZER], *(changes[OBJECTIVE] if own else ())]
@@ -82,6 +85,15 @@ def compare(before: Mapping[str, Any], now: Identity, place: Path, *, own: bool)
     return [*changes[MODEL], *changes[OBJECTIVE], *changes[DATA], *changes[KEYS]]
 
 
+def same_rows(before: Mapping[str, Any], now: Identity) -> bool:
+    """Whether the place in the data means the same: rows of pairs are others than rows of documents."""
+    was = before.get(NOTE)
+    if not isinstance(was, dict):
+        return True
+    before_dpo, now_dpo = ({**_DEFAULTS, **p.get(OBJECTIVE, {})}["objective.kind"] == "dpo" for p in (was, now))
+    return bool(before_dpo == now_dpo)
+
+
 def same_evaluation(before: Mapping[str, Any], now: Identity) -> bool:
     """Whether evaluation losses before and now are of the same data, as far as is known."""
     was = before.get(NOTE)
@@ -89,9 +101,8 @@ def same_evaluation(before: Mapping[str, Any], now: Identity) -> bool:
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any], part: str) -> Iterator[str]:
-    """For a model only keys that both have: another version of transformers may have other keys. For an objective, too:
-    older checkpoints do not say all of it."""
-    keys = was.keys() & now.keys() if part in (MODEL, OBJECTIVE) else {*was, *now}
+    """For a model only keys that both have: another version of transformers may have other keys."""
+    keys = was.keys() & now.keys() if part == MODEL else {*was, *now}
     for key in sorted(keys):
         old, new = was.get(key), now.get(key)
         named = key if part in (OBJECTIVE, KEYS) else f"{part}.{key}"

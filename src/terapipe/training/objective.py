@@ -3,9 +3,10 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -55,6 +56,10 @@ class RunObjective:
         return "pairs" if self._objective.kind == "dpo" else "weighted" if self._objective.weights else "documents"
 
     @property
+    def is_of_sequences(self) -> bool:
+        return isinstance(self.loss_fn, SequenceLoss)
+
+    @property
     def has_metrics(self) -> bool:
         """Whether steps have numbers beside their loss."""
         return self.loss_fn is not None or getattr(self._model.model, "has_router_losses", False)
@@ -68,14 +73,15 @@ class RunObjective:
 
     # What the loss function is given
 
-    def prepare(self, pipe: Pipeline, data: Data) -> None:
-        """Before a checkpoint is loaded: the reference is the model as training begins."""
+    def prepare(self, pipe: Pipeline, data: Data, start: Callable[[], object] = lambda: None) -> None:
+        """Before a checkpoint is loaded: the reference is the model as training begins, which ``start`` loads if that
+        is not the model as it was made."""
         self.check(pipe.plan)
         if self._objective.kind == "distill":
             self._teacher = self._make_teacher(pipe)
         if self._objective.kind == "dpo":
             for file in filter(None, (data.train, data.eval)):
-                self._reference[file.folder] = self._referred(pipe, file)
+                self._reference[file.folder] = self._referred(pipe, file, start)
 
     def targets(self, batch: Batch, file: TokenFile) -> Targets:
         """All ranks call it, right before the step."""
@@ -93,19 +99,20 @@ class RunObjective:
 
     def total(self, loader: BatchLoader, batches: Iterable[Batch]) -> float:
         """What losses of these batches are divided by: labels, or sequences over all replicas."""
-        if isinstance(self.loss_fn, SequenceLoss):
+        if self.is_of_sequences:
             return sum(1 for _ in batches) * self._config.data.batch_size
         return loader.count_labels(batches)
 
     # The reference model
 
-    def _referred(self, pipe: Pipeline, file: TokenFile) -> NDArray[np.float64]:
+    def _referred(self, pipe: Pipeline, file: TokenFile, start: Callable[[], object]) -> NDArray[np.float64]:
         """The log-probability of each text's labels, by the model as it is now, or as an earlier start saved it."""
         path = self._config.folder / REFERENCE.format(file.folder.name)
         mark = self._mark(file)
         saved = pipe.transport.gather(_saved(path, mark) if pipe.transport.global_rank == 0 else None, ALL)[0]
         if saved is not None:
             return saved
+        start()
         found = np.zeros(file.num_documents)
         loader = BatchLoader(file, self._config.data, pipe, shuffle=False, rows="pairs")
         pipe.eval()
@@ -123,7 +130,9 @@ class RunObjective:
         """Of all that it depends on."""
         config = self._config.model
         model = {"identity": self._model.identity, "folder": config.folder, "seed": config.seed, "dtype": config.dtype}
-        parts = [file.origin.sources, file.origin.tokenizer, self._config.data.seq_len, model]
+        start = self._config.checkpoints.resume
+        begun = "" if start in ("auto", "off") else str(Path(start).resolve())
+        parts = [file.origin.sources, file.origin.tokenizer, self._config.data.seq_len, model, begun]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     # The teacher
@@ -155,7 +164,7 @@ def _saved(path: Path, mark: str) -> NDArray[np.float64] | None:
     try:
         with np.load(path) as found:
             return found["log_probs"] if str(found["mark"]) == mark else None
-    except (OSError, ValueError, KeyError, EOFError):  # there is none, or it is damaged
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # there is none, or it is damaged
         return None
 
 

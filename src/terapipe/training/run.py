@@ -207,7 +207,7 @@ class Run:
         pipe = Pipeline(
             model.model, run_plan.plan, loss_fn=objective.loss_fn, mesh=mesh, shard=layout.shard, timeout=timeout
         )
-        objective.prepare(pipe, data)
+        objective.prepare(pipe, data, self._start_from(pipe))
         if config.model.compile:
             self._compile(pipe)
         optimizer = make_optimizer(pipe.named_parameters(), config.optimizer)
@@ -232,6 +232,11 @@ class Run:
         with suppress(PipelineError):  # everything is saved: a rank that has left early does no harm
             self._world.gather(None)
         return outcome
+
+    def _start_from(self, pipe: Pipeline) -> Callable[[], object]:
+        """Loads the weights that training began or begins with, where they are those of another run's checkpoint."""
+        start = self._config.checkpoints.resume
+        return lambda: None if start in ("auto", "off") else pipe.load(Path(start))
 
     def _load(
         self, checkpoint: Path, pipe: Pipeline, optimizer: Optimizer, random: dict[str, Tensor]

@@ -27,7 +27,7 @@ from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
 from terapipe.training.evaluation import Evaluator
-from terapipe.training.identity import NOTE, Identity, same_evaluation
+from terapipe.training.identity import NOTE, Identity, same_evaluation, same_rows
 from terapipe.training.logging.display import RunLog
 from terapipe.training.objective import RunObjective
 from terapipe.training.optimizer import learning_rate, set_lr
@@ -309,6 +309,8 @@ class Trainer:
         """Called after a checkpoint has been loaded into parameters, optimizer and ``random``."""
         self.step = self._first_step = notes["step"]
         self._position, self._skipped = notes["position"], notes["skipped"]
+        if not same_rows(notes, self._identity):  # of another run, with another kind of data
+            self._position = 0
         comparable = notes["best"] is not None and same_evaluation(notes, self._identity)
         self._best = notes["best"] if comparable else math.inf
         if notes["layout"] == str(self._run_plan.layout):

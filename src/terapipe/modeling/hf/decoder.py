@@ -258,7 +258,7 @@ class Decoder:
         refuse_uneven_heads(self.model, degree)
         if degree not in self._verified_tp:
             result = VerifyResult(name, self.backend, 0.0, self.shortest, structure=self.structure)
-            refuse_inexact_tp(result, shrunken(self.model.config), tp.mesh)
+            refuse_inexact_tp(result, shrunken(self.model.config), tp.mesh, type(self.model))
             self._verified_tp.add(degree)
 
 

@@ -271,14 +271,16 @@ def recomputed_error(config: PretrainedConfig, structure: ModelStructure, kind: 
 # Tensor parallel
 
 
-def verify_tensor_parallel(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> VerifyResult:
+def verify_tensor_parallel(
+    result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None = None
+) -> VerifyResult:
     """The result of ``verify`` for this small configuration, with tensor parallel over this mesh. All ranks of the mesh
     call it together and get the same result."""
     degree = mesh.size()
     groups: dict[str, float] = {}
     reason = ""
     try:
-        groups = _tp_errors(result, _widened(config, degree), mesh)
+        groups = _tp_errors(result, _widened(config, degree), mesh, kind)
     except Exception as error:  # whatever the model's own code raises, or DTensor
         reason = _first_line(error)
     if _max_over([float(bool(reason))], mesh) != [0.0]:
@@ -292,19 +294,21 @@ def verify_tensor_parallel(result: VerifyResult, config: PretrainedConfig, mesh:
     return replace(result, worst=max(result.worst, groups[worst]), groups=tuple(sorted(groups.items())))
 
 
-def refuse_inexact_tp(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> None:
+def refuse_inexact_tp(
+    result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None = None
+) -> None:
     """Refuses a model whose tensor parallel plan is not exact. All ranks of the mesh call it together."""
-    result = verify_tensor_parallel(result, config, mesh)
+    result = verify_tensor_parallel(result, config, mesh, kind)
     if not result.exact:
         raise UnsupportedModelError(
             f"tensor parallel by the tp_plan of {result.model} is not exact: {result.reason}; take tp 1"
         )
 
 
-def _tp_errors(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh) -> dict[str, float]:
+def _tp_errors(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None) -> dict[str, float]:
     assert result.structure is not None
     with _quietly():
-        model: Any = small_model(config)
+        model: Any = small_model(config, kind=kind)
         model = model.to(mesh.device_type)
         batch = Batch.of(model)
         sliced = SlicedModel(model, result.structure.of(model), result.backend, tp=TensorParallel(mesh))

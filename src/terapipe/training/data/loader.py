@@ -5,6 +5,7 @@ The position in the data is one number, so a run can resume anywhere.
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,6 +52,10 @@ class Batches:
                 f"there must be at least one sequence, got none of {seq_len} tokens ({packing}) in {file.folder}, "
                 f"which has {file.num_tokens} tokens in {file.num_documents} documents"
             )
+
+    @property
+    def folder(self) -> Path:
+        return self._file.folder
 
     def __len__(self) -> int:
         """Sequences in an epoch."""
@@ -150,16 +155,22 @@ class Pairs(Batches):
         numbers = self._indices(first, count)
         for row, index in enumerate(numbers):
             start, stop = self._file.document(index)
-            prompt = int(self._file.numbers[index])
-            dropped = max(0, min(stop - start - self._seq_len - 1, prompt - 1))
+            prompt, dropped = int(self._file.numbers[index]), self._dropped(index)
             tokens = self._tokens(start + dropped, min(stop, start + dropped + self._seq_len + 1))
             ids[row, : len(tokens)] = tokens[: self._seq_len]
             labels[row, : len(tokens) - 1] = tokens[1:]
             labels[row, : max(0, prompt - dropped - 1)] = IGNORE
         return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), None, numbers=tuple(numbers))
 
+    def _dropped(self, index: int) -> int:
+        """Tokens at the beginning of the prompt that are dropped, of both texts alike, for the longer one to fit."""
+        first = index - index % 2
+        longest = max(stop - start for start, stop in map(self._file.document, (first, first + 1)))
+        return max(0, min(longest - self._seq_len - 1, int(self._file.numbers[index]) - 1))
+
     def _indices(self, first: int, count: int) -> list[int]:
         """Pairs are shuffled, not their texts."""
+        assert first % 2 == 0, "a batch begins with a chosen text"
         places = (divmod(number, len(self)) for number in range(first, first + count))
         return [
             2 * int(self._order(epoch)[place // 2]) + place % 2 if self._shuffle else place for epoch, place in places
@@ -185,20 +196,27 @@ class BatchLoader:
     """Reads this replica's rows of each batch."""
 
     def __init__(
-        self, file: TokenFile, config: DataConfig, pipe: Pipeline, *, shuffle: bool, rows: Rows = "documents"
+        self,
+        file: TokenFile,
+        config: DataConfig,
+        pipe: Pipeline,
+        *,
+        shuffle: bool,
+        rows: Rows = "documents",
+        whole: bool = False,
     ) -> None:
+        """``whole``: ``once`` leaves out a last batch that would have to be filled up."""
         kind = Pairs if rows == "pairs" else Batches
         self._sequences = kind(file, config.seq_len, config.packing, shuffle, config.seed, rows == "weighted")
-        self._is_whole = rows == "pairs"
+        self._is_whole = whole
         self._pipe, self._batch_size, self._local_size = pipe, config.batch_size, pipe.plan.batch_size
 
     def refuse_too_few(self) -> None:
-        """Refuses pairs that make no whole batch, of which ``once`` would leave out all."""
-        pairs, needed = len(self._sequences) // 2, self._batch_size // 2
-        if self._is_whole and pairs < needed:
+        """Refuses sequences that make no whole batch, of which ``once`` would leave out all."""
+        if self._is_whole and len(self._sequences) < self._batch_size:
             raise ValueError(
-                f"there must be at least one batch of {needed} pairs for evaluation, got {pairs}; give more as "
-                "data.eval, or a smaller data.batch_size"
+                f"this objective is evaluated on whole batches of {self._batch_size} sequences (data.batch_size), got "
+                f"{len(self._sequences)} in {self._sequences.folder}; give more as data.eval, or a smaller batch"
             )
 
     def at(self, position: int) -> Batch:
@@ -206,10 +224,9 @@ class BatchLoader:
         return self._read(position + self._pipe.dp_rank * self._local_size, self._local_size)
 
     def once(self, max_batches: int) -> Iterator[Batch]:
-        """Every sequence once, up to ``max_batches`` batches (0: all). The last batch is filled up; of pairs it is left
-        out, if it is not whole."""
+        """Every sequence once, up to ``max_batches`` batches (0: all). The last batch is filled up, or left out."""
         total = len(self._sequences)
-        if self._is_whole:  # a pair that was filled up would count
+        if self._is_whole:
             total -= total % self._batch_size
         stop = min(total, max_batches * self._batch_size) if max_batches else total
         yield from self._up_to(stop)
