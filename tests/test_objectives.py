@@ -258,6 +258,17 @@ def test_targets_without_labels_count_all_tokens() -> None:
     assert pipe.step(ids, ({"values": wanted},)).item() == pytest.approx(truth.item(), rel=1e-12)
 
 
+def test_labels_are_counted_wherever_they_are_among_targets() -> None:
+    ids, labels = labels_of()
+    wanted = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4))).step(ids, labels).item()
+
+    def nested(logits: Tensor, t: Any) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), t[1]["lm"]["labels"].flatten(), reduction="sum")
+
+    pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)), loss_fn=nested)
+    assert pipe.step(ids, (some(ROWS, TOKENS), {"lm": {"labels": labels}})).item() == pytest.approx(wanted, rel=1e-12)
+
+
 def test_metrics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks]) -> None:
     ids, labels = labels_of()
     targets = _targets("dpo", labels)
@@ -347,8 +358,21 @@ def test_log_probs_on_every_rank(
             None,
             r"per_token must return tensors .*\(1, 2",
         ),
-        (losses.dpo(), None, "must have the reference model's log-probabilities under 'reference'"),
+        (losses.dpo(), None, "the reference model's log-probabilities .* under 'reference'"),
         ("cross_entropy", None, "loss_fn must be a function .* got str"),
+        (
+            losses.dpo,
+            None,
+            "which dpo does not take; if it makes a loss function, call it",
+        ),
+        (losses.grpo(), None, "targets must be a dict that has the advantage of each sequence or token under 'advan"),
+        (
+            losses.distillation(),
+            None,
+            "a dict that has the teacher's logits under 'teacher_logits', got Tensor",
+        ),
+        (lambda logits, t: (logits.sum(), {"x": logits}), None, "the metric 'x' must be one number, got shape"),
+        (lambda logits, t: logits.sum((1, 2)), None, r"must return a scalar tensor.* got a tensor of shape \(1,\)"),
     ],
     ids=lambda x: x[:40] if isinstance(x, str) else "",
 )
@@ -380,7 +404,7 @@ def test_a_whole_batch_under_1f1b_is_refused_on_all_ranks(ranks: Callable[[int],
     for order, chunks in (("terapipe-1f1b", 1), ("interleaved", 2)):
         plan = replace(UNEVEN, order=order, chunks=chunks, boundaries=(0, 1, 2, 3, 4)[:: 3 - chunks])
         for message in ranks(2)(refused, plan):
-            assert "loss_fn need the whole batch" in message
+            assert "loss_fn needs the whole batch" in message
             assert f"'{order}'" in message
             assert "take over='microbatch'" in message
     one = replace(plan, sizes=(4,), lengths=UNEVEN.lengths[:1])

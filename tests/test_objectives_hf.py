@@ -173,7 +173,7 @@ def test_routers_with_tensor_parallel(ranks: Callable[[int], Ranks]) -> None:
 def test_a_batch_under_1f1b_is_refused_by_name() -> None:
     decoder = Decoder(model_of("mixtral"), backend="attention", router_loss_over="batch")
     plan = replace(TWO, boundaries=(0, 4), order="terapipe-1f1b")
-    with pytest.raises(ValueError, match=r"router_aux_loss need the whole batch .* 'terapipe-1f1b'.*take over='micro"):
+    with pytest.raises(ValueError, match=r"router_aux_loss needs the whole batch .* 'terapipe-1f1b'.*take over='micro"):
         Pipeline(decoder, plan)
 
 
@@ -216,6 +216,22 @@ def test_classifiers_are_exact(ranks: Callable[[int], Ranks], name: str, objecti
         wanted = result(model(input_ids=ids, labels=torch.tensor([1, 0, 2, 1]), use_cache=False).loss, model)
     plan = Plan((2, 2), ((9, 1, 12, 7), (20, 9)), (0, 1, 4), "terapipe-1f1b")
     assert worst(wanted, ranks(2)(classified, name, plan, objective)) < 1e-10
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_classifiers_are_verified(classes: int) -> None:
+    """With one class, cross-entropy is always zero: nothing could be compared."""
+    assert Decoder(model_of("llama", classes)).backend == "attention"
+
+
+def test_a_reward_model_has_one_score() -> None:
+    pipe = Pipeline(
+        Decoder(model_of("llama"), backend="attention"),
+        replace(TWO, boundaries=(0, 4), sizes=(2, 2)),
+        loss_fn=losses.reward_pairs(),
+    )
+    with pytest.raises(ValueError, match="a reward model has one score, got"):
+        pipe.step(batch(4)[0], {"last": torch.tensor([28] * 4)})
 
 
 def test_a_classifier_is_read_from_its_folder(tmp_path: Any) -> None:

@@ -96,7 +96,7 @@ def peak(step: Contender, vocab: int) -> tuple[int, int]:
 
 def main() -> None:
     quick = arguments(__doc__ or "").quick
-    tokens, rounds = (2048, 1) if quick else (8192, 3)
+    tokens, rounds = (2048, 1) if quick else (8192, 2)
     pin(0)
     config = shape(tokens)
     ids = torch.randint(config.vocab, (ROWS, tokens), generator=torch.Generator().manual_seed(0))

@@ -105,7 +105,7 @@ class ObjectiveConfig:
     )
     teacher: str = key("", "with distill: a Hugging Face model folder, with the same tokenizer")
     temperature: float = key(1.0, "with distill: what logits are divided by", positive=True)
-    alpha: float = key(0.5, "with distill: weight of the teacher's distribution; the labels get the rest", share=True)
+    alpha: float = key(1.0, "with distill: weight of the teacher's distribution; the labels get the rest", share=True)
     router_loss_over: Literal["microbatch", "batch", "replicas"] = key(
         "microbatch",
         "what the load-balancing loss of a Hugging Face mixture of experts is computed over, if its configuration has "
@@ -375,13 +375,22 @@ def _check_objective(config: RunConfig, name: str) -> None:
     objective, data = config.objective, config.data
     if ":" not in objective.kind:
         _refuse_unknown({objective.kind: None}, dict.fromkeys(OBJECTIVES), f"{name}: unknown objective.kind {{!r}}")
-    if (objective.kind == "distill") != bool(objective.teacher):
-        raise ValueError(f"{name}: objective.teacher is the folder of a model, with kind = 'distill' and only with it")
-    if objective.kind == "dpo":
-        if data.packing != "padded" or data.batch_size % (2 * (config.plan.dp or 1)):
+    for entry in fields(objective):
+        kinds = re.match(r"with (\w+)(?: and (\w+))?:", entry.metadata["doc"])
+        if kinds and objective.kind not in kinds.groups() and getattr(objective, entry.name) != entry.default:
             raise ValueError(
-                f"{name}: pairs need data.packing = 'padded' and an even data.batch_size for each replica, got "
-                f"{data.packing!r} and {data.batch_size}"
+                f"{name}: objective.{entry.name} is for kind = {' or '.join(filter(None, kinds.groups()))}, got "
+                f"{objective.kind!r}; leave it out"
+            )
+    if objective.kind == "distill" and not objective.teacher:
+        raise ValueError(f"{name}: kind = 'distill' needs objective.teacher, the folder of a Hugging Face model")
+    if objective.kind == "dpo":
+        if data.packing != "padded":
+            raise ValueError(f"{name}: pairs need data.packing = 'padded', got {data.packing!r}")
+        if data.batch_size % (2 * (config.plan.dp or 1)):
+            raise ValueError(
+                f"{name}: pairs need an even data.batch_size for each replica, got {data.batch_size} and dp "
+                f"{config.plan.dp or 1}"
             )
         if data.eval_share:
             raise ValueError(f"{name}: pairs for evaluation are given by data.eval, not by data.eval_share")

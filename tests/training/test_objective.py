@@ -233,10 +233,12 @@ def test_distillation(ranks: Callable[[int], Ranks], place: Path) -> None:
     ("replaced", "message"),
     [
         (("objective.kind=dop",), "unknown objective.kind 'dop'; did you mean 'dpo'?"),
-        (("objective.kind=distill",), "objective.teacher is the folder of a model"),
+        (("objective.kind=distill",), "needs objective.teacher, the folder"),
         (("objective.kind=dpo", "data.packing=concat"), "pairs need data.packing = 'padded'"),
-        (("objective.kind=dpo", "data.batch_size=3"), "even data.batch_size"),
+        (("objective.kind=dpo", "data.batch_size=3"), "pairs need an even data.batch_size"),
         (("objective.weights=w", "data.packing=concat"), "objective.weights are of documents"),
+        (("objective.beta=0.2",), "objective.beta is for kind = dpo, got 'cross_entropy'; leave it out"),
+        (("objective.kind=dpo", "objective.z_loss=0.2"), "objective.z_loss is for kind = cross_entropy"),
     ],
 )
 def test_bad_configurations(place: Path, replaced: tuple[str, ...], message: str) -> None:

@@ -49,7 +49,21 @@ Objective: TypeAlias = LossFn | HiddenLoss | SequenceLoss
 
 
 def labels_in(targets: Targets) -> Tensor | None:
-    """The labels among targets: the targets themselves, or those under this name; None if there are none."""
-    found = targets.get("labels") if isinstance(targets, Mapping) else targets
-    is_labels = isinstance(found, Tensor) and not found.is_floating_point() and found.ndim == 2
-    return found if is_labels else None
+    """The labels among targets: a tensor of whole numbers, (batch, seq_len), that is the targets themselves, or has
+    the name "labels" in a dict among them; None if there is none."""
+    if isinstance(targets, Tensor):
+        return targets if not targets.is_floating_point() and targets.ndim == 2 else None
+    if isinstance(targets, Mapping) and isinstance(targets.get("labels"), Tensor):
+        return labels_in(targets["labels"])
+    parts = targets.values() if isinstance(targets, Mapping) else targets if isinstance(targets, list | tuple) else ()
+    found = (labels_in(part) for part in parts if not isinstance(part, Tensor))
+    return next((labels for labels in found if labels is not None), None)
+
+
+def entry(targets: Targets, name: str, what: str) -> Tensor:
+    """What an objective needs beside labels."""
+    if not isinstance(targets, Mapping) or name not in targets:
+        got = f"a dict with {', '.join(map(repr, targets))}" if isinstance(targets, Mapping) else type(targets).__name__
+        raise ValueError(f"targets must be a dict that has {what} under {name!r}, got {got}")
+    found: Tensor = targets[name]
+    return found

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from terapipe.losses.objective import Over, SequenceLoss, Targets
+from terapipe.losses.objective import Over, SequenceLoss, Targets, entry
 from terapipe.losses.sequences import counted, sequence_average
 from terapipe.losses.tokens import token_entropies, token_log_probs
 
@@ -22,8 +22,8 @@ Normalization = Literal["sequence", "token", "constant"]
 
 def _surrogate(log_probs: Tensor, targets: Mapping[str, Any], low: float, high: float) -> tuple[Tensor, Metrics]:
     """The clipped loss of each token, and the share of tokens that were clipped."""
+    advantages = entry(targets, "advantages", "the advantage of each sequence or token")
     old = targets.get("old", log_probs.detach())
-    advantages = targets["advantages"]
     if advantages.ndim == 1:
         advantages = advantages[:, None]
     ratios = (log_probs - old).exp()
@@ -63,7 +63,7 @@ def grpo(
         high = epsilon if epsilon_high is None else epsilon_high
         losses, metrics = _surrogate(log_probs, targets, epsilon, high)
         if beta:
-            distance = targets["reference"] - log_probs
+            distance = entry(targets, "reference", "the reference policy's log-probabilities") - log_probs
             divergence = distance.exp() - distance - 1
             if correct_kl:
                 divergence = divergence * (log_probs - targets.get("old", log_probs.detach())).exp()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe.losses.objective import Over, SequenceLoss, Targets
+from terapipe.losses.objective import Over, SequenceLoss, Targets, entry
 from terapipe.losses.sequences import at_last, scores, sequence_average, sequence_sum
 
 Metrics = dict[str, Tensor]
@@ -17,6 +17,11 @@ Metrics = dict[str, Tensor]
 
 def interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Rows of two batches in turn: the first of ``chosen``, the first of ``rejected``, the second of ``chosen``, ..."""
+    if chosen.shape != rejected.shape:
+        raise ValueError(
+            f"chosen and rejected must have the same shape, got {tuple(chosen.shape)} and {tuple(rejected.shape)}; "
+            "pad the shorter on the right"
+        )
     return torch.stack([chosen, rejected], 1).flatten(0, 1)
 
 
@@ -30,12 +35,8 @@ def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reference(targets: Targets) -> Tensor:
-    if not isinstance(targets, dict) or "reference" not in targets:
-        raise ValueError(
-            "targets must have the reference model's log-probabilities under 'reference': compute them with "
-            "Pipeline.log_probs before training"
-        )
-    found: Tensor = targets["reference"]
+    what = "the reference model's log-probabilities (compute them with Pipeline.log_probs before training)"
+    found = entry(targets, "reference", what)
     return found if found.ndim == 1 else sequence_sum(found, targets)
 
 
@@ -102,7 +103,7 @@ def kto(*, beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0, 
     def fn(log_probs: Tensor, targets: Targets) -> tuple[Tensor, Metrics]:
         ratios = sequence_sum(log_probs, targets) - _reference(targets)
         kl = targets.get("kl", ratios).detach().mean().clamp(min=0)
-        good = targets["desirable"]
+        good = entry(targets, "desirable", "whether each sequence is desirable")
         signs = torch.where(good, 1.0, -1.0).to(ratios.dtype)
         weights = torch.where(good, desirable, undesirable).to(ratios.dtype)
         losses = weights * (1 - F.sigmoid(beta * signs * (ratios - kl)))
@@ -117,6 +118,11 @@ def reward_pairs(*, over: Over = "microbatch") -> SequenceLoss:
     (batch,), of which those of chosen rows count."""
 
     def fn(values: Tensor, targets: Targets) -> tuple[Tensor, Metrics]:
+        if values.shape[-1] != 1:
+            raise ValueError(
+                f"a reward model has one score, got {values.shape[-1]}; load it with "
+                "AutoModelForSequenceClassification and num_labels=1"
+            )
         chosen, rejected = _pairs(at_last(values, targets).squeeze(-1))
         margin = targets["margin"][0::2] if "margin" in targets else 0.0
         return -F.logsigmoid(chosen - rejected - margin).mean(), _rewards(chosen, rejected)

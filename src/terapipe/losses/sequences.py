@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe.losses.objective import SequenceLoss, Targets
+from terapipe.losses.objective import SequenceLoss, Targets, entry
 from terapipe.losses.tokens import labels_of
 from terapipe.modeling.stage import IGNORE
 
@@ -53,7 +53,8 @@ def scores(logits: Tensor, targets: Targets) -> Tensor:
 
 def at_last(values: Tensor, targets: Targets) -> Tensor:
     """Each sequence's values at the place that ``targets["last"]`` names, (rows, classes)."""
-    return values[torch.arange(len(values), device=values.device), targets["last"]]
+    last = entry(targets, "last", "the place of each sequence's last token (see last_tokens)")
+    return values[torch.arange(len(values), device=values.device), last]
 
 
 def classification(*, regression: bool = False) -> SequenceLoss:
@@ -65,7 +66,7 @@ def classification(*, regression: bool = False) -> SequenceLoss:
     """
 
     def fn(values: Tensor, targets: Targets) -> Tensor:
-        found, wanted = at_last(values, targets), targets["classes"]
+        found, wanted = at_last(values, targets), entry(targets, "classes", "the class of each sequence")
         if regression:
             return F.mse_loss(found.squeeze(-1), wanted.to(found.dtype))
         return F.cross_entropy(found, wanted)

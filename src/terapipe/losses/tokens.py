@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe.losses.objective import LossFn, Targets, labels_in
+from terapipe.losses.objective import LossFn, Targets, entry, labels_in
 from terapipe.modeling.stage import IGNORE
 
 
@@ -69,14 +69,21 @@ def distillation(
 
     @torch.no_grad()
     def teacher_logits(targets: Targets) -> Tensor:
-        found: Tensor = targets["teacher_logits"] if head is None else head(targets["teacher_hidden"])
-        return found
+        if head is None:
+            return entry(targets, "teacher_logits", "the teacher's logits")
+        return head(entry(targets, "teacher_hidden", "the teacher's hidden states"))
 
     def loss_fn(logits: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Tensor]]:
         labels = labels_of(targets)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         student = F.log_softmax(wide / temperature, -1)
-        teacher = F.log_softmax(teacher_logits(targets).to(wide.dtype) / temperature, -1)
+        taught = teacher_logits(targets)
+        if taught.shape != wide.shape:
+            raise ValueError(
+                f"a teacher's logits must have the student's shape, got {tuple(taught.shape)} and {tuple(wide.shape)}; "
+                "take a teacher with the same vocabulary"
+            )
+        teacher = F.log_softmax(taught.to(wide.dtype) / temperature, -1)
         divergences = (teacher.exp() * (teacher - student)).sum(-1) * (labels != IGNORE)
         divergence = divergences.sum() * temperature**2
         metrics = {"distillation": divergence.detach()}

@@ -134,7 +134,7 @@ class SequenceLosses(_Base):
         values = tree_map(lambda x: x.requires_grad_(self._train and x.is_floating_point()), _joined(parts, 0))
         assert self._batch.scale is not None
         weight = self._batch.scale * (rows.stop - rows.start)
-        loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train)
+        loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train, SEQUENCES)
         if self._train:
             (loss * weight).backward()
             sizes = [self._batch.plan.sizes[m] for m in microbatches]
@@ -164,7 +164,7 @@ class SequenceLosses(_Base):
         for rows in set(plan.sizes) if self._objective.over == "microbatch" else {plan.batch_size}:
             zeros = tree_map(lambda x, rows=rows: x.new_zeros(rows, plan.seq_len, *x.shape[2:]), first)
             values = tree_map(lambda x: x.requires_grad_(train and x.is_floating_point()), zeros)
-            scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), train)
+            scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), train, SEQUENCES)
 
 
 class TokenValues(_Base):
@@ -233,21 +233,26 @@ def logits(stage: Stage, hidden: Tensor) -> Tensor:
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
-def scalar(returned: Loss, train: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+TOKENS, SEQUENCES = "sum over the tokens of the slice", "take the mean over sequences"
+
+
+def scalar(returned: Loss, train: bool, remedy: str = TOKENS) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss and metrics that an objective returned, if it may be that."""
-    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, Mapping):
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            f"an objective must return a scalar tensor, or a tuple of it and a dict of metrics, got {got}; "
-            "sum over the tokens of the slice"
+            f"an objective must return a scalar tensor, or a tuple of it and a dict of metrics, got {got}; {remedy}"
         )
+    for name, value in metrics.items():
+        if torch.as_tensor(value).numel() != 1:
+            raise ValueError(f"the metric {name!r} must be one number, got shape {tuple(value.shape)}; {remedy}")
     if train and not loss.requires_grad:
         raise ValueError(
             "an objective must return a loss with a gradient, got one that does not depend on the model's output; do "
             "not detach it, nor compute it under torch.no_grad()"
         )
-    return loss.reshape(()), metrics
+    return loss, metrics
 
 
 def _found(hidden: Tensor) -> Tensor:

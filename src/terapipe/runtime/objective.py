@@ -1,5 +1,7 @@
 """The objective of a pipeline: whether model and plan can follow it, and what it found in the last step."""
 
+import inspect
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -49,6 +51,7 @@ class PipelineObjective:
                 "loss_fn must be a function (logits, targets), a HiddenLoss or a SequenceLoss, got "
                 f"{type(self.objective).__name__}"
             )
+        _refuse_maker(self.objective)
         if is_hidden and self._transport.tp_size > 1:
             raise ValueError("a HiddenLoss needs the head in one piece, which tensor parallel splits; take tp 1")
         if self._last is None:
@@ -66,7 +69,8 @@ class PipelineObjective:
             wanting.append("loss_fn")
         if wanting and not forwards_come_first(plan):
             raise ValueError(
-                f"{' and '.join(wanting)} need the whole batch before the first backward, which the order "
+                f"{' and '.join(wanting)} {'needs' if len(wanting) == 1 else 'need'} the whole batch before the first "
+                "backward, which the order "
                 f"{plan.order!r} does not wait for with {len(plan.sizes)} microbatches; take over='microbatch', an "
                 "order such as 'terapipe' or 'gpipe', or a plan with one microbatch"
             )
@@ -100,3 +104,18 @@ class PipelineObjective:
             for name, value in found.items():
                 total[name] = total.get(name, 0.0) + value
         return total
+
+
+def _refuse_maker(objective: Objective | None) -> None:
+    """A function that makes an objective, such as ``losses.dpo``, is easily given in place of what it makes."""
+    function = objective.fn if isinstance(objective, HiddenLoss | SequenceLoss) else objective
+    arguments = (None,) * (3 if isinstance(objective, HiddenLoss) else 2)
+    try:
+        inspect.signature(cast(Callable[..., object], function)).bind(*arguments)
+    except TypeError:
+        raise ValueError(
+            f"an objective is called with {'(hidden, head, targets)' if len(arguments) > 2 else '(logits, targets)'}, "
+            f"which {getattr(function, '__name__', function)} does not take; if it makes a loss function, call it"
+        ) from None
+    except ValueError:  # built-in functions do not say what they take
+        pass

@@ -46,6 +46,8 @@ class RunObjective:
         if o.kind == "dpo":
             return losses.dpo(beta=o.beta, label_smoothing=o.label_smoothing)
         if o.kind == "distill":
+            if not Path(o.teacher).is_dir():
+                raise ValueError(f"objective.teacher: there is no folder {o.teacher}")
             return losses.distillation(temperature=o.temperature, alpha=o.alpha, head=self._teacher_logits)
         if o.label_smoothing or o.z_loss or o.weights:
             return losses.cross_entropy(label_smoothing=o.label_smoothing, z_loss=o.z_loss)

@@ -110,6 +110,7 @@ class Run:
         model = self._model(data)
         check_export(self._config, model.shape)
         self._on_first(lambda: self._check_same(identity(self._config, data, model)))
+        RunObjective(self._config, model)  # refuses what it can before measuring
         run_plan = self._first_plan(model)
         while self._train(data, model, run_plan) is Outcome.REPLAN:
             model = self._model(data)

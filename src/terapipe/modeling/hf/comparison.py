@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from terapipe.modeling.hf.attention_backend import Backend
-from terapipe.modeling.hf.decoder_stage import DecoderStage
+from terapipe.modeling.hf.decoder_stage import DecoderStage, loss_of
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.router_losses import FLAG, router_losses
 from terapipe.modeling.hf.structure import ModelStructure, is_classifier, text_config, token_logits
@@ -39,7 +38,7 @@ class Batch:
         vocabulary = int(min(model.get_input_embeddings().num_embeddings, text_config(model.config).vocab_size))
         ids, labels = (torch.randint(vocabulary, (2, tokens), generator=generator) for _ in range(2))
         if is_classifier(model):
-            labels %= int(model.config.num_labels or 1)
+            labels %= 3
         labels[0, 3] = labels[1, -1] = IGNORE
         return cls(ids.to(model.device), labels.to(model.device), documents)
 
@@ -72,18 +71,19 @@ def reference(model: PreTrainedModel, batch: Batch) -> Result:
         restarting = [torch.arange(b - a) for row in batch.documents for a, b in pairwise([*row, batch.tokens])]
         positions = torch.cat(restarting).reshape(batch.ids.shape).to(batch.ids.device)
         logits = token_logits(whole, input_ids=batch.ids, position_ids=positions, use_cache=False)
-        loss = _loss(logits, batch.labels)
+        loss = loss_of(logits, batch.labels, whole)
     elif batch.documents:
         losses = [
-            _loss(
-                token_logits(whole, input_ids=batch.ids[i : i + 1, a:b], use_cache=False), batch.labels[i : i + 1, a:b]
+            loss_of(token_logits(whole, input_ids=batch.ids[piece], use_cache=False), batch.labels[piece], whole)
+            for piece in (
+                (slice(i, i + 1), slice(a, b))
+                for i, row in enumerate(batch.documents)
+                for a, b in pairwise([*row, batch.tokens])
             )
-            for i, row in enumerate(batch.documents)
-            for a, b in pairwise([*row, batch.tokens])
         ]
         loss = torch.stack(losses).sum()
     else:
-        loss = _loss(token_logits(whole, input_ids=batch.ids, use_cache=False), batch.labels)
+        loss = loss_of(token_logits(whole, input_ids=batch.ids, use_cache=False), batch.labels, whole)
     loss = loss / (batch.labels != IGNORE).sum() + _router_loss(whole, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.item(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
@@ -106,11 +106,6 @@ def _router_loss(model: PreTrainedModel, batch: Batch) -> Tensor | float:
     )
     added: Tensor = total - rest
     return added
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class SlicedModel:

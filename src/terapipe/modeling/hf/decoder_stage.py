@@ -299,8 +299,7 @@ class DecoderStage(nn.Module):
         return f"{name} predicts no tokens; take loss_fn=losses.classification()" if is_classifier(self.model) else ""
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.logits(hidden)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return loss_of(self.logits(hidden), labels, self.model)
 
     def _zeros(self, like: Tensor) -> Tensor:
         """Embeddings of as many tokens: the model wants some, and its first layer here gets others."""
@@ -332,6 +331,16 @@ class DecoderStage(nn.Module):
         """Under their names in the whole model."""
         for name, parameter in super().named_parameters(*arguments, **named):
             yield name.removeprefix(_PREFIX), parameter
+
+
+def loss_of(logits: Tensor, labels: Tensor, model: PreTrainedModel) -> Tensor:
+    """The sum of the losses of all labels that count. A classifier has no labels at its tokens: its scores are compared
+    with those of a check, by their squared differences, which are not zero for a single class either."""
+    if is_classifier(model):
+        counted = (labels != IGNORE)[..., None]
+        return ((logits - labels[..., None]).square() * counted).sum()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[int | None, int | None]:

@@ -74,7 +74,7 @@ def read_entries(paths: Iterable[Path], fields: Sequence[str]) -> Iterator[tuple
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         where = f"{path}, line {number}"
-                        yield where, tuple(_field(line, field, where) for field in fields)
+                        yield where, tuple(_field(line, field, where, "[objective]") for field in fields)
         elif path.is_dir():
             dataset = _load_saved(path)
             for field in fields:
@@ -183,7 +183,7 @@ def _read_json_lines(path: Path, field: str) -> Iterator[DocumentPart]:
                 yield from _parts(_field(line, field, where), field, where)
 
 
-def _field(line: bytes, field: str, where: str) -> Any:
+def _field(line: bytes, field: str, where: str, key: str = "data.field") -> Any:
     try:
         entry = json.loads(line)
     except UnicodeDecodeError:
@@ -192,7 +192,7 @@ def _field(line: bytes, field: str, where: str) -> Any:
         raise ValueError(f"{where}: every line must be JSON, this one is not: {error}") from None
     if not isinstance(entry, dict) or field not in entry:
         fields = f"fields {', '.join(map(repr, entry))}" if isinstance(entry, dict) else "no fields"
-        raise ValueError(f"{where}: every line must have the field {field!r}, this one has {fields}; set data.field")
+        raise ValueError(f"{where}: every line must have the field {field!r}, this one has {fields}; set {key}")
     return entry[field]
 
 
