@@ -1,15 +1,13 @@
 """The library's face: a model, a plan, and ``step``."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from terapipe.losses.objective import Objective, Targets
@@ -21,6 +19,7 @@ from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify
 from terapipe.runtime.checkpoint.writer import ensure_channel
 from terapipe.runtime.environment import device_of
 from terapipe.runtime.executors import Executors
+from terapipe.runtime.forwards import Forwards
 from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import (
     earlier_gradients_set_aside,
@@ -31,9 +30,9 @@ from terapipe.runtime.gradient_sync import (
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
-from terapipe.runtime.last_stage import Ending, logits
+from terapipe.runtime.last_stage import Ending
 from terapipe.runtime.mesh import ALL, DP, TP
-from terapipe.runtime.module_tree import ModelPart, persistent_buffers
+from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.random_state import RandomState, share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
@@ -46,7 +45,7 @@ from terapipe.scheduling.timeline import Event, Timeline
 T = TypeVar("T")
 
 
-class Pipeline(ModelPart):
+class Pipeline(Forwards):
     """This process's part of a model that is trained by several, each sequence cut along its tokens.
 
     ::
@@ -187,10 +186,6 @@ class Pipeline(ModelPart):
         """Names of the one parameter that the first and the last stage share, if they do."""
         return self._tied.names
 
-    def failing_together(self) -> AbstractContextManager[None]:
-        """For what all ranks do together: an error inside stops the others too, with this rank's error."""
-        return self._transport.failing_together(lambda: self._executors and self._executors.current.at)
-
     # Training
 
     def step(
@@ -288,60 +283,11 @@ class Pipeline(ModelPart):
                 loss = self._transport.all_reduce(loss, DP)
             return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
 
-    def _loss_parallel(self) -> AbstractContextManager[None]:
-        """A loss over a vocabulary in parts is known to torch within this context only, its gradient too."""
-        return loss_parallel() if self._transport.tp_size > 1 else nullcontext()
-
     def metrics(self) -> dict[str, float]:
         """Numbers beside the loss of the last ``step`` or ``evaluate``, on every rank: what the objective returned with
         it, and auxiliary losses. All ranks must call it together."""
         with self.failing_together():
             return self._objective.metrics()
-
-    @torch.no_grad()
-    def log_probs(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
-        """The log-probability of each label, (rows, tokens), on every rank; 0 where the label is -100.
-
-        By forwards only: for reference models and the policies that made completions. Any number of sequences of any
-        length, cut as the plan cuts its own. If it is not the plan's shape, every rank must be given ``input_ids`` or
-        ``labels``. Each replica has its own, but all call it together. Call ``eval()`` before, where it matters.
-        """
-        self._generation.check(self.stages.get(self.plan.num_stages - 1))
-        batch, executor = self._admission.scored(input_ids, labels, documents)
-        given = input_ids if input_ids is not None else labels
-        with self.failing_together(), self._loss_parallel():
-            found = self._generation.log_probs(batch, executor, None if given is None else given.shape[1])
-        return found if given is None else found[:, : given.shape[1]]
-
-    @torch.no_grad()
-    def hidden_states(self, input_ids: Tensor | None, documents: Documents | None = None) -> Tensor | None:
-        """What the head would be called with, before any norm: (batch, tokens, hidden) where the last stage is, None
-        elsewhere. By forwards only, of a batch of the plan's shape: for teachers, whose logits of a whole batch would
-        not fit; see ``logits`` and ``losses.distillation``."""
-        if self._transport.tp_size > 1:
-            raise ValueError("hidden states are split over ranks with tensor parallel; take tp 1")
-        batch, executor = self._admission.unscored(input_ids, documents)
-        with self.failing_together():
-            return self._generation.hidden_states(batch, executor)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states, where the last stage is: (rows, tokens, vocabulary). Not with ``shard``: parameters are in
-        parts between steps."""
-        if self._is_sharded:
-            raise ValueError("parameters are in parts between steps with shard=True; take shard=False for a teacher")
-        return logits(self._sync.stages[self.plan.num_stages - 1], hidden)
-
-    @torch.no_grad()
-    def next_token_logits(self, input_ids: Tensor | None) -> Tensor:
-        """The scores of the token after each sequence, (rows, vocabulary), on every rank.
-
-        By forwards only, of any number of sequences of any length: (rows, tokens), the same on every rank of a
-        pipeline. Each replica has its own, but all call it together. Call ``eval()`` before, where it matters.
-        """
-        self._generation.check(self.stages.get(self.plan.num_stages - 1))
-        padded, executor = self._admission.prompt(input_ids, self.plan)
-        with self.failing_together():
-            return self._generation.next_token_logits(padded, cast(Tensor, input_ids).shape[1], executor)
 
     # Gradients
 

@@ -1,18 +1,12 @@
-"""The configuration file of a training run, run.toml, as frozen dataclasses that document every key."""
+"""The sections of run.toml as frozen dataclasses that document every key."""
 
 import json
-import re
 import textwrap
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from terapipe.planning.order import ORDERS
-
-Section = TypeVar("Section")
 
 
 def key(default: Any, doc: str, *, positive: bool = False, share: bool = False) -> Any:
@@ -250,168 +244,6 @@ class RunConfig:
         return "\n".join(line for part in fields(self) for line in _section_lines(part.name, getattr(self, part.name)))
 
 
-def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a file. Overrides replace single keys: ``optimizer.lr=1e-4``."""
-    return parse(path.read_text(encoding="utf-8"), overrides, str(path))
-
-
-def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> RunConfig:
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name} is not valid TOML: {error}") from None
-    for override in overrides:
-        _override(data, override)
-    sections = {part.name: type(part.default) for part in fields(RunConfig)}
-    _refuse_unknown(data, sections, f"{name}: unknown section [{{}}]")
-    values: dict[str, Any] = {part: _section(kind, data.get(part, {}), part, name) for part, kind in sections.items()}
-    config = RunConfig(**values)
-    _check(config, name)
-    if config.objective.kind == "dpo" and not config.plan.microbatch_size:  # the two texts of a pair stay together
-        config = replace(config, plan=replace(config.plan, microbatch_size=2))
-    return config if "tokenizer" in data.get("data", {}) else _with_model_tokenizer(config)
-
-
-def _with_model_tokenizer(config: RunConfig) -> RunConfig:
-    """A Hugging Face model uses the tokenizer in its own folder."""
-    model = config.model
-    if not model.folder and not model.config:
-        return config
-    path = Path(model.folder or model.config)
-    folder = path.parent if path.is_file() else path
-    return replace(config, data=replace(config.data, tokenizer=str(folder)))
-
-
-def _override(data: dict[str, Any], text: str) -> None:
-    place, equals, value = text.partition("=")
-    section, dot, name = place.strip().partition(".")
-    if not equals or not dot or not section or not name:
-        raise ValueError(f"a key is replaced by SECTION.KEY=VALUE, such as optimizer.lr=1e-4, got {text!r}")
-    table = data.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise ValueError(f"[{section}] must be a table of keys, got {table!r}")
-    table[name] = _value(value.strip())
-
-
-def _value(text: str) -> Any:
-    """A TOML value. Anything else is a string, so that quotes need not be escaped in a shell."""
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _refuse_unknown(data: Mapping[str, Any], known: Mapping[str, Any], message: str) -> None:
-    for name in data:
-        if name not in known:
-            likely = get_close_matches(name, known, 1)
-            hint = f"did you mean {likely[0]!r}? " if likely else ""
-            raise ValueError(f"{message.format(name)}; {hint}there are {', '.join(known)}")
-
-
-def _section(kind: type[Section], data: Any, section: str, name: str) -> Section:
-    if not isinstance(data, dict):
-        raise ValueError(f"{name}: [{section}] must be a table of keys, got {data!r}")
-    hints = get_type_hints(kind)
-    _refuse_unknown(data, hints, f"{name}: unknown key {section}.{{}}")
-    values = {k: _typed(hints[k], v, f"{name}: {section}.{k}") for k, v in data.items()}
-    return kind(**values)
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        return value
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        values = value if isinstance(value, list) else [value]  # a single value needs no brackets
-        return tuple(_typed(item, v, where) for v in values)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where} must be {_TYPE_NAMES[kind]}, got {value!r}")
-    return value
-
-
-_TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def _check(config: RunConfig, name: str) -> None:
-    """Rules that need nothing but the file. Others are checked where the values are used, before the first step."""
-    for part in fields(config):
-        section = getattr(config, part.name)
-        for entry in fields(section):
-            _check_range(getattr(section, entry.name), entry, f"{name}: {part.name}.{entry.name}")
-    kinds = [kind for kind in ("preset", "config", "folder", "factory") if getattr(config.model, kind)]
-    if len(kinds) != 1:
-        raise ValueError(
-            f"{name}: a model is given by exactly one of model.preset, config, folder and factory, got "
-            f"{' and '.join(kinds) or 'none'}"
-        )
-    if not config.data.train:
-        raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
-    _check_objective(config, name)
-    _check_plan(config.plan, name)
-    if config.data.batch_size % (config.plan.dp or 1):
-        raise ValueError(
-            f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
-            f"data.batch_size {config.data.batch_size}"
-        )
-
-
-def _check_range(value: Any, entry: Field[Any], where: str) -> None:
-    for number in value if isinstance(value, tuple) else (value,):
-        if not isinstance(number, int | float) or isinstance(number, bool):
-            continue
-        if not number >= 0 or (entry.metadata["positive"] and number == 0):
-            least = "positive" if entry.metadata["positive"] else "at least 0"
-            raise ValueError(f"{where} must be {least}, got {number!r}")
-        if entry.metadata["share"] and number > 1:
-            raise ValueError(f"{where} is a share of the whole, at most 1, got {number}")
-
-
-def _check_objective(config: RunConfig, name: str) -> None:
-    objective, data = config.objective, config.data
-    if ":" not in objective.kind:
-        _refuse_unknown({objective.kind: None}, dict.fromkeys(OBJECTIVES), f"{name}: unknown objective.kind {{!r}}")
-    for entry in fields(objective):
-        kinds = re.match(r"with (\w+)(?: and (\w+))?:", entry.metadata["doc"])
-        if kinds and objective.kind not in kinds.groups() and getattr(objective, entry.name) != entry.default:
-            raise ValueError(
-                f"{name}: objective.{entry.name} is for kind = {' or '.join(filter(None, kinds.groups()))}, got "
-                f"{objective.kind!r}; leave it out"
-            )
-    if objective.kind == "distill" and not objective.teacher:
-        raise ValueError(f"{name}: kind = 'distill' needs objective.teacher, the folder of a Hugging Face model")
-    if objective.kind == "dpo":
-        if data.packing != "padded":
-            raise ValueError(f"{name}: pairs need data.packing = 'padded', got {data.packing!r}")
-        if data.batch_size % (2 * (config.plan.dp or 1)):
-            raise ValueError(
-                f"{name}: pairs need an even data.batch_size for each replica, got {data.batch_size} and dp "
-                f"{config.plan.dp or 1}"
-            )
-        if data.eval_share:
-            raise ValueError(f"{name}: pairs for evaluation are given by data.eval, not by data.eval_share")
-    if objective.weights and (objective.kind != "cross_entropy" or data.packing == "concat" or data.eval_share):
-        raise ValueError(
-            f"{name}: objective.weights are of documents: they need kind = 'cross_entropy', data.packing = 'packed' or "
-            "'padded', and data.eval instead of data.eval_share"
-        )
-
-
-def _check_plan(plan: PlanConfig, name: str) -> None:
-    if plan.num_slices and plan.slice_lengths:
-        raise ValueError(
-            f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"
-        )
-    if plan.order:
-        _refuse_unknown({plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
-    if plan.memory:
-        nbytes(plan.memory)
-
-
 def _section_lines(name: str, section: Any) -> list[str]:
     lines = [f"# {section.__doc__.strip()}", f"[{name}]"]
     for entry in fields(section):
@@ -429,13 +261,3 @@ def _toml(value: Any) -> str:
     return (
         repr(value) if isinstance(value, float) else json.dumps(value)
     )  # TOML writes strings and booleans as JSON does
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def nbytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])

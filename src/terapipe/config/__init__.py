@@ -1,0 +1,34 @@
+"""The configuration file of a training run, run.toml."""
+
+from terapipe.config.parsing import load, parse
+from terapipe.config.rules import nbytes
+from terapipe.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    FailureConfig,
+    LoggingConfig,
+    LRConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PlanConfig,
+    RunConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "FailureConfig",
+    "LRConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "RunConfig",
+    "load",
+    "nbytes",
+    "parse",
+]

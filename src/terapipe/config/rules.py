@@ -1,0 +1,103 @@
+"""What values of run.toml must be, as far as the file alone tells."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from terapipe.config.sections import OBJECTIVES, PlanConfig, RunConfig
+from terapipe.planning.order import ORDERS
+
+
+def refuse_unknown(data: Mapping[str, Any], known: Mapping[str, Any], message: str) -> None:
+    for name in data:
+        if name not in known:
+            likely = get_close_matches(name, known, 1)
+            hint = f"did you mean {likely[0]!r}? " if likely else ""
+            raise ValueError(f"{message.format(name)}; {hint}there are {', '.join(known)}")
+
+
+def check(config: RunConfig, name: str) -> None:
+    """Rules that need nothing but the file. Others are checked where the values are used, before the first step."""
+    for part in fields(config):
+        section = getattr(config, part.name)
+        for entry in fields(section):
+            _check_range(getattr(section, entry.name), entry, f"{name}: {part.name}.{entry.name}")
+    kinds = [kind for kind in ("preset", "config", "folder", "factory") if getattr(config.model, kind)]
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{name}: a model is given by exactly one of model.preset, config, folder and factory, got "
+            f"{' and '.join(kinds) or 'none'}"
+        )
+    if not config.data.train:
+        raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
+    _check_objective(config, name)
+    _check_plan(config.plan, name)
+    if config.data.batch_size % (config.plan.dp or 1):
+        raise ValueError(
+            f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
+            f"data.batch_size {config.data.batch_size}"
+        )
+
+
+def _check_range(value: Any, entry: Field[Any], where: str) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            continue
+        if not number >= 0 or (entry.metadata["positive"] and number == 0):
+            least = "positive" if entry.metadata["positive"] else "at least 0"
+            raise ValueError(f"{where} must be {least}, got {number!r}")
+        if entry.metadata["share"] and number > 1:
+            raise ValueError(f"{where} is a share of the whole, at most 1, got {number}")
+
+
+def _check_objective(config: RunConfig, name: str) -> None:
+    objective, data = config.objective, config.data
+    if ":" not in objective.kind:
+        refuse_unknown({objective.kind: None}, dict.fromkeys(OBJECTIVES), f"{name}: unknown objective.kind {{!r}}")
+    for entry in fields(objective):
+        kinds = re.match(r"with (\w+)(?: and (\w+))?:", entry.metadata["doc"])
+        if kinds and objective.kind not in kinds.groups() and getattr(objective, entry.name) != entry.default:
+            raise ValueError(
+                f"{name}: objective.{entry.name} is for kind = {' or '.join(filter(None, kinds.groups()))}, got "
+                f"{objective.kind!r}; leave it out"
+            )
+    if objective.kind == "distill" and not objective.teacher:
+        raise ValueError(f"{name}: kind = 'distill' needs objective.teacher, the folder of a Hugging Face model")
+    if objective.kind == "dpo":
+        if data.packing != "padded":
+            raise ValueError(f"{name}: pairs need data.packing = 'padded', got {data.packing!r}")
+        if data.batch_size % (2 * (config.plan.dp or 1)):
+            raise ValueError(
+                f"{name}: pairs need an even data.batch_size for each replica, got {data.batch_size} and dp "
+                f"{config.plan.dp or 1}"
+            )
+        if data.eval_share:
+            raise ValueError(f"{name}: pairs for evaluation are given by data.eval, not by data.eval_share")
+    if objective.weights and (objective.kind != "cross_entropy" or data.packing == "concat" or data.eval_share):
+        raise ValueError(
+            f"{name}: objective.weights are of documents: they need kind = 'cross_entropy', data.packing = 'packed' or "
+            "'padded', and data.eval instead of data.eval_share"
+        )
+
+
+def _check_plan(plan: PlanConfig, name: str) -> None:
+    if plan.num_slices and plan.slice_lengths:
+        raise ValueError(
+            f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"
+        )
+    if plan.order:
+        refuse_unknown({plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
+    if plan.memory:
+        nbytes(plan.memory)
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def nbytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
