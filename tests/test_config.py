@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from terapipe.config import RunConfig, load, nbytes, parse
+from terapipe.config import RunConfig, load, parse
+from terapipe.planning.memory import parse_bytes
 
 SMALL = """
 [model]
@@ -81,4 +82,4 @@ def test_what_is_no_toml_is_refused() -> None:
 
 
 def test_bytes() -> None:
-    assert nbytes("16GiB") == 16 * 2**30
+    assert parse_bytes("16GiB") == 16 * 2**30

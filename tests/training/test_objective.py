@@ -17,8 +17,8 @@ from terapipe.presets import gpt_config
 from terapipe.training.data.loader import Batches, Pairs, Sequences
 from terapipe.training.data.token_file import open_data
 from terapipe.training.logging.metrics import read
-from terapipe.training.optimizer import learning_rate
 from tests.ranks import Ranks
+from tests.training.loop import curve
 from tests.training.test_run import losses, train
 
 SHAPE = "layers=3,hidden=16,heads=2,vocab=257"
@@ -75,25 +75,8 @@ folder = "{place / name}"
     )
 
 
-def curve(told: RunConfig, rows: Batches, loss_of: Callable[[GPT, Sequences], Tensor]) -> list[float]:
-    """The losses of a loop as anyone would write it."""
-    gpt = GPT(gpt_config(SHAPE)).double()
-    groups = [
-        {"params": [p for p in gpt.parameters() if p.ndim >= 2], "weight_decay": told.optimizer.weight_decay},
-        {"params": [p for p in gpt.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(told.optimizer.beta1, told.optimizer.beta2), eps=1e-4)
-    found = []
-    for step in range(STEPS):
-        loss = loss_of(gpt, rows.read(8 * step, 8))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), told.optimizer.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, told.lr, told.optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+def plain_curve(told: RunConfig, rows: Batches, loss_of: Callable[[GPT, Sequences], Tensor]) -> list[float]:
+    return curve(told, GPT(gpt_config(SHAPE)).double(), rows, STEPS, loss_of)
 
 
 def log_probs(gpt: GPT, rows: Sequences) -> Tensor:
@@ -135,7 +118,7 @@ def test_the_curve_is_that_of_a_plain_loop(ranks: Callable[[int], Ranks], place:
         ranks(size)(train, told)
         data = open_data(told.data, told.folder / "data")
         make = Pairs if kind == "dpo" else Batches
-        wanted = curve(told, make(data.train, 40, "padded", True, 0, kind == "weights"), loss_of)
+        wanted = plain_curve(told, make(data.train, 40, "padded", True, 0, kind == "weights"), loss_of)
         assert losses(told.folder) == pytest.approx(wanted, rel=1e-9)
         assert all("eval_loss" in row for row in read(told.folder) if row.get("perplexity"))
 
@@ -225,7 +208,7 @@ def test_distillation(ranks: Callable[[int], Ranks], place: Path) -> None:
     ranks(2)(train, told)
     data = open_data(told.data, told.folder / "data")
     assert losses(told.folder) == pytest.approx(
-        curve(told, Batches(data.train, 40, "padded", True, 0), plain), rel=1e-6
+        plain_curve(told, Batches(data.train, 40, "padded", True, 0), plain), rel=1e-6
     )
 
 

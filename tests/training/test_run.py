@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from terapipe import GPT
 from terapipe.config import RunConfig, parse
@@ -19,10 +18,10 @@ from terapipe.presets import gpt_config
 from terapipe.training.data.loader import Batches
 from terapipe.training.data.token_file import open_data
 from terapipe.training.logging.metrics import read
-from terapipe.training.optimizer import learning_rate
 from tests import pretend
 from tests.commands import Command, started
 from tests.ranks import Ranks
+from tests.training.loop import curve
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
 SHAPE = "layers=3,hidden=16,heads=2"
@@ -104,28 +103,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plainly(told: RunConfig, steps: int) -> list[float]:
-    """The losses of a loop as anyone would write it, which knows nothing of pipelines."""
+    """The losses of a plain loop."""
     data = open_data(told.data, Path(told.data.cache))
     gpt = GPT(replace(gpt_config(SHAPE), vocab=data.tokenizer.vocab)).double()
-    named = dict(gpt.named_parameters())
-    groups = [
-        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": told.optimizer.weight_decay},
-        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(told.optimizer.beta1, told.optimizer.beta2), eps=1e-4)
-    batches = Batches(data.train, told.data.seq_len, told.data.packing, True, 0)
-    found = []
-    for step in range(steps):
-        rows = batches.read(4 * step, 4)  # two batches of two
-        loss = gpt.loss(gpt(rows.ids), rows.labels) / (rows.labels != IGNORE).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, told.lr, told.optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    rows = Batches(data.train, told.data.seq_len, told.data.packing, True, 0)
+    return curve(told, gpt, rows, steps, lambda m, r: m.loss(m(r.ids), r.labels) / (r.labels != IGNORE).sum())
 
 
 LAYOUTS = {
@@ -157,8 +139,8 @@ def test_the_curve_is_that_of_a_plain_loop(
         assert evaluations(told.folder) == pytest.approx(evaluations(place / f"{packing}{steps}-0"), rel=1e-9)
     wanted = plainly(told, steps)
     assert len(evaluations(told.folder)) == steps // 10
-    for name, curve in found.items():
-        assert curve == pytest.approx(wanted, rel=1e-9), name
+    for name, values in found.items():
+        assert values == pytest.approx(wanted, rel=1e-9), name
     assert wanted[-1] < 0.9 * wanted[0]
 
 

@@ -1,7 +1,6 @@
 """The configuration file of a training run, run.toml."""
 
 from terapipe.config.parsing import load, parse
-from terapipe.config.rules import nbytes
 from terapipe.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -29,6 +28,5 @@ __all__ = [
     "PlanConfig",
     "RunConfig",
     "load",
-    "nbytes",
     "parse",
 ]

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from terapipe.config.sections import OBJECTIVES, PlanConfig, RunConfig
+from terapipe.planning.memory import parse_bytes
 from terapipe.planning.order import ORDERS
 
 
@@ -90,14 +91,4 @@ def _check_plan(plan: PlanConfig, name: str) -> None:
     if plan.order:
         refuse_unknown({plan.order: None}, ORDERS, f"{name}: unknown plan.order {{!r}}")
     if plan.memory:
-        nbytes(plan.memory)
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def nbytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+        parse_bytes(plan.memory)

@@ -17,7 +17,7 @@ from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import Ending
+from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
@@ -123,18 +123,18 @@ class Executor:
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
         self.at: Action | None = None
 
-    def run(self, batch: Batch, ending: Ending, *, longest: int | None = None, train: bool) -> Tensor:
-        """The batch's loss where the last stage is, by what ``ending`` makes of its hidden states; zero elsewhere.
+    def run(self, batch: Batch, output_head: OutputHead, *, longest: int | None = None, train: bool) -> Tensor:
+        """The batch's loss where the last stage is, by what ``output_head`` makes of its hidden states; zero elsewhere.
         Gradients if ``train``. ``longest`` is the length of the longest document, if some of its tokens are padding."""
         self._reset()
-        self._batch, self._ending, self._train = batch, ending, train
+        self._batch, self._output_head, self._train = batch, output_head, train
         self._auxiliary.begin(batch, train=train)
         self._longest = longest or longest_document(batch.documents, self._plan.seq_len)
         self._marks.clear()
         self._clock.start()
         self._autocast = Autocast.current(self._transport.device)
         if self._last_stage in self._stages:
-            ending.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
+            output_head.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
         self._wire.begin(self._autocast)
         self._autocast.forget_casts()
         # Caches made in inference mode could not be written outside of it.
@@ -152,14 +152,14 @@ class Executor:
     def _loss(self) -> Tensor:
         loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
         if self._last_stage in self._stages:
-            for part in (self._ending.loss, self._auxiliary.loss):
+            for part in (self._output_head.loss, self._auxiliary.loss):
                 loss = loss if part is None else loss + part
         return loss
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Of the last run, where the last stage is."""
-        return {**self._ending.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
+        return {**self._output_head.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
 
     def _perform_all(self) -> None:
         for run in self._runs if self._train else self._forward_runs:
@@ -201,7 +201,7 @@ class Executor:
             out = self._stages[k](x, cache)
         self._add_sums(k, s, cache.pop_sums())
         if k == self._last_stage:
-            self._ending.forward(s, out)
+            self._output_head.forward(s, out)
         if self._train:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and not self._plan.recompute):
@@ -232,7 +232,7 @@ class Executor:
             self._sums[k, s] = cache.pop_sums()
         assert out is not None
         if gradient is None:
-            gradient = self._ending.gradient(s, out)
+            gradient = self._output_head.gradient(s, out)
         others = self._auxiliary.roots(s, self._sums.pop((k, s)))
         if out.requires_grad or others:  # a first stage may have nothing to train
             cache.backward(out, gradient, others)  # adds what later slices owe to this one's keys, values and states

@@ -11,7 +11,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.auxiliary import AuxiliaryLosses
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import Ending
+from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.mesh import DP
 from terapipe.runtime.silence import SilentTransport
 from terapipe.runtime.transport import Transport
@@ -48,12 +48,12 @@ class Executors:
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
         return Executor(self._stages, plan, actions, transport, self._wire, auxiliary, self._stage_done)
 
-    def run_alone(self, batch: Batch, ending: Ending) -> None:
+    def run_alone(self, batch: Batch, output_head: OutputHead) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept."""
         silent = SilentTransport(self._transport.device, self._transport.rank)
         actions = validated_actions(batch.plan, silent.rank)
         executor = self._executor(batch.plan, actions, silent)
-        executor.run(batch, ending, train=True)
+        executor.run(batch, output_head, train=True)
         executor.release()
 
     def get(self, plan: Plan) -> Executor:

@@ -15,7 +15,7 @@ from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import GradientSync
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import AllHidden, LastHidden, TokenValues
+from terapipe.runtime.last_stage import LastHidden, TokenValues
 from terapipe.runtime.transport import Transport
 
 
@@ -42,34 +42,34 @@ class Generation:
 
     def next_token_logits(self, padded: Tensor, tokens: int, executor: Executor) -> Tensor:
         """After so many tokens of each row; the rest is padding."""
-        ending = LastHidden()
+        output_head = LastHidden()
         with self._executors.once(executor):
             batch = Batch(executor.plan, padded if self._transport.rank == 0 else None)
-            executor.run(batch, ending, longest=tokens, train=False)
-        logits = None if ending.hidden is None else self._logits_at(tokens - 1, ending.hidden)
+            executor.run(batch, output_head, longest=tokens, train=False)
+        logits = None if output_head.hidden is None else self._logits_at(tokens - 1, output_head.hidden)
         self._sync.finish()
         return self._to_all(logits, len(padded))
 
     def log_probs(self, batch: Batch, executor: Executor, tokens: int | None) -> Tensor:
         """Of the labels, (rows, tokens). Of each row so many tokens count, the rest is padding."""
-        ending = TokenValues(token_log_probs)
+        output_head = TokenValues(token_log_probs)
         longest = longest_document(batch.documents, tokens or batch.plan.seq_len)
         with self._executors.once(executor):
-            executor.run(batch, ending, longest=longest, train=False)
+            executor.run(batch, output_head, longest=longest, train=False)
         self._sync.finish()
         shape, device = (batch.plan.batch_size, batch.plan.seq_len), self._transport.device
         found = torch.empty(shape, dtype=self._executors.wide, device=device)
         if batch.targets is not None:
-            found.copy_(ending.collected())
+            found.copy_(output_head.collected())
         return self._transport.broadcast(found, self._plan.last_rank, "the log-probabilities")
 
     def hidden_states(self, batch: Batch, executor: Executor) -> Tensor | None:
         """Of the last stage, where it is."""
-        ending = AllHidden()
+        output_head = TokenValues()
         with self._executors.once(executor):
-            executor.run(batch, ending, train=False)
+            executor.run(batch, output_head, train=False)
         self._sync.finish()
-        return ending.collected() if self._transport.rank == self._plan.last_rank else None
+        return output_head.collected() if self._transport.rank == self._plan.last_rank else None
 
     def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
         """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""

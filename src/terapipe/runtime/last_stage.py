@@ -19,7 +19,7 @@ from terapipe.runtime.random_state import RandomState
 Metrics = dict[str, Tensor]
 
 
-class Ending(Protocol):
+class OutputHead(Protocol):
     """Of one run. The executor calls ``forward`` with each slice's hidden states, and in the slice's backward
     ``gradient`` with the same."""
 
@@ -168,9 +168,10 @@ class SequenceLosses(_Base):
 
 
 class TokenValues(_Base):
-    """The values of all tokens, by forwards only."""
+    """The values of all tokens, by forwards only: by default the hidden states themselves."""
 
-    def __init__(self, per_token: Callable[[Tensor, Targets], Tensor]) -> None:
+    def __init__(self, per_token: Callable[[Tensor, Targets], Tensor] | None = None) -> None:
+        """``per_token`` gets logits."""
         self._per_token = per_token
 
     def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
@@ -178,28 +179,14 @@ class TokenValues(_Base):
         self._values: dict[int, list[Tensor]] = {}
 
     def forward(self, s: Slice, hidden: Tensor) -> None:
-        with self._autocast.on():
-            found = self._per_token(logits(self._stage, hidden), self._batch.cut(s))
-        self._values.setdefault(s.microbatch, []).append(found)
+        if self._per_token is not None:
+            with self._autocast.on():
+                hidden = self._per_token(logits(self._stage, hidden), self._batch.cut(s))
+        self._values.setdefault(s.microbatch, []).append(hidden)
 
     def collected(self) -> Tensor:
         """(batch, seq_len, ...)."""
         return torch.cat([torch.cat(self._values[m], 1) for m in sorted(self._values)])
-
-
-class AllHidden(_Base):
-    """The hidden states of all tokens, by forwards only."""
-
-    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
-        super().begin(stage, batch, autocast, train=train)
-        self._found: dict[int, list[Tensor]] = {}
-
-    def forward(self, s: Slice, hidden: Tensor) -> None:
-        self._found.setdefault(s.microbatch, []).append(hidden)
-
-    def collected(self) -> Tensor:
-        """(batch, seq_len, hidden)."""
-        return torch.cat([torch.cat(self._found[m], 1) for m in sorted(self._found)])
 
 
 class LastHidden(_Base):
@@ -215,7 +202,7 @@ def default_loss(stage: Stage, hidden: Tensor, targets: Targets) -> Tensor:
     return stage.loss(hidden, targets)
 
 
-def ending_for(objective: Objective | None) -> "TokenLosses | SequenceLosses":
+def output_head_for(objective: Objective | None) -> "TokenLosses | SequenceLosses":
     if objective is None:
         return TokenLosses(default_loss)
     if isinstance(objective, SequenceLoss):
@@ -274,13 +261,13 @@ def _joined(parts: Sequence[Any], dim: int) -> Any:
 
 
 def try_out(
-    ending: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype, *, train: bool
+    output_head: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype, *, train: bool
 ) -> None:
     """Calls an objective with made-up hidden states of a few tokens, to refuse what it returns before anything is
     sent. Nothing changes by it."""
     device = next(iter(tree_leaves(batch.targets))).device
     few = Slice(0, 0, 0, 1, 0, min(2, batch.plan.seq_len))
     hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device)
-    ending._autocast = Autocast.current(device)
+    output_head._autocast = Autocast.current(device)
     with RandomState.now(device).restored(), torch.set_grad_enabled(train):
-        ending.try_out(stage, batch, hidden.requires_grad_(train), few)
+        output_head.try_out(stage, batch, hidden.requires_grad_(train), few)

@@ -12,7 +12,7 @@ from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.stage import HasHead, Predictor, Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import SequenceLosses, TokenLosses, ending_for, logits, try_out
+from terapipe.runtime.last_stage import SequenceLosses, TokenLosses, default_loss, logits, output_head_for, try_out
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
 from terapipe.scheduling.orders import forwards_come_first
@@ -24,7 +24,7 @@ class PipelineObjective:
     ) -> None:
         self.objective, self._transport = objective, transport
         self._stages, self._last = stages, stages.get(plan.num_stages - 1)
-        self.ending: TokenLosses | SequenceLosses = ending_for(objective)
+        self.output_head: TokenLosses | SequenceLosses = output_head_for(objective)
         # Where operators or parameters are split, a head cannot be called by one rank alone.
         self._untried = objective is not None and transport.tp_size == 1 and not shard
         if objective is not None:
@@ -70,9 +70,8 @@ class PipelineObjective:
         if wanting and not forwards_come_first(plan):
             raise ValueError(
                 f"{' and '.join(wanting)} {'needs' if len(wanting) == 1 else 'need'} the whole batch before the first "
-                "backward, which the order "
-                f"{plan.order!r} does not wait for with {len(plan.sizes)} microbatches; take over='microbatch', an "
-                "order such as 'terapipe' or 'gpipe', or a plan with one microbatch"
+                f"backward, which the order {plan.order!r} does not wait for with {len(plan.sizes)} microbatches; take "
+                "over='microbatch', an order such as 'terapipe' or 'gpipe', or a plan with one microbatch"
             )
 
     @property
@@ -82,14 +81,14 @@ class PipelineObjective:
     def try_out(self, batch: Batch, dtype: torch.dtype, *, train: bool) -> None:
         """Before the first step, where the last stage is."""
         if self._untried and self._last is not None:
-            try_out(self.ending, cast(Stage, self._last), batch, dtype, train=train)
+            try_out(self.output_head, cast(Stage, self._last), batch, dtype, train=train)
             self._untried = not train
 
     @property
     def made_up(self) -> TokenLosses:
         """For a step on made-up numbers without targets."""
         if self.objective is None:
-            return ending_for(None)  # type: ignore[return-value]
+            return TokenLosses(default_loss)
         return TokenLosses(lambda stage, hidden, targets: logits(stage, hidden).sum())
 
     def keep(self, metrics: dict[str, Tensor]) -> None:

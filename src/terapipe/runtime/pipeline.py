@@ -30,7 +30,7 @@ from terapipe.runtime.gradient_sync import (
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
-from terapipe.runtime.last_stage import Ending
+from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.objective import PipelineObjective
@@ -216,7 +216,7 @@ class Pipeline(Forwards):
 
     def _train(self, batch: Batch) -> Tensor:
         if self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
-            self._warm_up(batch, self._objective.ending)
+            self._warm_up(batch, self._objective.output_head)
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
@@ -233,13 +233,13 @@ class Pipeline(Forwards):
         step does it by itself."""
         self._warm_up(self._made_up(plan or self.plan), self._objective.made_up)
 
-    def _warm_up(self, batch: Batch, ending: Ending) -> None:
+    def _warm_up(self, batch: Batch, output_head: OutputHead) -> None:
         assert self._executors is not None
         self._is_warm = True
         held = list(self.parameters())
         with self.failing_together(), RandomState.now(self.device).restored(), gradients_put_back(held):
             with summed_in_float32(held), self._loss_parallel():
-                self._executors.run_alone(batch, ending)
+                self._executors.run_alone(batch, output_head)
                 self._sync.finish()
             self._transport.gather(None, ALL)
 
@@ -276,7 +276,7 @@ class Pipeline(Forwards):
             if train and self._transport.tp_size > 1:
                 share_random_state(self._transport)
             with self._loss_parallel():
-                loss = executor.run(batch, self._objective.ending, train=train)
+                loss = executor.run(batch, self._objective.output_head, train=train)
             self._objective.keep(executor.metrics)
             self._sync.finish()
             if self.is_last:

@@ -1,6 +1,7 @@
 """Orders: pure functions from a Plan to the computations of each rank. They differ only in the sequence of actions."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from terapipe.planning.order import InFlight, Order, order_named, register
@@ -137,6 +138,7 @@ def computations(plan: Plan) -> Computations:
     return ranks
 
 
+@lru_cache(maxsize=64)  # asked before every step
 def forwards_come_first(plan: Plan) -> bool:
     """Whether all forwards come before the first backward, on every stage. It is so if it is on the last one: the first
     backward of any stage waits for that of the last, whose forwards wait for all others."""

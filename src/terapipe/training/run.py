@@ -110,9 +110,9 @@ class Run:
         model = self._model(data)
         check_export(self._config, model.shape)
         self._on_first(lambda: self._check_same(identity(self._config, data, model)))
-        RunObjective(self._config, model)  # refuses what it can before measuring
+        objective = RunObjective(self._config, model)  # refuses what it can before measuring
         run_plan = self._first_plan(model)
-        while self._train(data, model, run_plan) is Outcome.REPLAN:
+        while self._train(data, model, objective, run_plan) is Outcome.REPLAN:
             model = self._model(data)
             run_plan = self._from_measurements(model)
 
@@ -199,10 +199,9 @@ class Run:
 
     # Training
 
-    def _train(self, data: Data, model: RunModel, run_plan: plans.RunPlan) -> Outcome:
+    def _train(self, data: Data, model: RunModel, objective: RunObjective, run_plan: plans.RunPlan) -> Outcome:
         config, layout = self._config, run_plan.layout
         mesh = device_mesh(layout) if layout.dp * layout.tp > 1 else None
-        objective = RunObjective(config, model)
         objective.check(run_plan.plan)
         timeout = config.failures.timeout
         pipe = Pipeline(

@@ -25,7 +25,7 @@ class Entries:
         for _, values in read_entries(paths, self.names):
             yield from (value for value in values if isinstance(value, str))
 
-    def add_all(self, writer: TokenWriter, paths: list[Path], field: str, progress: Progress) -> None:
+    def add_all(self, writer: TokenWriter, paths: list[Path], progress: Progress) -> None:
         count = 0
         for count, (where, values) in enumerate(read_entries(paths, self.names), 1):
             if self.is_weighted:

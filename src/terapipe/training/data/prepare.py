@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,12 @@ def _build(config: DataConfig, folder: Path, sources: str, progress: Progress, e
     )
     origin = Origin(sources, _content_hash(folder / "tokenizer"))
     train = TokenWriter(folder / "train", tokenizer, origin)
-    add = entries.add_all if entries.names else _add_documents
-    add(train, paths, config.field, progress)
+    add = entries.add_all if entries.names else partial(TokenWriter.add_all, field=config.field)
+    add(train, paths, progress=progress)
     writers = [train]
     if config.eval:
         writers.append(TokenWriter(folder / "eval", tokenizer, origin))
-        add(writers[1], find_files(config.eval), config.field, lambda tokens: progress(train.size + tokens))
+        add(writers[1], find_files(config.eval), progress=lambda tokens: progress(train.size + tokens))
     elif config.eval_share:
         writers.append(TokenWriter(folder / "eval", tokenizer, origin))
         train.move_end(writers[1], config.eval_share)
@@ -141,10 +142,6 @@ def _build(config: DataConfig, folder: Path, sources: str, progress: Progress, e
         shutil.rmtree(folder / "eval", ignore_errors=True)  # left by other training data
     for writer in writers:
         writer.close()
-
-
-def _add_documents(writer: TokenWriter, paths: list[Path], field: str, progress: Progress) -> None:
-    writer.add_all(paths, field, progress)
 
 
 def _is_token_file(folder: Path) -> bool:
