@@ -18,7 +18,7 @@ from torch import Tensor
 
 from terapipe import Layout, Pipeline, PipelineError, Plan, device_mesh
 from terapipe.modeling.gpt import GPT
-from terapipe.runtime.failures import Board
+from terapipe.runtime.failures import GRACE, Board, Record
 from tests.models import TINY, make_batch, make_model
 from tests.ranks import Ranks
 
@@ -105,6 +105,25 @@ def test_a_dead_rank_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Pat
         assert message.startswith("rank 2 is gone: its process died or lost its connection; rank 0 was waiting at ")
         assert "rank 3 was waiting at RECV_F(stage 3, microbatch 0, slice 2) for rank 2" in message
     assert results[0] == results[1] == results[3]
+
+
+def test_a_rank_that_is_slow_to_tell_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 3 have told whom they wait for: 1 and 2. Rank 1 lives, and tells the same a second later."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    board = Board(store, dict.fromkeys(range(4), "here"))
+    board.post(Record(3, waited_for="RECV_F", peers=(2,)))
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 1.0:
+            board.post(Record(1, waited_for="RECV_B", peers=(2,)))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    message = board.explain(Record(0, waited_for="RECV_B", peers=(1,)))
+    assert message.startswith("rank 2 is gone: its process died or lost its connection; rank 0 was waiting at RECV_B")
+    assert now[0] < GRACE
 
 
 def test_a_stuck_rank_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

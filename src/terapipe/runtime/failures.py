@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 GRACE = 2.0  # seconds that a woken rank gives the others to post their records
-SETTLE = 0.25  # ... and those that somebody waits for, once all others have
+SETTLE = 0.25  # ... and to the one that others wait for, once all others have
 
 
 class PipelineError(RuntimeError):
@@ -118,7 +118,8 @@ class Board:
             found = (self.read(rank) for rank in self._hosts if rank != mine.rank)
             records = sorted([mine, *filter(None, found)], key=lambda r: r.rank)
             suspects = {peer for r in records for peer in r.peers} - {r.rank for r in records}
-            heard = len(records) + len(suspects) >= len(self._hosts)
+            # Of several that others wait for, some may only be slow to tell what they wait for themselves.
+            heard = len(records) + len(suspects) >= len(self._hosts) and len(suspects) <= 1
             spent = time.monotonic() - start
             if any(not r.peers for r in records) or self._store is None or spent > (SETTLE if heard else grace):
                 return self._tell(records, suspects)
