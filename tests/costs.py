@@ -85,10 +85,10 @@ class SimpleSource:
     tile: int = 8
     dtype: str = "float32"
 
-    def cost(self, layout: Layout, recompute: bool) -> Cost:
+    def cost(self, layout: Layout) -> Cost:
         return self.costs
 
-    def memory(self, layout: Layout, recompute: bool) -> Memory:
+    def memory(self, layout: Layout) -> Memory:
         return self.memories
 
     def tensor_degrees(self) -> list[int]:

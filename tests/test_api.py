@@ -42,10 +42,10 @@ def test_a_saved_plan_brings_its_costs(tmp_path: Path) -> None:
 
 def test_a_model_brings_its_limits() -> None:
     """No slice shorter than the model takes, the last one included; no recomputation where it has none."""
-    spec = tp.ModelSpec(tp.PRESETS["gpt-small"], min_slice=24, can_recompute=False)
+    spec = tp.ModelSpec(tp.PRESETS["gpt-small"], min_slice=24, recompute_modes=("none",))
     result = tp.plan(spec, CLUSTER, batch_size=1, seq_len=2048 + 16, dp=1, pp=2, tp=1, order="terapipe")
     assert min(result.plan.lengths[0]) >= 24
-    with pytest.raises(ValueError, match="cannot compute slices again"):
+    with pytest.raises(ValueError, match="the model supports recomputation none, got full"):
         tp.plan(spec, CLUSTER, batch_size=1, seq_len=2048, recompute=True)
     with pytest.raises(ValueError, match="slices of at least 24 tokens"):
         tp.plan(spec, CLUSTER, batch_size=1, seq_len=2048, slice_lengths=[2040, 8])

@@ -86,7 +86,6 @@ def test_two_pipelines_of_one_model_and_the_model_itself_afterwards() -> None:
     model = make()
     wanted, before = plainly(model), looks(model)
     first = Decoder(model, backend="attention")
-    first.recompute_layers()
     for decoder, boundaries in ((first, (0, 1, 4)), (Decoder(model, backend="attention"), (0, 2, 3, 4))):
         pipe = Pipeline(decoder, plan(*boundaries))
         pipe.eval().train()

@@ -97,7 +97,7 @@ def test_a_pipeline_of_one_rank_sends_nothing() -> None:
     request = Request(batch_size=1, seq_len=2048)
 
     def sent(pipe: int) -> float:
-        bench = PlanEvaluator(source, request, Layout(pp=pipe), recompute=False)
+        bench = PlanEvaluator(source, request, Layout(pp=pipe), "none")
         part, cost = bench.slowest_stage, bench.cost
         return float(bench.seconds(1, 512, 0) - cost.forward(part, 1, 512, 0) - cost.backward(part, 1, 512, 0))
 
@@ -146,7 +146,7 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
 ) -> None:
     """A saved plan forgot its layout, so 906 ms became 3.3 s."""
     monkeypatch.chdir(tmp_path)
-    fixed = ["--order", "terapipe", "--num-slices", "4", "--recompute", "off"]
+    fixed = ["--order", "terapipe", "--num-slices", "4", "--recompute", "none"]
     planned = answer(capsys, "plan", *SHAPE, *EIGHT, *fixed, "--shard", "--memory", "40GB", "--save", "plan.json")
     again = answer(capsys, "simulate", "plan.json")
     for key in ("step_time", "layout", "peak_bytes", "fits", "lengths"):
@@ -210,14 +210,14 @@ def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytes
     assert answer(capsys, *common)["step_time"] > 0
     assert answer(capsys, *common, "--num-slices", "4")["lengths"] == [[1, 1, 1, 1]] * 2
     assert answer(capsys, *common, "--slice-lengths", "1,2,1")["lengths"] == [[1, 2, 1]] * 2
-    for option in ("--chunks=1", "--recompute=on", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
+    for option in ("--chunks=1", "--recompute=full", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
                    "--sensitivity", "--layers-only", "--model=gpt-tiny"):  # fmt: skip
         assert "would have no effect" in refused(capsys, *common, option)
 
 
 def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--json left --sensitivity out; --num-slices 2048 was 2,048 slices, --num-slices 1024,1024 two lengths."""
-    plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch-size", "1", "--recompute", "off"]
+    plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch-size", "1", "--recompute", "none"]
     assert len(answer(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
     profile = tmp_path / "profile.json"
     profile.write_text(made().to_json())
@@ -243,7 +243,7 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
 def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:
     """A runner-up may be a little faster where slicing is not worth it: "-0.4% faster than the next best order"."""
     source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=2), Cluster("dgx-a100:1"))
-    bench = PlanEvaluator(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), recompute=False)
+    bench = PlanEvaluator(source, Request(batch_size=1, seq_len=64, tile=8), Layout(pp=2), "none")
     whole = bench.evaluate(bench.plan("gpipe", 1, (64,)))
     sliced = replace(bench.evaluate(bench.plan("terapipe", 1, (32, 32))), step_time=0.996 * whole.step_time)
     said = " ".join(reasons(PlanResult(whole, (sliced,), bench.request)))

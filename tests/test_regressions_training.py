@@ -191,13 +191,13 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     out, so that they did not."""
     config = told(tmp_path, GPT, "data.seq_len=2041", "plan.tp=6", "data.batch_size=4")
     able = make_model(config.model, config.data, 257)
-    picky = replace(able, shortest=2, recomputes=False)
+    picky = replace(able, shortest=2, recompute_modes=("none",))
     assert request_of(config, able, monkeypatch).recompute is None
     assert request_of(config, able, monkeypatch).tile_for(tile=8, tp=6) == 24
     one = replace(config, plan=replace(config.plan, tp=1))
     assert request_of(one, able, monkeypatch).tile_for(tile=8, tp=1) == 8
     assert request_of(one, picky, monkeypatch).tile_for(tile=8, tp=1) == 16, "the last slice had one token"
-    assert not request_of(one, picky, monkeypatch).can_recompute
+    assert request_of(one, picky, monkeypatch).recompute_modes == ("none",)
     even = replace(one, plan=replace(one.plan, num_slices=255))
     assert min(run_plan.equal_slices(even, picky, 2).plan.lengths[0]) >= 2
 

@@ -17,6 +17,7 @@ from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
+from terapipe.recompute import Recompute
 from terapipe.scheduling.simulator import peaks, program
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
@@ -88,7 +89,7 @@ def plan(
     slice_lengths: Sequence[int] | None = None,
     microbatch_size: int | None = None,
     chunks: int | None = None,
-    recompute: bool | None = None,
+    recompute: Recompute | bool | None = None,
     tile: int | None = None,
     distinct: int | None = None,
     devices: int | None = None,
@@ -106,7 +107,8 @@ def plan(
     - ``num_slices`` or ``slice_lengths``: cut every sequence into equal slices, or into slices of these lengths.
     - ``microbatch_size``: sequences per microbatch.
     - ``chunks``: stages per pipeline rank.
-    - ``recompute``: whether the backward computes activations again.
+    - ``recompute``: what the backward computes again, see ``Recompute``; True is "full", False is "none". By default
+      the fastest that fits, which may differ between stages and slices.
     - ``tile``: slice lengths are multiples of it.
     - ``distinct``: maximum number of different slice lengths.
     - ``devices``: number of ranks to plan for, if a Profile was measured on another number.
@@ -148,7 +150,7 @@ def compare(
     tp: int | None = None,
     shard: bool = False,
     microbatch_size: int | None = None,
-    recompute: bool | None = None,
+    recompute: Recompute | bool | None = None,
     tile: int | None = None,
     devices: int | None = None,
     layers_only: bool = False,
@@ -206,7 +208,7 @@ def estimate(
     )
     source = saved_source() if costs is None else source_of(model_spec(model), costs, request, None, layers_only)
     _check_fit(given, layout, source)
-    evaluator = PlanEvaluator(source, request, layout, given.recompute)
+    evaluator = PlanEvaluator(source, request, layout, given.recompute_modes[-1])
     return timed(lambda: PlanResult(evaluator.evaluate(given), (), request, source))
 
 
@@ -250,7 +252,7 @@ def dry_run(
 def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str) -> list[int]:
     """The bytes of every pipeline rank, by the planner, without optimizer state."""
     element = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
-    return peaks(program(plan), plan, ShapeMemory(config, element, 0, recompute=plan.recompute))
+    return peaks(program(plan), plan, ShapeMemory(config, element, 0))
 
 
 def _parts(
@@ -310,7 +312,7 @@ def source_of(
 def _request(spec: ModelSpec | None, memory: str | int | None, **given: Any) -> Request:
     """With what the model cannot do, so that no caller can forget it."""
     if spec is not None:
-        given |= {"min_slice": spec.min_slice, "can_recompute": spec.can_recompute}
+        given |= {"min_slice": spec.min_slice, "recompute_modes": spec.recompute_modes}
     return Request(budget=_nbytes(memory), **given)
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from terapipe.recompute import MODES, Recompute
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -82,7 +84,7 @@ class ModelSpec:
 
     config: GPTConfig  # a GPT of about the same shape
     min_slice: int = 1  # tokens in the shortest slice with which the model is exact
-    can_recompute: bool = True  # whether the model supports recomputation
+    recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
 
 
 def gpt_config(text: str) -> GPTConfig:

@@ -23,7 +23,7 @@ NOT_SECONDS = ("", "x", "0", "-1", "nan", "inf", "-inf", "1,5")
 NOT_BYTES = ("", "lots", "-1GiB", "1TB", "16 apples", "0", "nan")
 MODEL = ["--model", "layers=4,hidden=64,heads=4"]
 SIZE = ["--batch-size", "2", "--seq-len", "64"]
-FIXED = ["--dp", "1", "--pp", "2", "--tp", "1", "--order", "terapipe", "--recompute", "off"]
+FIXED = ["--dp", "1", "--pp", "2", "--tp", "1", "--order", "terapipe", "--recompute", "none"]
 CLUSTER = [*MODEL, "--cluster", "dgx-a100:1"]
 TOML = '[model]\npreset = "gpt-tiny"\n[data]\ntrain = "{text}"\ntokens = 32\n[logging]\nfolder = "{folder}"\n'
 
@@ -196,7 +196,7 @@ def conflicts(files: Files) -> Iterator[tuple[str, list[str]]]:
     yield from (("plan", pair.split()) for pair in pairs)
     pairs = ["--sensitivity", "--layers-only", *MODEL, "--cluster=dgx-a100:1"]
     yield from (("plan by profile", [pair] if pair.startswith("--") else MODEL) for pair in pairs)
-    pairs = ["--sensitivity", "--layers-only", "--tile=8", "--chunks=1", "--recompute=on", "--distinct=1", "--shard"]
+    pairs = ["--sensitivity", "--layers-only", "--tile=8", "--chunks=1", "--recompute=full", "--distinct=1", "--shard"]
     pairs += [
         "--memory=1GiB",
         "--order=gpipe",
@@ -216,7 +216,7 @@ def conflicts(files: Files) -> Iterator[tuple[str, list[str]]]:
         "--distinct=2",
         "--microbatch-size=1",
     ]
-    pairs += ["--recompute=off", "--tile=8", "--dp=2", "--pp=3", "--tp=2", "--batch-size=3", "--seq-len=65", "--shard"]
+    pairs += ["--recompute=none", "--tile=8", "--dp=2", "--pp=3", "--tp=2", "--batch-size=3", "--seq-len=65", "--shard"]
     pairs += ["--json --width=80", f"--profile={files.profile}", "--model=gpt-small"]
     yield from (("simulate", pair.split()) for pair in pairs)
     yield from (("simulate bare", [pair]) for pair in ("--shard", "--dp=0", "--tp=3", "--batch-size=3", "--pp=4"))

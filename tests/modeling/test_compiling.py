@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from examples import own_model
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling.compiling import compile_layers
+from terapipe.recompute import Recompute
 from tests.models import TINY, gradients, make_batch, make_model, mesh_of, plain, variant, worst_error
 from tests.ranks import Ranks
 
@@ -69,11 +71,9 @@ def test_gradients_are_the_plain_models(order: str, recompute: bool) -> None:
     assert worst_error(truth(), [stepped(make_model(TINY), plan, TRACED)], TINY) < 1e-12
 
 
-def test_feed_forwards_computed_again() -> None:
-    model = make_model(TINY)
-    for block in model.blocks:
-        block.recompute = True
-    assert worst_error(truth(), [stepped(model, PLAN, TRACED)], TINY) < 1e-12
+def test_layers_computed_again() -> None:
+    plan = replace(PLAN, recompute="selective")
+    assert worst_error(truth(), [stepped(make_model(TINY), plan, TRACED)], TINY) < 1e-12
 
 
 def sharded(layout: Layout, plan: Plan) -> tuple[float, dict[str, Tensor]]:
@@ -141,22 +141,19 @@ def decoder(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        pytest.param("llama", False, marks=pytest.mark.exhaustive),
-        pytest.param("llama", True, marks=pytest.mark.exhaustive),
-        pytest.param("llama4_text", False, marks=pytest.mark.exhaustive),  # asks the cache for the context
-        pytest.param("gpt2", False, marks=pytest.mark.exhaustive),
+        pytest.param("llama", "none", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "selective", marks=pytest.mark.exhaustive),
+        pytest.param("llama4_text", "none", marks=pytest.mark.exhaustive),  # asks the cache for the context
+        pytest.param("gpt2", "none", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_hugging_face_decoder(name: str, recompute: bool) -> None:
+def test_a_hugging_face_decoder(name: str, recompute: Recompute) -> None:
     made = decoder(name)
     ids, labels = make_batch(TINY, 2, 29, ignored=True)
     plan = Plan((1, 1), ODD, (0, 1, made.num_layers), "terapipe", 2)
     pipe = Pipeline(made, plan)
     wanted = pipe.step(ids, labels).item(), gradients(pipe)
-    again = decoder(name)
-    if recompute:
-        again.recompute_layers()
-    found = stepped(again, plan, TRACED)
+    found = stepped(decoder(name), replace(plan, recompute=recompute), TRACED)
     assert found[1].keys() == wanted[1].keys()
     largest = max(g.abs().max().item() for g in wanted[1].values())
     for parameter, gradient in wanted[1].items():

@@ -1,30 +1,29 @@
-"""Feed-forward layers, or whole layers, computed again in the backward: nothing changes but what is kept."""
+"""Selective recomputation: the backward computes layers again, but not attention. Nothing changes but what is kept."""
 
-import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe import GPT, GPTConfig, Layout, Pipeline, Plan
-from terapipe.modeling.stage import IGNORE
+from terapipe import Layout, Pipeline, Plan
+from terapipe.modeling import attention
+from terapipe.modeling.sliced_stage import SlicedStage
+from terapipe.recompute import Recompute, RecomputeModes
 from tests.models import TINY, gradients, make_batch, make_model, mesh_of, plain, variant, worst_error
 from tests.ranks import Ranks
 
 ODD, EVEN = ((9, 1, 12, 7), (20, 9)), ((10, 2, 12, 4), (20, 8))
 CONFIG = variant(kv_heads=2)
-
-
-def selective(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
-    model = GPT(config, recompute="selective").to(dtype)
-    model.load_state_dict(make_model(config, dtype).state_dict())
-    return model
+# Of two stages and six slices.
+MIXED: RecomputeModes = (("selective", "none", "full", "selective", "full", "none"), "selective")
 
 
 def piped(layout: Layout, plan: Plan, shard: bool) -> tuple[float, dict[str, Tensor]]:
-    pipe = Pipeline(selective(CONFIG), plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
+    model = make_model(CONFIG, torch.float64)
+    pipe = Pipeline(model, plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
     rows = slice(pipe.dp_rank * plan.batch_size, (pipe.dp_rank + 1) * plan.batch_size)
     ids, labels = make_batch(CONFIG, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
     loss = pipe.step(ids[rows], labels[rows])
@@ -34,13 +33,13 @@ def piped(layout: Layout, plan: Plan, shard: bool) -> tuple[float, dict[str, Ten
 @pytest.mark.parametrize(
     ("layout", "lengths", "order", "recompute", "shard"),
     [
-        (Layout(1, 2, 1), ODD, "terapipe", False, False),
-        (Layout(1, 2, 1), ODD, "terapipe", True, False),  # beside whole slices
-        (Layout(1, 2, 1), ODD, "terapipe-1f1b", False, False),
-        (Layout(1, 2, 1), ODD, "terapipe-deferred", False, False),
-        (Layout(1, 1, 2), ODD, "terapipe-deferred", False, False),
-        (Layout(1, 2, 2), EVEN, "terapipe-1f1b", False, False),  # tokens are shared out between operators
-        (Layout(2, 2, 1), ODD, "terapipe-deferred", False, True),
+        (Layout(1, 2, 1), ODD, "terapipe", "selective", False),
+        (Layout(1, 2, 1), ODD, "terapipe", MIXED, False),
+        (Layout(1, 2, 1), ODD, "terapipe-1f1b", MIXED, False),
+        (Layout(1, 2, 1), ODD, "terapipe-deferred", MIXED, False),
+        (Layout(1, 1, 2), ODD, "terapipe-deferred", "selective", False),
+        (Layout(1, 2, 2), EVEN, "terapipe-1f1b", MIXED, False),  # tokens are shared out between operators
+        (Layout(2, 2, 1), ODD, "terapipe-deferred", MIXED, True),
     ],
     ids=str,
 )
@@ -49,7 +48,7 @@ def test_gradients_are_the_plain_models(
     layout: Layout,
     lengths: tuple[tuple[int, ...], ...],
     order: str,
-    recompute: bool,
+    recompute: RecomputeModes,
     shard: bool,
 ) -> None:
     plan = Plan((1, 2), lengths, (0, 1, 4) if layout.pp == 2 else (0, 4), order, 1, recompute)
@@ -58,58 +57,53 @@ def test_gradients_are_the_plain_models(
     assert worst_error(plain(CONFIG, ids, labels, torch.float64), found, CONFIG) < 1e-12
 
 
-def test_the_plain_model() -> None:
-    ids, labels = make_batch(TINY, 2, 29, ignored=True)
-    model = selective(TINY)
-    loss = model.loss(model(ids), labels) / (labels != IGNORE).sum()
-    loss.backward()
-    found = loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert worst_error(plain(TINY, ids, labels, torch.float64), [found], TINY) < 1e-12
+# What is kept, and what is computed
 
 
-def kept(stage: Any, x: Tensor) -> int:
-    """Bytes that autograd holds after a forward, beside parameters and what the stage was given."""
+def slice_of(stage: Any, x: Tensor, *, selective: bool) -> tuple[int, Callable[[], None]]:
+    """Bytes that autograd and the cache hold after a forward, beside parameters, keys and values and what the stage was
+    given; and the backward."""
     held: dict[int, Tensor] = {}
-    mine = {p.untyped_storage().data_ptr() for p in stage.parameters()} | {x.untyped_storage().data_ptr()}
+    ignored = {p.untyped_storage().data_ptr() for p in stage.parameters()} | {x.untyped_storage().data_ptr()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in mine:
+        if storage.data_ptr() not in ignored:
             held[storage.data_ptr()] = tensor  # held, so that no other takes its address
         return tensor
 
-    cache = stage.make_cache(*x.shape[:2])
+    cache, sliced = stage.make_cache(*x.shape[:2]), SlicedStage(stage)
     cache.begin(0, x.shape[1])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = stage(x, cache)
-    cache.backward(out, torch.ones_like(out))
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+        out = sliced.forward(x, cache, selective=selective)
+    kept = {t.untyped_storage().data_ptr(): t for pair in cache._attention.values() for t in pair}
+    total = sum(tensor.untyped_storage().nbytes() for tensor in (held | kept).values())
+    return total, lambda: sliced.backward(cache, out, torch.ones_like(out))
 
 
-def test_only_the_input_of_feed_forward_layers_is_kept() -> None:
+def test_layers_keep_their_input_and_the_output_of_attention() -> None:
     x = torch.randn(2, 20, TINY.hidden, dtype=torch.float64, requires_grad=True)
-    off, on = (kept(made(TINY).stage(1, 4, torch.device("cpu")), x) for made in (make_model, selective))
-    widths = TINY.hidden + 2 * TINY.ffn_hidden  # the norm's output, and both sides of the activation
-    moments = 2  # of the norm
-    assert off - on == 3 * 40 * (widths + moments) * 8
+    stage = make_model(TINY).stage(1, 4, torch.device("cpu"))
+    kept, _ = slice_of(stage, x, selective=True)
+    per_token = 3 * (TINY.hidden + TINY.heads) + 2 * TINY.hidden  # attention of three layers, inputs of two
+    assert kept == 40 * per_token * 8
 
 
-def test_nothing_is_multiplied_in_vain() -> None:
-    """What comes last in the feed-forward is not multiplied again: its result is known."""
-    model, products = selective(TINY), []
-    cache = model.make_cache(1, 16)
-    cache.begin(0, 16)
-    out = model.layers["0"](torch.randn(1, 16, 16, dtype=torch.float64, requires_grad=True), cache)
-    plainly = nn.functional.linear
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.functional, "linear", lambda x, w, b: products.append(w.shape) or plainly(x, w, b))
-        cache.backward(out, torch.ones_like(out))
-    assert products == [model.layers["0"].up.weight.shape]
-
-
-def test_only_known_ways() -> None:
-    with pytest.raises(ValueError, match="recompute is one of off, selective, got 'full'"):
-        GPT(TINY, recompute="full")  # type: ignore[arg-type]
+def test_attention_and_the_last_product_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, products, attended = make_model(TINY), [], []
+    block: Any = model.layers["0"]
+    x = torch.randn(1, 16, TINY.hidden, dtype=torch.float64, requires_grad=True)
+    _, backward = slice_of(
+        model.stage(0, 1, torch.device("cpu")), torch.zeros(1, 16, dtype=torch.int64), selective=True
+    )
+    del x
+    linear, computed = nn.functional.linear, attention._computed
+    monkeypatch.setattr(nn.functional, "linear", lambda x, w, b: products.append(tuple(w.shape)) or linear(x, w, b))
+    monkeypatch.setattr(attention, "_computed", lambda *a: attended.append(a) or computed(*a))
+    backward()
+    wanted = (block.attention.qkv, block.attention.out, block.up)
+    assert products == [tuple(module.weight.shape) for module in wanted]
+    assert not attended
 
 
 # Hugging Face
@@ -122,15 +116,14 @@ def decoder(name: str) -> Any:
     return Decoder.from_config(small_config(name), dtype=torch.float64)
 
 
-def stepped(recompute: bool, layout: Layout, shard: bool) -> dict[str, Tensor]:
-    made = decoder("llama")
-    if recompute:
-        made.recompute_layers()
-    plan = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4) if layout.pp == 2 else (0, 4))
-    pipe = Pipeline(made, plan, mesh=mesh_of(layout) if layout.devices > 1 else None, shard=shard, timeout=300.0)
+PLAN = Plan((1, 1), ODD, (0, 1, 4))
+
+
+def stepped(recompute: RecomputeModes, layout: Layout, shard: bool) -> dict[str, Tensor]:
+    plan = replace(PLAN, recompute=recompute)
+    pipe = Pipeline(decoder("llama"), plan, mesh=mesh_of(layout), shard=shard, timeout=300.0)
     ids, labels = make_batch(TINY, 2 * layout.dp, 29, ignored=True)
     rows = slice(2 * pipe.dp_rank, 2 * pipe.dp_rank + 2)
-    assert all(stage.model.is_gradient_checkpointing == recompute for stage in pipe.stages.values())
     pipe.step(ids[rows], labels[rows])
     return gradients(pipe)
 
@@ -138,7 +131,8 @@ def stepped(recompute: bool, layout: Layout, shard: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shard", [False, True])
 def test_layers_of_a_decoder_are_computed_again(ranks: Callable[[int], Ranks], shard: bool) -> None:
     layout = Layout(2, 2, 1) if shard else Layout(1, 2, 1)
-    wanted, found = (ranks(layout.devices)(stepped, recompute, layout, shard) for recompute in (False, True))
+    modes: tuple[RecomputeModes, ...] = ("none", MIXED)
+    wanted, found = (ranks(layout.devices)(stepped, recompute, layout, shard) for recompute in modes)
     for rank, other in zip(wanted, found, strict=True):
         assert rank.keys() == other.keys()
         for name, truth in rank.items():
@@ -146,41 +140,42 @@ def test_layers_of_a_decoder_are_computed_again(ranks: Callable[[int], Ranks], s
 
 
 def test_layers_of_a_decoder_keep_less() -> None:
-    first, second = decoder("llama"), decoder("llama")
-    second.recompute_layers()
     x = torch.randn(2, 20, 64, dtype=torch.float64, requires_grad=True)
-    off, on = (kept(made.stage(1, 4, torch.device("cpu")), x) for made in (first, second))
-    assert on < off / 5
-
-
-def test_a_decoder_read_from_files(tmp_path: Any) -> None:
-    from terapipe.hf import Decoder
-    from terapipe.modeling.hf.shrink import small_config, small_model
-
-    small_model(small_config("llama")).save_pretrained(tmp_path)
-    saved = Decoder.from_pretrained(tmp_path)
-    saved.recompute_layers()
-    assert saved.stage(1, 4, torch.device("cpu")).model.is_gradient_checkpointing
-    assert not copy.deepcopy(Decoder.from_pretrained(tmp_path)).model.is_gradient_checkpointing
+    stage = decoder("llama").stage(1, 4, torch.device("cpu"))
+    off, on = (slice_of(stage, x, selective=selective)[0] for selective in (False, True))
+    assert on < off / 4
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("bloom", "cache backend"),
-        # It asks the cache for the context, which gradient checkpointing takes away from it: wrong without a word.
-        ("llama4_text", "gradients of a small copy differ"),
-        ("ctrl", "does not support gradient checkpointing"),
-    ],
+    ("name", "mode", "reason"),
+    [("bloom", "selective", "slices of .* cannot be computed again"), ("bloom", "full", "slices of .* cannot")],
 )
-def test_models_whose_layers_cannot_be_computed_again(name: str, reason: str) -> None:
+def test_models_that_cannot_be_computed_again(name: str, mode: Recompute, reason: str) -> None:
     from terapipe.hf import UnsupportedModelError
 
-    with pytest.raises(UnsupportedModelError, match=rf"layers of .* cannot be computed again: .*{reason}"):
-        decoder(name).recompute_layers()
+    made = decoder(name)
+    assert made.recompute_modes == ("none",)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        made.check_slices(8, (mode,))
 
 
-def test_what_was_asked_of_the_model_itself_is_refused_too() -> None:
+def test_a_selective_recomputation_that_is_not_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from terapipe.hf import UnsupportedModelError
+    from terapipe.modeling.cache import SliceCache
+
+    made, kept = decoder("llama"), SliceCache.kept_attention
+
+    def wrong(self: SliceCache, layer: Any) -> Any:
+        found = kept(self, layer)
+        return found and (found[0] * 1.01, found[1])
+
+    monkeypatch.setattr(SliceCache, "kept_attention", wrong)
+    with pytest.raises(UnsupportedModelError, match=r"gradients of a small copy differ by .*; take recompute full"):
+        Pipeline(made, Plan((1, 1), ODD, (0, 4), recompute="selective"))
+
+
+def test_gradient_checkpointing_of_the_model_itself() -> None:
+    """llama4_text asks the cache for the context, which transformers' gradient checkpointing takes away from it."""
     from terapipe.hf import Decoder, UnsupportedModelError
 
     model = decoder("llama4_text").model

@@ -64,7 +64,7 @@ def test_replicas_pay_for_their_reduction_once() -> None:
 
 
 def test_recomputation_adds_a_forward() -> None:
-    plain, again = cost(), cost(recompute=True)
+    plain, again = cost(), cost(recompute="full")
     forward = plain.forward(LAYER, 1, 512, 512)
     assert again.backward(LAYER, 1, 512, 512) == pytest.approx(plain.backward(LAYER, 1, 512, 512) + forward)
 

@@ -68,7 +68,7 @@ def test_parts_scale_and_ends_are_added() -> None:
     assert cost.forward(StageSpec(6), 1, 256, 0) == pytest.approx(6 * layer)
     assert cost.forward(StageSpec(1, last=True), 1, 256, 0) == pytest.approx(layer + 256e-6)
     assert cost.weights(StageSpec(3), 1, 64) == pytest.approx(64e-6)
-    again = FittedCost(made(), recompute=True)
+    again = FittedCost(made(), recompute="full")
     assert again.backward(StageSpec(1), 1, 256, 9) == cost.backward(StageSpec(1), 1, 256, 9) + cost.forward(
         StageSpec(1), 1, 256, 9
     )

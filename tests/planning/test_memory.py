@@ -63,7 +63,7 @@ def test_parameters_are_all_counted(tied: bool) -> None:
 
 
 def test_recomputation_keeps_only_the_ends() -> None:
-    plain, again = ShapeMemory(CONFIG), ShapeMemory(CONFIG, recompute=True)
+    plain, again = ShapeMemory(CONFIG), ShapeMemory(CONFIG, recompute="full")
     part = StageSpec(2)
     assert float(again.activations(part, 1, 100)) == 2 * 100 * 64 * 4
     kept_by_layers = plain.activations(part, 1, 100) - 100 * 64 * 4

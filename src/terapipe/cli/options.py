@@ -12,6 +12,7 @@ from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.profile import Profile
 from terapipe.presets import PRESETS
+from terapipe.recompute import MODES
 from terapipe.reporting.plans import WIDTH
 from terapipe.reporting.svg import require_png
 from terapipe.search.table import CostTable
@@ -115,8 +116,9 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     fixed.add_argument("--chunks", type=int, metavar="N", help="stages per pipeline rank (interleaving)")
     fixed.add_argument(
         "--recompute",
-        choices=("on", "off"),
-        help="whether the backward computes activations again (activation checkpointing)",
+        choices=MODES,
+        help="activations that the backward computes again (activation checkpointing): none; selective: all but "
+        "attention, layer by layer; full: the whole stage (default: what is fastest and fits, also a mixture)",
     )
     limits = parser.add_argument_group("limits on slices")
     limits.add_argument(
@@ -173,7 +175,7 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("give --batch-size and --seq-len")
     _refuse_conflicts(parsed)
     given = {name: getattr(parsed, name) for name in (*COMMON, *CUTS)}
-    return {**given, "recompute": {"on": True, "off": False, None: None}[parsed.recompute]}
+    return {**given, "recompute": parsed.recompute}
 
 
 def _refuse_conflicts(parsed: argparse.Namespace) -> None:

@@ -27,10 +27,10 @@ class ModelConfig:
         "float32",
         "dtype of parameters and computation; with bfloat16 the optimizer keeps float32 master weights",
     )
-    recompute: Literal["auto", "off", "selective", "full"] = key(
+    recompute: Literal["auto", "none", "selective", "full"] = key(
         "auto",
-        "activations that the backward pass recomputes to save memory. off: none; selective: those inside feed-forward "
-        "layers; full: all of a stage; auto: off or full, whichever the plan needs",
+        "activations that the backward pass recomputes to save memory. none; selective: those of each layer but the "
+        "output of attention; full: all of a stage; auto: what the plan needs, by stage and slice",
     )
     compile: bool = key(False, "apply torch.compile to the layers")
 

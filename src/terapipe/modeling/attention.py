@@ -29,6 +29,8 @@ class _Call(NamedTuple):
     seq_len: int
     scores: Scores
     kernel: Kernel
+    cache: SliceCache
+    layer: Hashable
 
 
 def attend(
@@ -81,7 +83,7 @@ def _attend(
         # Kernels know one head size: zeros add nothing to scores, and values of zeros are cut off.
         size = -(-max(width, q.shape[3]) // kernel.head_multiple) * kernel.head_multiple
         q, k, v = (x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in (q, k, v))
-        call = _Call(cache.store(layer), cache.visibility(window, chunk), cache.seq_len, scores, kernel)
+        call = _Call(cache.store(layer), cache.visibility(window, chunk), cache.seq_len, scores, kernel, cache, layer)
         out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out if size == width else out[..., :width]
 
@@ -109,12 +111,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q = q.contiguous()  # a copy of the queries alone, so that a fused projection is not kept for their sake
-        call.store.write(k, v, call.seen.context, call.seq_len)
-        out, lse = call.kernel.forward(q, call.store, call.seen, call.scores)
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)
-            lse = total
+        out, lse = call.cache.kept_attention(call.layer) or _computed(q, k, v, sinks, call)
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         return out
@@ -123,7 +120,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse, sinks = ctx.saved_tensors
-        store, seen, seq_len, scores, kernel = ctx.call
+        store, seen, seq_len, scores, kernel = ctx.call[:5]
         context, end = seen.context, seen.end
         dq, dk, dv = _Sum(q), *(_Sum(own) for own in store.read(EVERY, slice(context, end)))
         earlier = _EarlierGradients(store, context, is_first=end == seq_len)
@@ -142,6 +139,18 @@ class _Attend(torch.autograd.Function):
             dk.add(later_k)
             dv.add(later_v)
         return dq.total(), dk.total(), dv.total(), _sink_gradient(grad, out, lse, sinks), None
+
+
+def _computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps."""
+    call.store.write(k, v, call.seen.context, call.seq_len)
+    out, lse = call.kernel.forward(q, call.store, call.seen, call.scores)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)
+        lse = total
+    call.cache.keep_attention(call.layer, out, lse)
+    return out, lse
 
 
 class _EarlierGradients:

@@ -1,9 +1,10 @@
 """What outlives a slice: keys and values of attention, any other state that a layer carries on, and their gradients."""
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -82,6 +83,9 @@ class SliceCache:
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
         self._sums: dict[str, Tensor] = {}  # of the current slice, for auxiliary losses
+        # Outputs and log-sum-exps of attention by layer and start of the slice, for layers that are computed again.
+        self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
+        self._checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
 
     def begin(self, context: int, length: int) -> None:
         if length < 1 or context < 0 or context + length > self.seq_len:
@@ -108,6 +112,35 @@ class SliceCache:
         """The sums that layers have added since it was last asked."""
         sums, self._sums = self._sums, {}
         return sums
+
+    # Layers that are computed again
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Around a layer's forward, and around the one that its backward begins with: attention keeps its output in the
+        first and does not compute it in the second."""
+        return self._checkpointing("first"), self._checkpointing("again")
+
+    @contextmanager
+    def _checkpointing(self, which: Literal["first", "again"]) -> Iterator[None]:
+        before, self._checkpointed = self._checkpointed, which
+        try:
+            yield
+        finally:
+            self._checkpointed = before
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether the layer that is being computed keeps only its input."""
+        return bool(self._checkpointed)
+
+    def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
+        """Output and log-sum-exps of the layer's first forward, if this is the second."""
+        return self._attention.pop((layer, self.context)) if self._checkpointed == "again" else None
+
+    def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
+        """In the first forward of a layer that is computed again."""
+        if self._checkpointed == "first":
+            self._attention[layer, self.context] = out.detach(), lse
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,6 +182,7 @@ class SliceCache:
         self._left.clear()
         self._made.clear()
         self._sums.clear()
+        self._attention.clear()
         self.casts = {}
 
     def next_states(self) -> list[Tensor]:

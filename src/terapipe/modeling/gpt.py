@@ -2,8 +2,7 @@
 
 import copy
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Self, get_args
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.attention import attend
 from terapipe.modeling.cache import SliceCache
@@ -25,8 +23,6 @@ from terapipe.modeling.dtensor import Replicated, fill, to_local
 from terapipe.modeling.linear import Linear
 from terapipe.modeling.stage import IGNORE, TensorParallel
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec
-
-Recompute = Literal["off", "selective"]
 
 
 class Attention(nn.Module):
@@ -54,12 +50,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """With ``recompute`` the feed-forward, which makes most of what a layer keeps, keeps only its input: the backward
-    begins with computing the rest of it again."""
-
-    def __init__(self, config: GPTConfig, layer: int, recompute: bool = False) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.recompute = recompute
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = Attention(config, layer)
         self.norm2 = nn.LayerNorm(config.hidden)
@@ -68,21 +60,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         x = x + self.attention(self.norm1(x), cache)
-        if not self.recompute or not torch.is_grad_enabled():
-            return x + self._feed_forward(x, cache)
-        added: Tensor = checkpoint(
-            self._feed_forward, x, cache, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts
-        )
-        return x + added
-
-    def _feed_forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         wide = F.gelu(self.up(self.norm2(x), cache=cache), approximate="tanh")
-        added: Tensor = self.down(wide, cache=cache)
-        return added
-
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the forward, and of what is computed again: of that, nobody asks for the last product."""
-        return nullcontext(), self.down.skip_output()
+        out: Tensor = x + self.down(wide, cache=cache)
+        return out
 
 
 class GPT(nn.Module):
@@ -90,22 +70,18 @@ class GPT(nn.Module):
 
     Called with token ids and labels it is the plain model on one device. Every parameter is drawn from a generator
     seeded with its name, so the same seed gives the same model however it is split. To build a model too large for
-    one device, build it under ``torch.device("meta")``: each rank then makes real only its own stage. With
-    ``recompute="selective"`` backwards compute the feed-forward layers again instead of keeping what they made.
+    one device, build it under ``torch.device("meta")``: each rank then makes real only its own stage.
     """
 
-    def __init__(self, config: GPTConfig, *, seed: int = 0, recompute: Recompute = "off") -> None:
+    def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
         super().__init__()
-        if recompute not in get_args(Recompute):
-            raise ValueError(f"recompute is one of {', '.join(get_args(Recompute))}, got {recompute!r}")
         self.config, self.seed = config, seed
         self.first, self.last = 0, config.layers
         self.cut = 1  # devices among which the tokens of hidden states are shared out between stages
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.positions: nn.Embedding | None = nn.Embedding(config.max_seq_len, config.hidden)
         # Keyed by the layer's number in the whole model, so that a stage's parameters keep their names.
-        again = recompute == "selective"
-        self.layers = nn.ModuleDict({str(i): Block(config, i, again) for i in range(config.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(config.hidden)
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
         self._tie()

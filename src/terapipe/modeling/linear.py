@@ -9,8 +9,7 @@ Under torch.autocast inputs, weights and biases are cast as autocast casts those
 gradients of slices, each rounded to that dtype, are added up in the weight's own.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,26 +28,28 @@ class DeferredGrad(NamedTuple):
     """One slice's part of a weight's gradient, not yet multiplied out."""
 
     weight: Tensor
-    grad: Tensor  # of the layer's output, one row for each token
-    x: Tensor  # the layer's input, likewise
+    left: (
+        Tensor  # gradients of the layer's output, one row for each token; its input, if the weight is (inputs, outputs)
+    )
+    right: Tensor  # the layer's input, likewise; or those gradients
     to_main_grad: bool = False  # adds to a sum in float32, see main_grads.py
 
     def add(self) -> None:
         if self.to_main_grad:
-            add_product(self.weight, self.grad, self.x)
+            add_product(self.weight, self.left, self.right)
             return
         total = self.weight.grad
         if total is None:
             self.weight.grad = laid_out_like(self.weight, self.product().to(self.weight.dtype))
-        elif total.dtype == self.grad.dtype:
-            to_local(total).addmm_(self.grad.t(), self.x)
+        elif total.dtype == self.left.dtype:
+            to_local(total).addmm_(self.left.t(), self.right)
         else:
             to_local(total).add_(self.product())
         for hook in list((self.weight._post_accumulate_grad_hooks or {}).values()):
             hook(self.weight)
 
     def product(self) -> Tensor:
-        return self.grad.t() @ self.x
+        return self.left.t() @ self.right
 
 
 def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
@@ -67,40 +68,37 @@ class Linear(nn.Linear):
     see it. ``register_post_accumulate_grad_hook`` is called whenever something was added. Split by torch's
     ColwiseParallel or RowwiseParallel it works on its local part."""
 
-    _multiplies = True
-
-    @contextmanager
-    def skip_output(self) -> Iterator[None]:
-        """Inside, with a cache, a call only takes note of its input, which is all that recomputation wants of the last
-        operator; what it returns is not to be used."""
-        self._multiplies = False
-        try:
-            yield
-        finally:
-            self._multiplies = True
-
     def forward(self, x: Tensor, cache: SliceCache | None = None) -> Tensor:
         if cache is None:
             return super().forward(x)
-        if isinstance(x, DTensor) and isinstance(self.weight, DTensor):
-            return self._split(x, self.weight, cache)
-        return self._project(x, self.weight, self.bias, True, cache)
+        return project(x, self.weight, self.bias, cache)
 
-    def _split(self, x: DTensor, weight: DTensor, cache: SliceCache) -> DTensor:
-        mesh, bias = weight.device_mesh, None if self.bias is None else to_local(self.bias)
-        if is_by_rows(weight):  # the outputs are sums over devices, to which one of them adds the bias
-            adds_bias = mesh.get_local_rank() == 0
-            out = self._project(x.to_local(), weight, bias, adds_bias, cache)
-            return DTensor.from_local(out, mesh, [Partial()], run_check=False)
-        # Each device has some of the outputs, and knows their part of the input's gradient.
-        out = self._project(x.to_local(grad_placements=[Partial()]), weight, bias, True, cache)
-        return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False)
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool, cache: SliceCache) -> Tensor:
-        call = _Call(autocast_dtype(weight), adds_bias, self._multiplies, cache)
-        bias = None if bias is None else autocasted(bias)
-        out: Tensor = _Project.apply(autocasted(x), weight, bias, call)  # type: ignore[no-untyped-call]
-        return out
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, cache: SliceCache, *, inputs_first: bool = False) -> Tensor:
+    """As ``F.linear``; with ``inputs_first`` the weight is (inputs, outputs). Split weights are DTensors."""
+    call = _Call(autocast_dtype(weight), True, inputs_first, cache)
+    if isinstance(x, DTensor) and isinstance(weight, DTensor):
+        return _split(x, weight, bias, call)
+    return _project(x, weight, bias, call)
+
+
+def _split(x: DTensor, weight: DTensor, bias: Tensor | None, call: "_Call") -> DTensor:
+    mesh, bias = weight.device_mesh, None if bias is None else to_local(bias)
+    if is_by_rows(weight):  # the outputs are sums over devices, to which one of them adds the bias
+        out = _project(x.to_local(), weight, bias, call._replace(adds_bias=mesh.get_local_rank() == 0))
+        return DTensor.from_local(out, mesh, [Partial()], run_check=False)
+    # Each device has some of the outputs, and knows their part of the input's gradient.
+    out = _project(x.to_local(grad_placements=[Partial()]), weight, bias, call)
+    return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, call: "_Call") -> Tensor:
+    x, bias = autocasted(x), None if bias is None else autocasted(bias)
+    if call.cache.is_checkpointed and x.requires_grad and torch.is_grad_enabled():
+        call = call._replace(kept=[])
+        x = _Keep.apply(x, call.kept)  # type: ignore[no-untyped-call]
+    out: Tensor = _Project.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Call(NamedTuple):
@@ -108,31 +106,50 @@ class _Call(NamedTuple):
 
     dtype: torch.dtype | None  # what autocast casts the weight to, if it does
     adds_bias: bool
-    multiplies: bool
+    inputs_first: bool  # the weight is (inputs, outputs)
     cache: SliceCache
+    kept: list[Any] | None = None  # holds the context of _Keep, which saved the input
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the input of a product before it is computed. torch.utils.checkpoint computes a layer again until the last
+    saved tensor is there: so the last product of a layer is not computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Any]) -> Tensor:
+        ctx.save_for_backward(x)
+        kept.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        ctx.save_for_backward(x)
+        if call.kept is None:
+            ctx.save_for_backward(x)
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
         local = to_local(weight) if call.dtype is None else call.cache.cast(weight, call.dtype)
-        ctx.weight, ctx.local, ctx.cache = weight, local, call.cache
-        if not call.multiplies:
-            return x.new_empty(*x.shape[:-1], local.shape[0])
+        local = local.t() if call.inputs_first else local
+        ctx.weight, ctx.local, ctx.call = weight, local, call
         return F.linear(x, local, bias if call.adds_bias else None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        kept, weight, cache = ctx.call.kept, ctx.weight, ctx.call.cache
+        (x,) = ctx.saved_tensors if kept is None else kept[0].saved_tensors
         want_x, want_weight, want_bias, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         if want_weight:
-            deferred = DeferredGrad(weight, rows, x.flatten(0, -2), ctx.cache.main_grads and is_half(weight))
-            if ctx.cache.defer:
-                ctx.cache.deferred.append(deferred)
+            left, right = (x.flatten(0, -2), rows) if ctx.call.inputs_first else (rows, x.flatten(0, -2))
+            deferred = DeferredGrad(weight, left, right, cache.main_grads and is_half(weight))
+            if cache.defer:
+                cache.deferred.append(deferred)
             else:
                 deferred.add()
         return grad @ ctx.local if want_x else None, None, rows.sum(0) if want_bias else None, None

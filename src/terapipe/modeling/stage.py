@@ -72,9 +72,13 @@ class HasVocabulary(Protocol):
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A whole model that can be taken apart. It may also have ``check_slices(shortest, recompute)``, which refuses,
-    with a ValueError, slices as short as that or recomputation; and ``check_step(documents=, training=, padded=)``,
-    which refuses a step with packed documents, in training mode, or of batches that are filled up."""
+    """A whole model that can be taken apart. It may also have
+
+    - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
+      recomputation ("selective", "full");
+    - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
+      of batches that are filled up.
+    """
 
     @property
     def num_layers(self) -> int: ...

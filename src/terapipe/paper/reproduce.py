@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from terapipe.planning.cost import StageSpec
+from terapipe.planning.cost import StageSpec, with_recompute
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
@@ -111,13 +111,13 @@ def request_of(setting: Setting) -> Request:
         dp=layout.dp,
         pp=layout.pp,
         tp=layout.tp,
-        recompute=False,
+        recompute="none",
         budget=UNLIMITED,
     )
 
 
 def evaluator_of(setting: Setting) -> PlanEvaluator:
-    return PlanEvaluator(source_of(setting), request_of(setting), setting.layout, recompute=False)
+    return PlanEvaluator(source_of(setting), request_of(setting), setting.layout, "none")
 
 
 def row(setting: Setting) -> Row:
@@ -175,7 +175,7 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     """``sequences`` per device, or each sequence over ``ring`` devices."""
     config, host = source.config, source.cluster.host
     length = request.seq_len // ring
-    cost = source.cost(Layout(), recompute=True)
+    cost = with_recompute(source.cost(Layout()), "full")
     whole = StageSpec(config.layers, True, True)
     # Devices of a ring share early and late tokens evenly, so each has the mean context.
     context = (request.seq_len - length) / 2
@@ -188,7 +188,7 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     weights = config.parameters * (2 * host.device.element + 4)
     gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)
     per_step = cost.per_step([whole]) / source.devices
-    memory = ShapeMemory(config, host.device.element, host.device.state, 1, recompute=True)
+    memory = ShapeMemory(config, host.device.element, host.device.state, 1, recompute="full")
     layer = StageSpec(1)
     activations = config.layers * float(memory.activations(layer, sequences, length)) / 2
     working = float(memory.workspace(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element

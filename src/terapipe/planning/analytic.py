@@ -1,7 +1,7 @@
 """A cost model without measurements: seconds from the shape of a model, the hardware and the layout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from terapipe.planning.hardware import Cluster, Link
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
 from terapipe.presets import GPTConfig
+from terapipe.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,17 @@ class AnalyticCost:
     config: GPTConfig
     cluster: Cluster
     layout: Layout
-    recompute: bool = False
+    recompute: Recompute = "none"
     ends: bool = True
+
+    def with_recompute(self, mode: Recompute) -> "AnalyticCost":
+        return replace(self, recompute=mode)
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         return stage.layers * self._layer(size, length, context) + self._ends(stage, size, length)
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        recomputed = self._layer(size, length, context) if self.recompute else 0.0
+        recomputed = self._recomputed(size, length, context)
         device = self.cluster.host.device
         # Input and weight gradients take the FLOPs of one forward each. Weight gradients are then accumulated.
         busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
@@ -93,6 +97,19 @@ class AnalyticCost:
         device = self.cluster.host.device
         busy = device.layer_overhead + self._products(size, length, context)
         return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
+
+    def _recomputed(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
+        """The part of a layer's forward that its backward computes again. Selective recomputation leaves out attention,
+        and ends before the last product of the layer, of which only the input is needed."""
+        if self.recompute == "none":
+            return 0.0
+        if self.recompute == "full":
+            return self._layer(size, length, context)
+        device, config = self.cluster.host.device, self.config
+        share = 1 - config.hidden * config.ffn_hidden / config.layer_parameters
+        flops = 2.0 * np.multiply(size, length) * config.layer_parameters / self.layout.tp
+        products = share * np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
+        return np.asarray(device.layer_overhead + products + self._all_reduces(size, length) / 2, dtype=np.float64)
 
     def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:
         """The two all-reduces of tensor parallelism in a layer, after attention and after the MLP."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from terapipe.recompute import Recompute
 
 Array = NDArray[np.float64]
 Numbers = Array | NDArray[np.int64] | float
@@ -33,7 +35,11 @@ def stage_specs(boundaries: Sequence[int]) -> tuple[StageSpec, ...]:
 
 
 class Cost(Protocol):
-    """Seconds of everything a rank does. Sizes, lengths and contexts broadcast; results are element-wise."""
+    """Seconds of everything a rank does. Sizes, lengths and contexts broadcast; results are element-wise.
+
+    It may also have ``with_recompute(mode)``, the same with backwards that compute activations again: see
+    recompute.py. Else recomputation costs nothing.
+    """
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """The forward of a slice. On the last stage it includes the loss and its gradient, as in the executor."""
@@ -63,7 +69,7 @@ class GradientBytes(NamedTuple):
 
 
 class Memory(Protocol):
-    """Bytes on one device."""
+    """Bytes on one device. It may also have ``with_recompute(mode)``, as a ``Cost``."""
 
     def model_state(self, stage: StageSpec) -> float:
         """Weights and optimizer state."""
@@ -82,6 +88,15 @@ class Memory(Protocol):
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         """Temporary memory during a forward, and during a backward."""
+
+
+T = TypeVar("T", Cost, Memory)
+
+
+def with_recompute(model: T, mode: Recompute) -> T:
+    """The cost or memory model of slices with this mode of recomputation."""
+    changed: T = getattr(model, "with_recompute", lambda mode: model)(mode)
+    return changed
 
 
 def slice_time(

@@ -1,7 +1,7 @@
 """A cost model from a Profile: interpolated measurements, plus a fitted term for the context."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -11,6 +11,7 @@ from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
+from terapipe.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class FittedCost:
     """Ranks, numbered tp innermost, then pp, then dp, fill the hosts in order, as many on each as in the profile."""
 
     profile: Profile
-    recompute: bool = False
+    recompute: Recompute = "none"
     layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
@@ -139,6 +140,11 @@ class FittedCost:
         kinds = {s.kind for s in samples}
         return {kind: Fit.of([s for s in samples if s.kind == kind]) for kind in kinds}
 
+    def with_recompute(self, mode: Recompute) -> "FittedCost":
+        changed = replace(self, recompute=mode)
+        changed.__dict__["_fits"] = self._fits  # the same profile
+        return changed
+
     def _seconds(self, kind: str, size: Numbers, length: Numbers, context: Numbers = 0.0) -> Array:
         """Seconds of one kind of work, 0 if the profile has no samples of it."""
         fit = self._fits.get(kind)
@@ -151,10 +157,18 @@ class FittedCost:
         return seconds + self._seconds("head", size, length) if stage.last else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        seconds = self._seconds("backward", size, length, context) * (stage.layers / self.profile.layers)
-        if self.recompute:
-            seconds = seconds + self._seconds("forward", size, length, context) * (stage.layers / self.profile.layers)
+        seconds = self._seconds("backward", size, length, context) + self._recomputed(size, length, context)
+        seconds = seconds * (stage.layers / self.profile.layers)
         return seconds + self._seconds("embedding_backward", size, length) if stage.first else seconds
+
+    def _recomputed(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
+        """Older profiles do not have the time of selective recomputation; a forward without context takes about as
+        long."""
+        if self.recompute == "full":
+            return self._seconds("forward", size, length, context)
+        if self.recompute == "selective":
+            return self._seconds("selective" if "selective" in self._fits else "forward", size, length)
+        return 0.0
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         return self._seconds("weights", size, length) * (stage.layers / self.profile.layers)

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
 from terapipe.presets import GPTConfig
+from terapipe.recompute import Recompute
 
 
 def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
@@ -30,9 +31,12 @@ class ShapeMemory:
     element: int = 4  # bytes of a weight, an activation, a gradient
     state: int = 8  # bytes of optimizer state per parameter
     tp: int = 1
-    recompute: bool = False
+    recompute: Recompute = "none"
     shards: int = 1  # replicas that shard the model state (FSDP2)
     replicas: int = 1
+
+    def with_recompute(self, mode: Recompute) -> "ShapeMemory":
+        return replace(self, recompute=mode)
 
     def model_state(self, stage: StageSpec) -> float:
         """Weights and optimizer state. With FSDP2 a device has a shard of each, and during a step all weights of the
@@ -66,9 +70,10 @@ class ShapeMemory:
         # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
         # that gradient.
         hidden = np.multiply(size, length) * float(self.config.hidden * self.element) / self.tp  # sequence parallel
-        if self.recompute:
+        if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
-        return hidden * (1 + stage.last) + stage.layers * self._layer(size, length)
+        layer = self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
+        return hidden * (1 + stage.last) + stage.layers * layer
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         c = self.config
@@ -85,7 +90,8 @@ class ShapeMemory:
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
         logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
-        recomputed = stage.layers * self._layer(size, length) if self.recompute else 0.0 * tokens
+        layers = {"none": 0, "selective": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
+        recomputed = layers * self._layer(size, length)
         return np.asarray(logits, dtype=np.float64), np.asarray(recomputed, dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
@@ -96,6 +102,12 @@ class ShapeMemory:
         # Inputs of the norms, queries, attention output twice, both sides of the activation.
         sharded = 5 * c.hidden + 2 * c.ffn_hidden
         per_token = (replicated + sharded / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
+        return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+    def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
+        """What selective recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
+        c = self.config
+        per_token = (2 * c.hidden * self.element + 4 * c.heads) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
 from terapipe.planning.order import order_named
+from terapipe.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
 
 FORMAT = 1
 PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/saved.py)
@@ -36,8 +37,9 @@ class Plan:
     """What the ranks must agree on. Everything else is derived from it.
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
-    each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse. With
-    ``recompute`` a slice keeps only its input, and its backward first repeats the forward.
+    each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
+    ``recompute`` is "none", "selective" or "full" (see ``Recompute``) for all, or a list with an entry for each stage:
+    one of these, or a list of them, one for each slice.
     """
 
     sizes: tuple[int, ...]  # sequences of each microbatch
@@ -45,7 +47,7 @@ class Plan:
     boundaries: tuple[int, ...]
     order: str = "terapipe"
     chunks: int = 1
-    recompute: bool = False
+    recompute: RecomputeModes = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", _whole_numbers("sizes", self.sizes))
@@ -54,8 +56,8 @@ class Plan:
         object.__setattr__(self, "boundaries", _whole_numbers("boundaries", self.boundaries, least=0))
         self._check_batch()
         self._check_stages()
-        if not isinstance(self.recompute, bool):
-            raise ValueError(f"recompute must be true or false, got {self.recompute!r}")
+        count = sum(map(len, self.lengths))
+        object.__setattr__(self, "recompute", parse_recompute(self.recompute, self.num_stages, count))
         order_named(self.order)
 
     def _check_batch(self) -> None:
@@ -97,7 +99,9 @@ class Plan:
         while sum(sizes) < batch_size:
             sizes.append(min(self.sizes[len(sizes) % len(self.sizes)], batch_size - sum(sizes)))
         rows = [self._scaled(self.lengths[m % len(self.lengths)], seq_len, tile) for m in range(len(sizes))]
-        return replace(self, sizes=tuple(sizes), lengths=tuple(rows))
+        same = [len(row) for row in rows] == [len(row) for row in self.lengths]
+        recompute = self.recompute if same else for_any_slices(self.recompute)
+        return replace(self, sizes=tuple(sizes), lengths=tuple(rows), recompute=recompute)
 
     def _scaled(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
         # Integer arithmetic, so that every rank gets the same result.
@@ -116,7 +120,7 @@ class Plan:
         microbatch_size: int = 1,
         order: str = "terapipe",
         chunks: int = 1,
-        recompute: bool = False,
+        recompute: Recompute | bool = "none",
     ) -> Self:
         """Microbatches of ``microbatch_size`` sequences, each cut into ``num_slices`` slices of nearly equal length.
 
@@ -136,7 +140,8 @@ class Plan:
         sizes = [min(microbatch_size, batch_size - row) for row in range(0, batch_size, microbatch_size)]
         short, longer = divmod(seq_len, num_slices)
         lengths = (short + 1,) * longer + (short,) * (num_slices - longer)
-        return cls(tuple(sizes), (lengths,) * len(sizes), tuple(boundaries), order, chunks, recompute)
+        modes = parse_recompute(recompute, 1, 1)
+        return cls(tuple(sizes), (lengths,) * len(sizes), tuple(boundaries), order, chunks, modes)
 
     @property
     def batch_size(self) -> int:
@@ -196,6 +201,15 @@ class Plan:
     def slices(self) -> tuple[Slice, ...]:
         """All slices, in the order of their forwards."""
         return tuple(s for row in self.grid for s in row)
+
+    def recompute_of(self, stage: int) -> tuple[Recompute, ...]:
+        """The mode of each of ``slices`` on a stage."""
+        return modes_of(self.recompute, stage, len(self.slices))
+
+    @cached_property
+    def recompute_modes(self) -> tuple[Recompute, ...]:
+        """All modes that occur, the one that keeps most first."""
+        return modes_in(self.recompute)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

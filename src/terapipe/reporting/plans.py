@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from terapipe.planning.slices import Plan
+from terapipe.recompute import recompute_title
 from terapipe.reporting import charts, html, units
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def described(estimate: "PlanEstimate") -> dict[str, str]:
         "layers": "stages of " + runs([b - a for a, b in pairwise(plan.boundaries)]),
         "microbatches": runs(plan.sizes) + (" sequences" if plan.batch_size > 1 else " sequence"),
         "slices": slices(plan),
-        "recompute": "yes" if plan.recompute else "no",
+        "recompute": recompute_title(plan.recompute),
         "idle": units.share(estimate.idle),
         "tokens/s": f"{estimate.tokens_per_second:,.0f}",
     }
@@ -92,8 +93,8 @@ def reasons(result: "PlanResult") -> list[str]:
             out.append(f"{ahead:.1%} faster than the next best order, {other.title}")
         else:
             out.append(f"{other.title} would be {-ahead:.1%} faster, which is not worth cutting sequences for")
-    if result.runners_up and estimate.plan.recompute:
-        out.append("without recomputation it would not fit, or be slower")
+    if result.runners_up and estimate.plan.recompute != "none":
+        out.append("with less recomputation it would not fit, or be slower")
     if result.source is not None and result.source.tensor_degrees() == [estimate.layout.tp] != [1]:
         out.append("tensor parallelism was not measured: the step is predicted as long as it would be without")
     if result.price is not None:
@@ -139,7 +140,7 @@ def cut(plan: Plan) -> str:
     if len(plan.lengths[0]) > 1:
         slices += f" in {len(plan.lengths[0])} slices"
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
-    return slices + chunks + (", recompute" if plan.recompute else "")
+    return slices + chunks + ("" if plan.recompute == "none" else f", {recompute_title(plan.recompute)} recompute")
 
 
 # Comparisons

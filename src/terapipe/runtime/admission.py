@@ -29,7 +29,7 @@ class ModelChecks:
         self._step: Any = getattr(model, "check_step", lambda **_: None)
 
     def plan(self, plan: Plan) -> None:
-        self._slices(min(map(min, plan.lengths)), plan.recompute)
+        self._slices(min(map(min, plan.lengths)), tuple(mode for mode in plan.recompute_modes if mode != "none"))
 
     def step(self, documents: Documents, *, training: bool, padded: bool) -> None:
         several = any(len(row) > 1 for row in documents)

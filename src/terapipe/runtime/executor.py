@@ -13,6 +13,7 @@ from torch import Tensor
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
+from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
@@ -77,7 +78,7 @@ class Executor:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        sliced: Mapping[int, SlicedStage],
         plan: Plan,
         actions: Sequence[Action],
         transport: Transport,
@@ -87,7 +88,9 @@ class Executor:
     ) -> None:
         """``actions`` are this rank's; ``finished`` is called as soon as a stage's gradients are complete."""
         self._auxiliary = auxiliary
-        self._stages, self._plan, self._transport, self._wire = stages, plan, transport, wire
+        self._sliced, self._plan, self._transport, self._wire = sliced, plan, transport, wire
+        self._stages: dict[int, Stage] = {k: each.stage for k, each in sliced.items()}
+        self._modes = {(k, s): mode for k in sliced for s, mode in zip(plan.slices, plan.recompute_of(k), strict=True)}
         listed = with_early_receives if transport.device.type == "cpu" else tuple
         self._runs = _runs(listed(actions))
         self._forward_runs = _runs(listed([a for a in actions if a.op in FORWARD]))  # what evaluation runs
@@ -195,16 +198,17 @@ class Executor:
         start = self._clock.mark()
         cache = self._cache(k, s)
         cache.begin(s.context, s.length)
-        if self._train and self._plan.recompute:
+        mode = self._modes[k, s] if self._train else "none"
+        if mode == "full":
             self._random[k, s] = RandomState.now(self._transport.device)
-        with torch.set_grad_enabled(self._train and not self._plan.recompute), self._autocast.on():
-            out = self._stages[k](x, cache)
+        with torch.set_grad_enabled(self._train and mode != "full"), self._autocast.on():
+            out = self._sliced[k].forward(x, cache, selective=mode == "selective")
         self._add_sums(k, s, cache.pop_sums())
         if k == self._last_stage:
             self._output_head.forward(s, out)
         if self._train:
             self._inputs[k, s] = x
-        if k < self._last_stage or (self._train and not self._plan.recompute):
+        if k < self._last_stage or (self._train and mode != "full"):
             self._outputs[k, s] = out
         if not self._train and s.end == self._plan.seq_len:
             self._release(k, s)
@@ -212,7 +216,7 @@ class Executor:
 
     def _add_sums(self, k: int, s: Slice, sums: Sums) -> None:
         self._auxiliary.add(k, s, sums)
-        if self._train and not self._plan.recompute:
+        if self._train and self._modes[k, s] != "full":
             self._sums[k, s] = sums
         if k == self._last_stage and s.end == self._plan.seq_len:
             self._auxiliary.complete(k, s)
@@ -226,16 +230,17 @@ class Executor:
         cache.defer = action.op is Op.I
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)
-        if self._plan.recompute:  # writes the same keys and values to the cache again
+        if self._modes[k, s] == "full":  # writes the same keys and values to the cache again
             with self._random.pop((k, s)).restored(), self._autocast.on():
-                out = self._stages[k](x, cache)
+                out = self._sliced[k].forward(x, cache)
             self._sums[k, s] = cache.pop_sums()
         assert out is not None
         if gradient is None:
             gradient = self._output_head.gradient(s, out)
         others = self._auxiliary.roots(s, self._sums.pop((k, s)))
         if out.requires_grad or others:  # a first stage may have nothing to train
-            cache.backward(out, gradient, others)  # adds what later slices owe to this one's keys, values and states
+            # Adds what later slices owe to this one's keys, values and states.
+            self._sliced[k].backward(cache, out, gradient, others)
         if k > 0:
             assert x.grad is not None
             self._gradients[k - 1, s] = x.grad

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from terapipe.modeling.auxiliary import auxiliary_losses
+from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.auxiliary import AuxiliaryLosses
@@ -31,9 +32,13 @@ class Executors:
         wire: Wire,
         check: Callable[[Plan], None],
         stage_done: Callable[[int], None],
+        *,
+        fused: bool = True,
     ) -> None:
-        """``check`` refuses plans that the model cannot follow; ``stage_done`` is told when gradients are complete."""
+        """``check`` refuses plans that the model cannot follow; ``stage_done`` is told when gradients are complete;
+        ``fused``: see ``SlicedStage``."""
         self._plan, self._stages, self._transport, self._wire = plan, stages, transport, wire
+        self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
         self._check, self._stage_done = check, stage_done
         self._kept: dict[Plan, Executor] = {}
         self.current = self.get(plan)
@@ -46,7 +51,7 @@ class Executors:
     def _executor(self, plan: Plan, actions: Sequence[Action], transport: Transport) -> Executor:
         losses = auxiliary_losses(next(iter(self._stages.values())))
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
-        return Executor(self._stages, plan, actions, transport, self._wire, auxiliary, self._stage_done)
+        return Executor(self._sliced, plan, actions, transport, self._wire, auxiliary, self._stage_done)
 
     def run_alone(self, batch: Batch, output_head: OutputHead) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept."""

@@ -70,6 +70,8 @@ class Pipeline(Forwards):
     (every rank must then be given the batch), or fill it up to the plan's with tokens that count for nothing.
     ``loss_fn`` is what the model is trained for, see ``terapipe.losses``; by default cross-entropy. A function
     ``loss_fn(logits, targets)`` returns the sum over a slice's tokens; a ``losses.SequenceLoss`` sees whole sequences.
+    ``fused_weight_grads``: linear layers (``nn.Linear``, ``Conv1D`` of transformers) add gradients of their weights to
+    ``.grad`` in place, and orders with split backwards put them off; turned off, autograd computes them all at once.
     ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them.
     """
 
@@ -83,6 +85,7 @@ class Pipeline(Forwards):
         mesh_dims: Mapping[str, str] | None = None,
         shard: bool = False,
         vary: Vary = "refuse",
+        fused_weight_grads: bool = True,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
@@ -103,18 +106,20 @@ class Pipeline(Forwards):
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
             self._objective = PipelineObjective(loss_fn, self.stages, plan, self._transport, shard)
-            self._assemble(checks, vary)
+            self._assemble(checks, vary, fused_weight_grads)
 
     def _make_transport(
         self, mesh: DeviceMesh | None, timeout: float, mesh_dims: Mapping[str, str] | None
     ) -> Transport:
         return Transport(self.device, mesh, timeout, mesh_dims)
 
-    def _assemble(self, checks: ModelChecks, vary: Vary) -> None:
+    def _assemble(self, checks: ModelChecks, vary: Vary, fused: bool) -> None:
         wire = Wire(next(self.parameters()).dtype)
         stages, done, objective = self._sync.stages, self._sync.stage_done, self._objective
         inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, self._vocabulary(), objective.objective)
-        self._executors = executors = Executors(self.plan, stages, self._transport, wire, checks.plan, done)
+        self._executors = executors = Executors(
+            self.plan, stages, self._transport, wire, checks.plan, done, fused=fused
+        )
         self._admission = Admission(inputs, checks, self._tied, executors, objective, self._transport)
         if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
             ensure_channel(self._transport)

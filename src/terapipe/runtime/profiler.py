@@ -18,6 +18,7 @@ from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.main_grads import drop_main_grads
+from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Splittable, Stage
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import GPTConfig
@@ -71,6 +72,8 @@ class Profiler:
         # The last layers: their stage takes hidden states, unless it is all, and its head is only called for the loss.
         self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
+        self._sliced = {stage: SlicedStage(cast(Stage, stage)) for stage in (self.stage, self.plain, self.first)}
+        self._selects = _takes(model, seq_len, ("selective",))
         self.dtype = self._convert(dtype)
         self._sparse = sparse(seq_len)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
@@ -169,13 +172,27 @@ class Profiler:
         if point.context or point.held_out or point.length not in self._sparse:
             return
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
+        if self._selects:
+            yield "selective", self._selective(point)
         yield "head", self._timed(lambda: self._loss(cast(Stage, self.stage), point))[0]
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
 
+    def _selective(self, point: Point) -> float:
+        """Seconds that selective recomputation adds to a backward."""
+        (kept,), (again,) = (self._passes(self.stage, point, 1, selective=each)[1] for each in (False, True))
+        return max(0.0, again - kept)
+
     def _passes(
-        self, stage: nn.Module, point: Point, count: int, *, warm: bool = False, deferred: bool = False
+        self,
+        stage: nn.Module,
+        point: Point,
+        count: int,
+        *,
+        warm: bool = False,
+        deferred: bool = False,
+        selective: bool = False,
     ) -> tuple[list[float], list[float], list[float]]:
         """Seconds of forwards, of their backwards, and of what these put off.
 
@@ -185,13 +202,16 @@ class Profiler:
         gradient = torch.randn(shape, dtype=self.dtype, device=self.device)
         done: list[tuple[SliceCache, Tensor]] = []
         caches = [self._begun(stage, point, deferred) for _ in range(count + warm)]
-        forwards = self._timed(*(partial(_forward, stage, self._input(stage, point), cache, done) for cache in caches))
+        sliced = self._sliced[stage]
+        forwards = self._timed(
+            *(partial(_forward, sliced, self._input(stage, point), cache, selective, done) for cache in caches)
+        )
         for cache in caches:
             self._fill_state_grads(cache)
 
         def backward() -> None:
             cache, out = done.pop()
-            _backward(cache, out, gradient)
+            _backward(sliced, cache, out, gradient)
 
         halves = [(backward, partial(_accumulate, cache)) for cache in reversed(caches)]
         times = self._timed(*(half for both in halves for half in both))
@@ -250,12 +270,12 @@ class Profiler:
         outs = []
         for p in halves:
             cache.begin(p.context, p.length)
-            outs.append((p, stage(self._input(stage, p), cache)))
+            outs.append((p, self._sliced[stage].forward(self._input(stage, p), cache)))
             if cache.next_states():
                 self._carrying.add(id(stage))
         for p, out in reversed(outs):
             cache.begin(p.context, p.length)
-            _backward(cache, out, torch.ones_like(out))
+            _backward(self._sliced[stage], cache, out, torch.ones_like(out))
         cache.pop_deferred()
         cache.clear()
         return cache
@@ -345,26 +365,28 @@ def _shape(model: Splittable, shape: GPTConfig | None) -> GPTConfig:
     return shape
 
 
-def _takes(model: Splittable, length: int) -> bool:
-    """Whether slices may be so short."""
+def _takes(model: Splittable, length: int, recompute: tuple[str, ...] = ()) -> bool:
+    """Whether slices may be so short, with these modes of recomputation."""
     try:
-        getattr(model, "check_slices", lambda shortest, recompute: None)(length, False)
+        getattr(model, "check_slices", lambda shortest, recompute: None)(length, recompute)
     except ValueError:
         return False
     return True
 
 
-def _forward(stage: nn.Module, x: Tensor, cache: SliceCache, done: list[tuple[SliceCache, Tensor]]) -> None:
-    done.append((cache, stage(x, cache)))
+def _forward(
+    stage: SlicedStage, x: Tensor, cache: SliceCache, selective: bool, done: list[tuple[SliceCache, Tensor]]
+) -> None:
+    done.append((cache, stage.forward(x, cache, selective=selective)))
 
 
 def _accumulate(cache: SliceCache) -> None:
     accumulate_deferred(cache.pop_deferred())
 
 
-def _backward(cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
+def _backward(stage: SlicedStage, cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
     if out.requires_grad:  # a first stage may have nothing to train
-        cache.backward(out, gradient)
+        stage.backward(cache, out, gradient)
 
 
 def _spread(taken: Sequence[float]) -> float:

@@ -1,15 +1,16 @@
 """Simulates a schedule: its time by a cost model instead of a clock, and its bytes by a memory model."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.planning.cost import Array, Cost, LinkBehavior, Memory, StageSpec, stage_specs
+from terapipe.planning.cost import Array, Cost, LinkBehavior, Memory, StageSpec, stage_specs, with_recompute
 from terapipe.planning.slices import Plan
+from terapipe.recompute import Recompute
 from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, Times, compiled, run
@@ -67,13 +68,24 @@ def _program(shape: Shape) -> Program:
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
     """The seconds of each computation."""
-    specs = stage_specs(plan.boundaries)
-    kinds = sorted(set(specs))  # most stages are alike, so ask the cost model once for each kind
-    tables = np.stack([_table(plan, stage, cost) for stage in kinds])
-    kind = np.array([kinds.index(stage) for stage in specs])
+    tables = _by_stage(plan, lambda spec, mode: _table(plan, spec, with_recompute(cost, mode)))
     stages, ops, slices = program.places
-    seconds: list[float] = tables[kind[stages], ops, slices].tolist()
+    seconds: list[float] = tables[stages, ops, slices].tolist()
     return seconds
+
+
+def _by_stage(plan: Plan, table: Callable[[StageSpec, Recompute], Array]) -> Array:
+    """A table for every stage, in which each slice's column is that of its mode of recomputation. Most stages are
+    alike: one is made for each kind."""
+    kinds: dict[tuple[StageSpec, tuple[Recompute, ...]], Array] = {}
+    keys = [(spec, plan.recompute_of(k)) for k, spec in enumerate(stage_specs(plan.boundaries))]
+    for spec, modes in set(keys):
+        first, *others = plan.recompute_modes
+        chosen = table(spec, first)
+        for mode in others:
+            chosen = np.where(np.array(modes) == mode, table(spec, mode), chosen)
+        kinds[spec, modes] = chosen
+    return np.stack([kinds[key] for key in keys])
 
 
 def _table(plan: Plan, stage: StageSpec, cost: Cost) -> Array:
@@ -191,12 +203,11 @@ def _model_state(plan: Plan, memory: Memory) -> list[float]:
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:
     """Two tables by stage, op and slice: extra bytes while a computation runs, and the change once it has ended."""
-    stages = stage_specs(plan.boundaries)
-    kinds = {stage: _stage_tables(plan, stage, memory) for stage in set(stages)}  # most stages are alike
-    return np.stack([kinds[stage][0] for stage in stages]), np.stack([kinds[stage][1] for stage in stages])
+    tables = _by_stage(plan, lambda spec, mode: _stage_tables(plan, spec, with_recompute(memory, mode)))
+    return tables[:, 0], tables[:, 1]
 
 
-def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> tuple[Array, Array]:
+def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> Array:
     size, length, context = columns(plan)
     kept, deferred = memory.activations(stage, size, length), memory.deferred_grads(stage, size, length)
     in_forward, in_backward = memory.workspace(stage, size, length)
@@ -206,4 +217,4 @@ def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> tuple[Array, 
     # The rows are F, B, I and W, as in COMPUTATIONS.
     during = np.stack([kept + cache + in_forward, in_backward, in_backward + deferred, nothing])
     change = np.stack([kept + cache, -kept - cache, deferred - kept - cache, -deferred])
-    return during, change
+    return np.stack([during, change])

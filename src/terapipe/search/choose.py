@@ -10,8 +10,10 @@ import numpy as np
 from terapipe.planning.cost import StageSpec, stage_specs
 from terapipe.planning.order import ORDERS, InFlight, Order, order_named
 from terapipe.planning.slices import Plan
+from terapipe.recompute import Recompute, recompute_title
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
+from terapipe.search.less_recompute import with_less_recompute
 from terapipe.search.refine import hill_climb, preference, refine, with_few_lengths
 from terapipe.search.request import Request, layouts
 from terapipe.search.result import PlanResult
@@ -54,10 +56,10 @@ def candidates(source: Source, request: Request) -> list[Candidate]:
     return sorted(pool, key=lambda candidate: (candidate.estimate, candidate.count, candidate.chunks))
 
 
-def _recompute(request: Request) -> tuple[bool, ...]:
+def _recompute(request: Request) -> tuple[Recompute, ...]:
     if request.recompute is not None:
         return (request.recompute,)
-    return (False, True) if request.can_recompute else (False,)
+    return request.recompute_modes
 
 
 def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
@@ -224,12 +226,12 @@ def finish(pool: Iterable[Candidate], estimate: PlanEstimate) -> PlanEstimate:
     """Refines the slices, unless order or request fix them."""
     evaluator = evaluator_of(pool, estimate)
     fixed = not order_named(estimate.plan.order).sliced or evaluator.request.fixed_slices
-    return estimate if fixed else refine(evaluator, estimate)
+    return with_less_recompute(evaluator, estimate if fixed else refine(evaluator, estimate))
 
 
 def evaluator_of(pool: Iterable[Candidate], estimate: PlanEstimate) -> PlanEvaluator:
-    evaluators = (candidate.evaluator for candidate in pool)
-    return next(e for e in evaluators if e.layout == estimate.layout and e.recompute == estimate.plan.recompute)
+    evaluators, mode = (candidate.evaluator for candidate in pool), estimate.plan.recompute_modes[-1]
+    return next(e for e in evaluators if e.layout == estimate.layout and e.recompute == mode)
 
 
 def _refuse_orders(source: Source, request: Request) -> NoReturn:
@@ -246,7 +248,7 @@ def _refuse_budget(pool: list[Candidate], best: list[PlanEstimate]) -> NoReturn:
     raise ValueError(
         f"no plan fits into {(pool[0].evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
-        f"{'with' if least.plan.recompute else 'without'} recomputation); take more devices, a smaller batch or "
+        f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
         "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
     )
 
@@ -286,7 +288,7 @@ def _rows(pool: list[Candidate], order: Order) -> Iterator[tuple[str, PlanEstima
 
 def _refine_even(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate:
     """The best number of equal slices."""
-    evaluator = next(c.evaluator for c in pool if c.evaluator.recompute == start.plan.recompute)
+    evaluator = next(c.evaluator for c in pool if c.evaluator.recompute == start.plan.recompute_modes[-1])
     request, plan = evaluator.request, start.plan
 
     def evaluated(count: int) -> PlanEstimate:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs
+from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs, with_recompute
 from terapipe.planning.layout import Layout, balance
 from terapipe.planning.slices import Plan
+from terapipe.recompute import Recompute
 from terapipe.scheduling.simulator import makespan, peaks, program
 from terapipe.search.cuts import Grid, Lengths
 from terapipe.search.request import Request
@@ -74,12 +75,12 @@ def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
 
 
 class PlanEvaluator:
-    """Builds and evaluates plans for one layout, with or without recomputation."""
+    """Builds plans for one layout with one mode of recomputation, and evaluates plans, which may mix modes."""
 
-    def __init__(self, source: Source, request: Request, layout: Layout, recompute: bool) -> None:
+    def __init__(self, source: Source, request: Request, layout: Layout, recompute: Recompute) -> None:
         self.source, self.request, self.layout, self.recompute = source, request, layout, recompute
-        self.cost: Cost = source.cost(layout, recompute)
-        self.memory: Memory = source.memory(layout, recompute)
+        self.cost: Cost = with_recompute(source.cost(layout), recompute)
+        self.memory: Memory = with_recompute(source.memory(layout), recompute)
         self.batch_size = request.batch_size // layout.dp
         self._grids: dict[int, Grid] = {}
 

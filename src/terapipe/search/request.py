@@ -6,6 +6,7 @@ from math import lcm
 
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
+from terapipe.recompute import MODES, Recompute, parse_recompute
 from terapipe.search.source import Source
 
 
@@ -23,11 +24,11 @@ class Request:
     slice_lengths: tuple[int, ...] | None = None
     microbatch_size: int | None = None
     chunks: int | None = None  # stages per rank
-    recompute: bool | None = None
+    recompute: Recompute | None = None
     shard: bool = False  # whether replicas shard the model state (FSDP2)
     tile: int | None = None  # slice lengths are multiples of it; None: as the source says
     min_slice: int = 1  # tokens in the shortest slice with which the model is exact
-    can_recompute: bool = True  # whether the model supports recomputation
+    recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
     distinct: int | None = None  # maximum number of different slice lengths
     budget: int | None = None  # memory per device in bytes; None: as the source says
 
@@ -48,8 +49,13 @@ class Request:
             raise ValueError(
                 f"a slice of {self.tile} tokens does not fit into sequences of {self.seq_len}; use a smaller tile"
             )
-        if self.recompute and not self.can_recompute:
-            raise ValueError("the model cannot compute slices again; leave recompute out, or set it to False")
+        if self.recompute is not None:
+            object.__setattr__(self, "recompute", parse_recompute(self.recompute, 1, 1))
+        if self.recompute not in (None, *self.recompute_modes):
+            raise ValueError(
+                f"the model supports recomputation {' and '.join(self.recompute_modes)}, got {self.recompute}; leave "
+                "recompute out, or set it to one of these"
+            )
         self._check_slices()
 
     def _check_slices(self) -> None:

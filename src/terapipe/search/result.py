@@ -73,11 +73,11 @@ class PlanResult:
 
     @property
     def memory(self) -> Memory:
-        return self._known_source().memory(self.layout, self.plan.recompute)
+        return self._known_source().memory(self.layout)
 
     def simulate(self) -> Timeline:
         """The Timeline of one step, without the work done once per step (gradient all-reduce, optimizer)."""
-        cost = self._known_source().cost(self.layout, self.plan.recompute)
+        cost = self._known_source().cost(self.layout)
         return simulate(schedule(self.plan), cost)
 
     def sensitivity(self) -> "list[Mistake]":

@@ -31,7 +31,7 @@ def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
             host = wrong_host(source.cluster.host, constant, factor)
             wrong = replace(source, cluster=replace(source.cluster, host=host))
             misled = choose(wrong, request).estimate
-            evaluated = PlanEvaluator(source, request, misled.layout, misled.plan.recompute).evaluate(misled.plan)
+            evaluated = PlanEvaluator(source, request, misled.layout, "none").evaluate(misled.plan)
             yield Mistake(
                 constant, factor, evaluated, evaluated.step_time / right.step_time - 1, _kind(evaluated) == _kind(right)
             )
@@ -58,4 +58,4 @@ def wrong_host(host: Host, constant: str, factor: float) -> Host:
 
 def _kind(estimate: PlanEstimate) -> tuple[object, ...]:
     plan = estimate.plan
-    return estimate.layout, plan.order, plan.chunks, plan.recompute, estimate.sliced
+    return estimate.layout, plan.order, plan.chunks, plan.recompute_modes, estimate.sliced

@@ -29,9 +29,9 @@ class Source(Protocol):
     def budget(self) -> int | None:
         """Memory of a device in bytes, if known."""
 
-    def cost(self, layout: Layout, recompute: bool) -> Cost: ...
+    def cost(self, layout: Layout) -> Cost: ...
 
-    def memory(self, layout: Layout, recompute: bool) -> Memory: ...
+    def memory(self, layout: Layout) -> Memory: ...
 
     @property
     def tile(self) -> int:
@@ -69,12 +69,14 @@ class ClusterSource:
     def budget(self) -> int:
         return self.cluster.host.device.memory
 
-    def cost(self, layout: Layout, recompute: bool) -> Cost:
-        return AnalyticCost(self.config, self.cluster, layout, recompute, self.ends)
+    def cost(self, layout: Layout) -> Cost:
+        return AnalyticCost(self.config, self.cluster, layout, ends=self.ends)
 
-    def memory(self, layout: Layout, recompute: bool) -> Memory:
+    def memory(self, layout: Layout) -> Memory:
         device = self.cluster.host.device
-        return ShapeMemory(self.config, device.element, device.state, layout.tp, recompute, layout.shards, layout.dp)
+        return ShapeMemory(
+            self.config, device.element, device.state, layout.tp, shards=layout.shards, replicas=layout.dp
+        )
 
     @property
     def tile(self) -> int:
@@ -130,15 +132,13 @@ class ProfileSource:
     def dtype(self) -> str:
         return self.profile.dtype
 
-    def cost(self, layout: Layout, recompute: bool) -> Cost:
-        return FittedCost(self.profile, recompute, replace(layout, tp=1))
+    def cost(self, layout: Layout) -> Cost:
+        return FittedCost(self.profile, layout=replace(layout, tp=1))
 
-    def memory(self, layout: Layout, recompute: bool) -> Memory:
+    def memory(self, layout: Layout) -> Memory:
         profile = self.profile
         state = STATE[profile.dtype]
-        return ShapeMemory(
-            profile.config, profile.element, state, recompute=recompute, shards=layout.shards, replicas=layout.dp
-        )
+        return ShapeMemory(profile.config, profile.element, state, shards=layout.shards, replicas=layout.dp)
 
     def tensor_degrees(self) -> list[int]:
         return [self.tp]

@@ -16,6 +16,7 @@ from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance, split_layers
 from terapipe.presets import GPTConfig, gpt_config
+from terapipe.recompute import MODES, Recompute
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RunModel:
     split: Callable[[int], tuple[int, ...]]  # boundaries of so many stages
     identity: dict[str, Any]  # its configuration: another one is another model, whatever its weights
     shortest: int = 1  # tokens that a slice must have
-    recomputes: bool = True  # whether slices can be computed again
+    recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
 
 
 def make_model(config: ModelConfig, data: DataConfig, vocab: int, objective: ObjectiveConfig | None = None) -> RunModel:
@@ -53,8 +54,7 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
             f"model.preset and data.seq_len {data.seq_len}; raise the one or lower the other"
         )
     with torch.device("meta"):
-        selective = config.recompute == "selective"
-        gpt = GPT(shape, seed=config.seed, recompute="selective" if selective else "off").to(dtype_of(config))
+        gpt = GPT(shape, seed=config.seed).to(dtype_of(config))
     identity = {**asdict(shape), "kind": "gpt", "kv_heads": shape.num_kv_heads, "ffn": shape.ffn_hidden}
     return RunModel(gpt, shape, lambda stages: split_layers(shape, stages, data.seq_len), identity)
 
@@ -91,12 +91,11 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         decoder = hf.Decoder.from_config(hf_config, config.seed, dtype, **routers)
     shape = shape_of(decoder)
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
-    if config.recompute == "selective":
-        decoder.recompute_layers()
-    decoder.check_slices(decoder.shortest, recompute=config.recompute == "full")
+    if config.recompute not in ("auto", "none"):
+        decoder.check_slices(decoder.shortest, (config.recompute,))
     identity = _identity(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
-    return RunModel(decoder, shape, split, identity, decoder.shortest, decoder.backend == "attention")
+    return RunModel(decoder, shape, split, identity, decoder.shortest, decoder.recompute_modes)
 
 
 # Keys of a Hugging Face configuration that do not change the model.
@@ -123,11 +122,6 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel
         raise ValueError(
             f"model.factory must return a model with num_layers, tied and stage(), as docs/guide.md describes; "
             f"{config.factory} returned {type(result).__name__}"
-        )
-    if config.recompute == "selective":
-        raise ValueError(
-            "model.recompute = 'selective' is for presets and Hugging Face models; with model.factory, set it to "
-            "'auto', 'off' or 'full'"
         )
     return RunModel(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
 

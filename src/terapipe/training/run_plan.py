@@ -140,8 +140,8 @@ def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> RunPlan:
     size = wanted.microbatch_size or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
     lengths = _lengths(wanted, tokens, layout, model.shortest) if order.sliced else (tokens,)
-    recompute = config.model.recompute == "full"
-    plan = Plan(sizes, (lengths,) * len(sizes), model.split(layout.pp * chunks), order.name, chunks, recompute)
+    mode = "none" if config.model.recompute == "auto" else config.model.recompute
+    plan = Plan(sizes, (lengths,) * len(sizes), model.split(layout.pp * chunks), order.name, chunks, mode)
     return RunPlan(layout, plan)
 
 
@@ -173,7 +173,7 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
     if ranks % wanted.tp:
         raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
     result = api.plan(
-        None if model.shape is None else ModelSpec(model.shape, model.shortest, model.recomputes),
+        None if model.shape is None else ModelSpec(model.shape, model.shortest, model.recompute_modes),
         profile,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
@@ -185,7 +185,7 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
         slice_lengths=wanted.slice_lengths or None,
         microbatch_size=wanted.microbatch_size or None,
         chunks=wanted.chunks or None,
-        recompute={"auto": None, "full": True}.get(config.model.recompute, False),
+        recompute=None if config.model.recompute == "auto" else config.model.recompute,
         shard=wanted.shard,
         tile=min(wanted.tile, config.data.seq_len),
         memory=wanted.memory or None,

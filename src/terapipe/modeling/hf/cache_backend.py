@@ -35,7 +35,8 @@ class ViewCache(SliceCache):
         return _with_length(self._view, self.context)
 
     def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        with computing(self):  # for layers that are recomputed
+        self.states()  # layers that are recomputed may ask for its length
+        with computing(self):
             super().backward(out, gradient, others)
         del self.inputs[self.context]
 

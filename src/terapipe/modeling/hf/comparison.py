@@ -16,6 +16,8 @@ from terapipe.modeling.hf.decoder_stage import DecoderStage, loss_of
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.router_losses import FLAG, router_losses
 from terapipe.modeling.hf.structure import ModelStructure, is_classifier, text_config, token_logits
+from terapipe.modeling.linear import accumulate_deferred
+from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import IGNORE, TensorParallel
 
 TOKENS = 29
@@ -131,13 +133,15 @@ class SlicedModel:
         if tp is not None:
             for stage in self._stages:
                 stage.parallelize(tp)
+        self._sliced = [SlicedStage(stage) for stage in self._stages]
 
     def train(self, mode: bool) -> None:
         for stage in self._stages:
             stage.train(mode)
 
-    def __call__(self, batch: Batch, slice_lengths: Sequence[int]) -> Result:
-        """Loss and gradients, slice by slice: all forwards, then all backwards in reverse order."""
+    def __call__(self, batch: Batch, slice_lengths: Sequence[int], *, selective: bool = False) -> Result:
+        """Loss and gradients, slice by slice: all forwards, then all backwards in reverse order. Those of weights come
+        last, as in split backwards. ``selective``: with selective recomputation."""
         stages = self._stages
         for stage in stages:
             stage.zero_grad()
@@ -150,9 +154,9 @@ class SlicedModel:
         total = 0.0
         for start, length in zip(starts, slice_lengths, strict=True):
             x, passed = batch.ids[:, start : start + length], []
-            for k, (stage, cache) in enumerate(zip(stages, caches, strict=True)):
+            for k, cache in enumerate(caches):
                 cache.begin(start, length)
-                out = stage(x, cache)
+                out = self._sliced[k].forward(x, cache, selective=selective)
                 sums[start, k] = cache.pop_sums()
                 passed.append((x, out))
                 x = out.detach().requires_grad_()
@@ -168,7 +172,10 @@ class SlicedModel:
                 assert gradient is not None
                 caches[k].begin(start, length)
                 others = [(found, gradients[name].to(found.dtype)) for name, found in sums[start, k].items()]
-                caches[k].backward(passed[k][1], gradient, others)
+                caches[k].defer = True
+                self._sliced[k].backward(caches[k], passed[k][1], gradient, others)
+        for cache in caches:
+            accumulate_deferred(cache.pop_deferred())
         return total, self._gradients()
 
     def _auxiliary(self, sums: Sequence[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:

@@ -1,6 +1,7 @@
 """A Hugging Face causal LM that a ``Pipeline`` can split into stages."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from terapipe.modeling.hf.router_losses import FLAG, refuse_capacity, router_los
 from terapipe.modeling.hf.shrink import shrunken, small_model
 from terapipe.modeling.hf.structure import AFTER, ModelStructure, find_structure, text_config
 from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
-from terapipe.modeling.hf.verification import BOUND, VerifyResult, recomputed_error, refuse_inexact_tp, verify
+from terapipe.modeling.hf.verification import (
+    BOUND,
+    VerifyResult,
+    recomputed_error,
+    refuse_inexact_tp,
+    selective_error,
+    verify,
+)
 from terapipe.modeling.hf.weights import (
     PretrainedWeights,
     RandomWeights,
@@ -29,6 +37,7 @@ from terapipe.modeling.hf.weights import (
 )
 from terapipe.modeling.stage import TensorParallel
 from terapipe.presets import GPTConfig, ModelSpec
+from terapipe.recompute import MODES, Recompute
 
 
 class Decoder:
@@ -82,10 +91,9 @@ class Decoder:
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
             self._check_routers()
-        self._recomputes = model.is_gradient_checkpointing
-        if self._recomputes:
+        if model.is_gradient_checkpointing:
             refuse_reentrant(model)
-            self._check_recompute()
+            self._check_checkpointing()
 
     def _verify(self) -> VerifyResult:
         """Verified on a small copy, once."""
@@ -112,8 +120,8 @@ class Decoder:
                 "False to leave it out"
             )
 
-    def check_slices(self, shortest: int, recompute: bool) -> None:
-        """Refuses slices and recomputation that this model cannot do. Called before the first step."""
+    def check_slices(self, shortest: int, recompute: Sequence[str] = ()) -> None:
+        """Refuses slices and modes of recomputation that this model cannot do. Called before the first step."""
         name = type(self.model).__name__
         if shortest < self.shortest:
             raise UnsupportedModelError(
@@ -121,6 +129,27 @@ class Decoder:
             )
         if recompute and self.backend == "cache":
             raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
+        if "selective" in recompute and self._selective_refused:
+            raise UnsupportedModelError(
+                f"layers of {name} cannot be computed again: {self._selective_refused}; take recompute full or none"
+            )
+
+    @property
+    def recompute_modes(self) -> tuple[Recompute, ...]:
+        """The modes of recomputation that this model supports."""
+        if self.backend == "cache":
+            return ("none",)
+        return ("none", "full") if self._selective_refused else MODES
+
+    @cached_property
+    def _selective_refused(self) -> str:
+        """Why selective recomputation is not exact, empty if it is. Verified on a small copy, which takes a second."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                worst = selective_error(shrunken(self.model.config), self.structure, type(self.model))
+        except Exception as error:  # whatever the model's own code raises
+            return str(error)
+        return "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
         """Refuses a step that would not be exact. All ranks call it, before anything is sent. ``padded``: batches may
@@ -148,14 +177,8 @@ class Decoder:
             return f"it uses the {self.backend} backend, which was not checked with them"
         return result.documents_reason
 
-    def recompute_layers(self) -> None:
-        """Turns on the model's own gradient checkpointing: only inputs of layers are kept, and the backward recomputes
-        the rest. It works in training mode only; in evaluation mode everything is kept."""
-        self._check_recompute()
-        self._recomputes = True
-
-    def _check_recompute(self) -> None:
-        """Verifies it on a small copy, which takes another second."""
+    def _check_checkpointing(self) -> None:
+        """Verifies the model's own gradient checkpointing on a small copy, which takes another second."""
         reason = "it is cut through its own cache (cache backend), which they would change a second time"
         if self.backend == "attention":
             try:
@@ -204,7 +227,7 @@ class Decoder:
     def planning_spec(self) -> ModelSpec:
         from terapipe.modeling.hf.decoder import shape_of
 
-        return ModelSpec(shape_of(self), self.shortest, self.backend == "attention")
+        return ModelSpec(shape_of(self), self.shortest, self.recompute_modes)
 
     @property
     def num_layers(self) -> int:
@@ -248,7 +271,7 @@ class Decoder:
         return stage
 
     def _stage(self, model: PreTrainedModel, first: int, last: int) -> DecoderStage:
-        return DecoderStage(model, self.structure, first, last, self.backend, self._recomputes, self._routers)
+        return DecoderStage(model, self.structure, first, last, self.backend, self._routers)
 
     def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""

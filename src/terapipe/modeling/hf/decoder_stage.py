@@ -113,7 +113,6 @@ class DecoderStage(nn.Module):
         first: int,
         last: int,
         backend: Backend | None,
-        recomputes: bool = False,
         routers: RouterLosses | None = None,
     ) -> None:
         super().__init__()
@@ -131,8 +130,6 @@ class DecoderStage(nn.Module):
             setattr(text_config(self.model.config), FLAG, False)
         if backend == "attention":
             self.model.set_attn_implementation(NAME)
-        if recomputes and not self.model.is_gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
         self._late_checkpointing = LateCheckpointing(model, self.model)
         embedding: Any = self.model.get_input_embeddings()
         self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])

@@ -268,6 +268,15 @@ def recomputed_error(config: PretrainedConfig, structure: ModelStructure, kind: 
         return max(errors(expected, SlicedModel(model, structure, "attention")(batch, lengths(4, 1))).values())
 
 
+def selective_error(config: PretrainedConfig, structure: ModelStructure, kind: Kind | None = None) -> float:
+    """The largest error of the attention backend with selective recomputation."""
+    with _quietly():
+        model = _small(config, torch.float64, kind)
+        batch = Batch.of(model)
+        sliced = SlicedModel(model, structure, "attention")
+        return max(errors(reference(model, batch), sliced(batch, lengths(4, 1), selective=True)).values())
+
+
 # Tensor parallel
 
 

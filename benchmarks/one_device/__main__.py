@@ -1,0 +1,3 @@
+from benchmarks.one_device.measure import main
+
+main()

@@ -1,0 +1,170 @@
+"""One long sequence on one device: a Hugging Face Llama plain, with its gradient checkpointing, and in slices."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.harness import Contender, arguments, best, race, report
+from terapipe import Pipeline, Plan
+from terapipe.hf import Decoder
+from terapipe.recompute import Recompute
+from terapipe.runtime import MemoryCounter
+
+LAYERS, VOCAB, THREADS = 8, 8192, 2
+LIMIT = 4 << 30  # bytes of the process with the longest sequence, whose model has this vocabulary:
+LONG_VOCAB = 32_000
+SLICE = 512  # tokens of its slices
+
+
+class Way(NamedTuple):
+    """A way to train: slices and recomputation of ours, or Hugging Face without or with gradient checkpointing."""
+
+    name: str
+    slices: int = 0
+    recompute: Recompute = "none"
+
+    def __str__(self) -> str:
+        return f"{self.slices} slices, recompute {self.recompute}" if self.slices else self.name
+
+
+PLAIN, CHECKPOINTING = Way("plain"), Way("gradient checkpointing")
+
+
+def llama(tokens: int, vocab: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=vocab, max_position_embeddings=tokens,
+    )  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, torch.nn.Module]:
+    """Forward and backward of one sequence, to gradients that exist already."""
+    model = llama(tokens, vocab)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    ids = torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
+    if not way.slices:
+        if way == CHECKPOINTING:
+            model.gradient_checkpointing_enable()
+        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(), model
+    plan = Plan.uniform(
+        batch_size=1, seq_len=tokens, num_slices=way.slices, boundaries=(0, LAYERS), recompute=way.recompute
+    )
+    pipe = Pipeline(Decoder(model), plan)
+    labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+    return lambda: pipe.step(ids, labels), model
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(*json.loads(sys.argv[2]))
+        return
+    quick = arguments(__doc__ or "").quick
+    torch.set_num_threads(THREADS)
+    figures: dict[str, float] = {}
+    rows: list[list[object]] = []
+    for tokens, rounds, ways in settings(quick):
+        times = best(race({str(way): step_of(way, tokens, VOCAB)[0] for way in ways}, rounds))
+        memory = {str(way): in_process(way, tokens, VOCAB) for way in ways}
+        ours = {str(way) for way in ways if way.slices}
+        base, held = times[str(CHECKPOINTING)], memory[str(CHECKPOINTING)]
+        for name, seconds in times.items():
+            counted, resident = (memory[name][key] / held[key] for key in ("counted", "resident"))
+            mib = [memory[name][key] / 2**20 for key in ("counted", "resident")]
+            rows.append([tokens, name, seconds, seconds / base, *mib, counted, resident])
+        figures |= summarized(rows, tokens, ours)
+    if not quick:
+        figures |= longest()
+    header = ("tokens", "way", "best s", "time", "MiB counted", "MiB resident", "counted", "resident")
+    report(f"{__doc__} Time and memory relative to gradient checkpointing.", header, rows, figures)
+
+
+def settings(quick: bool) -> list[tuple[int, int, list[Way]]]:
+    """Tokens, rounds, and the ways that are compared."""
+    if quick:
+        return [(1024, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "selective")])]
+    short = [Way("", n, mode) for n in (4, 8, 16, 32) for mode in ("none", "selective", "full")]
+    long = [Way("", 32, "none"), Way("", 32, "selective"), Way("", 64, "selective"), Way("", 64, "full")]
+    return [(4096, 5, [PLAIN, CHECKPOINTING, *short]), (16384, 1, [CHECKPOINTING, *long])]
+
+
+def summarized(rows: list[list[object]], tokens: int, ours: set[str]) -> dict[str, float]:
+    """The least time at a quarter and at half of the memory, by both measures, and the least memory at no more time."""
+    chosen = [row for row in rows if row[0] == tokens and row[1] in ours]
+    mine = [(cast(float, row[3]), cast(float, max(row[6:8]))) for row in chosen]  # type: ignore[type-var]
+    found = {
+        f"time_at_quarter_memory_{tokens}": [time for time, memory in mine if memory <= 0.25],
+        f"time_at_half_memory_{tokens}": [time for time, memory in mine if memory <= 0.5],
+        f"memory_at_equal_time_{tokens}": [memory for time, memory in mine if time <= 1.0],
+        f"least_memory_{tokens}": [memory for _, memory in mine],
+    }
+    return {name: min(values) for name, values in found.items() if values}
+
+
+# Memory, in a fresh process
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+def in_process(way: Way, tokens: int, vocab: int, limit: int = 0) -> dict[str, float]:
+    """Bytes that a step adds to weights and gradients: of tensors ("counted"), and of the resident set. With a limit,
+    only whether a process of so many bytes is enough."""
+    command = [sys.executable, "-m", "benchmarks.one_device", "--child", json.dumps([way, tokens, vocab, limit])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    if done.returncode and limit and ("allocate" in done.stderr or "MemoryError" in done.stderr):
+        raise OutOfMemoryError
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def child(way: list[object], tokens: int, vocab: int, limit: int) -> None:
+    torch.set_num_threads(THREADS)
+    step, _ = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
+    before = status("VmRSS")
+    if limit:
+        room = status("VmSize") + limit - before
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    step()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    with MemoryCounter(torch.device("cpu")) as counter:
+        if not limit:
+            step()
+    print(json.dumps({"resident": resident, "counted": counter.peak}))
+
+
+def status(name: str) -> int:
+    """Bytes, of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def longest() -> dict[str, float]:
+    """Tokens of the longest sequence in a process of ``LIMIT`` bytes: with gradient checkpointing, in steps of an
+    eighth, and how many times as many ours fits."""
+    tokens, times = 4096, 0
+    while fits(CHECKPOINTING, tokens * 9 // 8):
+        tokens = tokens * 9 // 8
+    while times < 6 and fits(Way("", (times + 1) * tokens // SLICE, "full"), (times + 1) * tokens):
+        times += 1
+    return {"longest_checkpointing": tokens, "longest_over_checkpointing": times}
+
+
+def fits(way: Way, tokens: int) -> bool:
+    try:
+        in_process(way, tokens, LONG_VOCAB, LIMIT)
+    except OutOfMemoryError:
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""A stage as it is computed slice by slice: what is the same for all stages, whoever wrote them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.fused_linear import FusedLinears
+from terapipe.modeling.stage import Stage
+
+
+class SlicedStage:
+    """Forwards and backwards of a stage's slices. With ``fused``, linear layers add gradients of their weights in
+    place, or put them off (see fused_linear.py)."""
+
+    def __init__(self, stage: Stage, *, fused: bool = True) -> None:
+        self.stage, self._fused = stage, fused
+
+    @cached_property
+    def _linears(self) -> FusedLinears:
+        """Found at the first slice: until then layers may be compiled."""
+        return FusedLinears(cast(nn.Module, self.stage), self.stage.blocks)
+
+    def forward(self, x: Tensor, cache: SliceCache, *, selective: bool = False) -> Tensor:
+        """The cache's current slice. With ``selective`` each layer keeps its input and attention's output only."""
+        with self._over(cache), self._checkpointed(cache) if selective else nullcontext():
+            return self.stage(x, cache)
+
+    def backward(
+        self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """Of the cache's current slice, see ``SliceCache.backward``."""
+        with self._over(cache):  # layers may be computed again
+            cache.backward(out, gradient, others)
+
+    @contextmanager
+    def _over(self, cache: SliceCache) -> Iterator[None]:
+        with self._linears.over(cache) if self._fused else nullcontext():
+            yield
+
+    @contextmanager
+    def _checkpointed(self, cache: SliceCache) -> Iterator[None]:
+        """Inside, the forward of each block is checkpointed. Hooks of blocks, such as FSDP's, are outside of that."""
+        blocks = self.stage.blocks
+        plain = [(block, block.__dict__.get("forward")) for block in blocks]
+        try:
+            for block in blocks:
+                block.__dict__["forward"] = _Checkpointed(block.forward, cache)
+            yield
+        finally:
+            for block, forward in plain:
+                if forward is None:
+                    del block.__dict__["forward"]
+                else:
+                    block.__dict__["forward"] = forward
+
+
+class _Checkpointed:
+    def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
+        self._forward, self._cache = forward, cache
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*arguments, **named)
+        contexts = self._cache.checkpoint_contexts
+        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
