@@ -79,7 +79,7 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     message = [cost.transfer(0, 1, 2, 512) for cost in costs]
     assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
     assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(1000))  # in float32
-    float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout(), False) for profile in (wide, half))
+    float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout()) for profile in (wide, half))
     cached = float32.kv_cache(StageSpec(3), 1, 512)
     assert bfloat16.kv_cache(StageSpec(3), 1, 512) == cached * 3 / 4  # gradients are summed in float32
     # Weights of 2 bytes and 12 of state; 4 and 8. Gradients are sums in float32, and then rounded.

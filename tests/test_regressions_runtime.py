@@ -13,6 +13,7 @@ from terapipe.hf import Decoder
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.hf.shrink import small_config, small_model
+from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import IGNORE
 from tests.models import TINY, gradients, make_batch, make_model, mesh_of
 from tests.ranks import Ranks
@@ -91,13 +92,13 @@ def drawn_in_parts(plan: Plan) -> list[float]:
     pipe = Pipeline(make_model(TINY), plan, mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
     spoken = Spoken(pipe.stages[0])
     assert pipe._executors is not None
-    pipe._executors.current._stages = {0: _as_stage(spoken)}  # type: ignore[dict-item]
+    pipe._executors.current._sliced = {0: SlicedStage(_as_stage(spoken))}
     pipe.step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False))
     return spoken.drawn
 
 
 def _as_stage(spoken: Spoken) -> Any:
-    for name in ("make_cache", "loss", "hidden_shape"):
+    for name in ("make_cache", "loss", "hidden_shape", "blocks"):
         setattr(spoken, name, getattr(spoken.stage, name))
     return spoken
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.harness import Contender, arguments, best, race, report
@@ -46,7 +47,7 @@ def llama(tokens: int, vocab: int) -> PreTrainedModel:
     return model.train()
 
 
-def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, torch.nn.Module]:
+def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, nn.Module]:
     """Forward and backward of one sequence, to gradients that exist already."""
     model = llama(tokens, vocab)
     for p in model.parameters():
@@ -132,17 +133,28 @@ def in_process(way: Way, tokens: int, vocab: int, limit: int = 0) -> dict[str, f
 
 def child(way: list[object], tokens: int, vocab: int, limit: int) -> None:
     torch.set_num_threads(THREADS)
-    step, _ = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
+    step, model = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
     before = status("VmRSS")
     if limit:
         room = status("VmSize") + limit - before
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
     step()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    with MemoryCounter(torch.device("cpu")) as counter:
-        if not limit:
-            step()
-    print(json.dumps({"resident": resident, "counted": counter.peak}))
+    counted = 0 if limit else counted_bytes(step, model)
+    print(json.dumps({"resident": resident, "counted": counted}))
+
+
+def counted_bytes(step: Contender, model: nn.Module) -> int:
+    """The most bytes of tensors that are alive at a time during a step, beside weights and gradients."""
+    counter = MemoryCounter(torch.device("cpu"))
+    counter.count(model)
+    with counter:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad.clone()
+    before = counter.current
+    with counter:
+        step()
+    return counter.peak - before
 
 
 def status(name: str) -> int:

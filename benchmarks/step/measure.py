@@ -1,4 +1,4 @@
-"""TeraPipe against torch.distributed.pipelining and against the limit: two stages, 2048 tokens, few sequences."""
+"""TeraPipe against torch.distributed.pipelining and against the limit: two stages, long sequences, few of them."""
 
 import logging
 import math
@@ -8,55 +8,34 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from benchmarks.harness import Contender, arguments, best, on_ranks, race, report
-from terapipe import GPT, GPTConfig, Pipeline, Plan
+from benchmarks.step.models import FAMILIES, HIDDEN, LAYERS, VOCAB, Family
+from terapipe import Pipeline, Plan
 
-TOKENS = 2048
-QUICK = 768
-CONFIG = GPTConfig(layers=4, hidden=512, heads=8, vocab=256, max_seq_len=TOKENS)
+TOKENS, LONG, QUICK = 2048, 8192, 768
 QUICK_TORCH = {1: ("GPipe", "InterleavedZeroBubble"), 2: ("InterleavedZeroBubble",), 4: ("InterleavedZeroBubble",)}
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-
-# As the planner cuts them, from a profile of this model on two such cores.
-FOLDED = {
-    1: ((152, 280, 384, 384, 392, 272, 128, 56),),
-    2: ((264, 448, 392, 344, 312, 288), (504, 416, 368, 328, 304, 128)),
-    4: ((200, 360, 584, 904), (2048,), (2048,), (1272, 480, 208, 88)),
-}
-
-
-class StageSpec(nn.Module):
-    """A stage for torch's schedules: the same modules, whole sequences, torch's own attention."""
-
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__()
-        self.stage = GPT(CONFIG).stage(first, last, torch.device("cpu"))
-        self.last = last == CONFIG.layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.stage(x)
-        return self.stage.head(self.stage.norm(hidden)) if self.last else hidden
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def torch_contender(name: str, sequences: int, ids: Tensor, labels: Tensor) -> Contender | None:
+def torch_contender(family: Family, name: str, sequences: int, ids: Tensor, labels: Tensor) -> Contender | None:
     """A step under one of torch's schedules, or None if it does not accept so few sequences."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule_class = get_schedule_class(name)
     try:
         if name in ("GPipe", "1F1B"):
-            stages = [_torch_stage(rank, ranks)]
+            stages = [_torch_stage(family, rank, ranks)]
             schedule = schedule_class(stages[0], sequences, loss_fn=cross_entropy)
         else:
             numbers = (rank, 2 * ranks - 1 - rank) if name.startswith("ZBV") else (rank, rank + ranks)
-            stages = [_torch_stage(k, 2 * ranks) for k in numbers]
+            stages = [_torch_stage(family, k, 2 * ranks) for k in numbers]
             schedule = schedule_class(stages, sequences, loss_fn=cross_entropy)
     except ValueError:
         return None
@@ -70,9 +49,9 @@ def torch_contender(name: str, sequences: int, ids: Tensor, labels: Tensor) -> C
     return step
 
 
-def _torch_stage(number: int, count: int) -> PipelineStage:
-    layers = CONFIG.layers // count
-    part = StageSpec(number * layers, (number + 1) * layers)
+def _torch_stage(family: Family, number: int, count: int) -> PipelineStage:
+    layers = LAYERS // count
+    part = family.part(number * layers, (number + 1) * layers)
     return PipelineStage(part, number, count, torch.device("cpu"))
 
 
@@ -84,8 +63,8 @@ def equal_times(tokens: int, slices: int, attention: float = 0.32) -> tuple[int,
     return tuple(b - a for a, b in pairwise([round(end / 8) * 8 for end in ends]))
 
 
-def our_contender(plan: Plan, ids: Tensor, labels: Tensor) -> Contender:
-    pipe = Pipeline(GPT(CONFIG), plan)
+def our_contender(family: Family, plan: Plan, ids: Tensor, labels: Tensor) -> Contender:
+    pipe = Pipeline(family.whole(), plan)
 
     def step() -> None:
         pipe.step(ids, labels)
@@ -94,51 +73,52 @@ def our_contender(plan: Plan, ids: Tensor, labels: Tensor) -> Contender:
     return step
 
 
-def limit_contender(ids: Tensor, labels: Tensor) -> Contender:
-    """This rank's own share of the work, whole, with nobody to wait for."""
+def limit_contender(family: Family, ids: Tensor, labels: Tensor) -> Contender:
+    """This rank's own share of the work, sequence by sequence, with nobody to wait for."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    part = StageSpec(rank * CONFIG.layers // ranks, (rank + 1) * CONFIG.layers // ranks)
-    hidden = torch.randn(*ids.shape, CONFIG.hidden)
+    part = family.part(rank * LAYERS // ranks, (rank + 1) * LAYERS // ranks)
+    hidden = torch.randn(1, ids.shape[1], HIDDEN)
 
     def step() -> None:
-        x = ids if rank == 0 else hidden.requires_grad_()
-        out = part(x)
-        if part.last:
-            cross_entropy(out, labels).backward()
-        else:
-            out.backward(hidden)
+        for row, wanted in zip(ids.split(1), labels.split(1), strict=True):
+            out = part(row if rank == 0 else hidden.requires_grad_())
+            if part.last:
+                cross_entropy(out, wanted).backward()
+            else:
+                out.backward(hidden)
+            hidden.grad = None
         part.zero_grad()
-        hidden.grad = None
 
     return step
 
 
-def measure(sequences: int, rounds: int, quick: bool) -> dict[str, float]:
+def measure(title: str, sequences: int, tokens: int, rounds: int, quick: bool) -> dict[str, float]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    generator = torch.Generator().manual_seed(0)
-    tokens = QUICK if quick else TOKENS
-    ids = torch.randint(CONFIG.vocab, (sequences, tokens), generator=generator)
-    labels = torch.randint(CONFIG.vocab, (sequences, tokens), generator=generator)
+    family, generator = FAMILIES[title], torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (sequences, tokens), generator=generator)
+    labels = torch.randint(VOCAB, (sequences, tokens), generator=generator)
     contenders: dict[str, Contender] = {}
-    for name in QUICK_TORCH[sequences] if quick else TORCH:
-        if contender := torch_contender(name, sequences, ids, labels):
+    for name in QUICK_TORCH[sequences] if quick or tokens == LONG else TORCH:
+        if contender := torch_contender(family, name, sequences, ids, labels):
             contenders[f"torch {name}"] = contender
-    for plan in plans(sequences, tokens, quick):
+    for plan in plans(family, sequences, tokens, quick):
         chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
         slices = f"{len(plan.slices) / len(plan.sizes):g} slices"
-        contenders[f"ours: {plan.order}, {slices}{chunks}"] = our_contender(plan, ids, labels)
-    if sequences == 1:
-        contenders["limit"] = limit_contender(ids, labels)
+        contenders[f"ours: {plan.order}, {slices}{chunks}"] = our_contender(family, plan, ids, labels)
+    contenders["limit"] = limit_contender(family, ids, labels)
     return best(race(contenders, rounds))
 
 
-def plans(sequences: int, tokens: int, quick: bool) -> list[Plan]:
+def plans(family: Family, sequences: int, tokens: int, quick: bool) -> list[Plan]:
     """The plans that are tried: the more sequences, the fewer slices each needs."""
-    folded = Plan((1,) * sequences, FOLDED[sequences], (0, 1, 2, 3, 4), "terapipe-v", 2).resized(sequences, tokens, 8)
+    folded = Plan((1,) * sequences, family.folded[sequences], (0, 1, 2, 3, 4), "terapipe-v", 2)
+    folded = folded.resized(sequences, tokens, 8)
     if quick:
         return [folded]
     many, few = {1: (12, 8), 2: (8, 4), 4: (6, 3)}[sequences]
+    if tokens == LONG:
+        return [folded, Plan((1,), (equal_times(tokens, 2 * many, 0.65),), (0, 2, 4), "terapipe-deferred")]
     tried = [("terapipe", few, 2), ("terapipe", many, 1), ("terapipe-deferred", many, 1), ("terapipe-deferred", few, 2)]
     return [folded] + [
         Plan((1,) * sequences, (equal_times(tokens, n),) * sequences, tuple(range(0, 5, 2 // chunks)), order, chunks)
@@ -146,18 +126,27 @@ def plans(sequences: int, tokens: int, quick: bool) -> list[Plan]:
     ]
 
 
+def settings(quick: bool) -> list[tuple[int, int, int]]:
+    """Sequences, tokens and rounds."""
+    if quick:
+        return [(1, QUICK, 2), (2, QUICK, 1), (4, QUICK, 1)]
+    return [(1, TOKENS, 10), (2, TOKENS, 6), (4, TOKENS, 4), (1, LONG, 3)]
+
+
 def main() -> None:
     quick = arguments(__doc__ or "").quick
     rows: list[list[object]] = []
     figures: dict[str, float] = {}
-    for sequences, rounds in ((1, 2), (2, 1), (4, 1)) if quick else ((1, 10), (2, 5), (4, 3)):
-        times: dict[str, float] = on_ranks(2, measure, sequences, rounds, quick)
-        theirs = min(t for name, t in times.items() if name.startswith("torch"))
-        ours = min(t for name, t in times.items() if name.startswith("ours"))
-        figures[f"speedup_{sequences}"] = theirs / ours
-        if sequences == 1:
-            figures["speedup_1_over_gpipe"] = times["torch GPipe"] / ours
-            figures["over_limit_1"] = ours / times["limit"]
-        rows += [[sequences, name, t, theirs / t] for name, t in times.items()]
-    title = (__doc__ or "") + (f" Quick: {QUICK} tokens only." if quick else "")
-    report(title, ("sequences", "schedule", "best s", "speed-up over torch's best"), rows, figures)
+    for family in FAMILIES.values():
+        for sequences, tokens, rounds in settings(quick):
+            times: dict[str, float] = on_ranks(2, measure, family.title, sequences, tokens, rounds, quick)
+            theirs = min(t for name, t in times.items() if name.startswith("torch"))
+            ours = min(t for name, t in times.items() if name.startswith("ours"))
+            case = f"{sequences}" if tokens != LONG else f"{sequences}_{tokens}"
+            figures[f"{family.key}speedup_{case}"] = theirs / ours
+            figures[f"{family.key}over_limit_{case}"] = ours / times["limit"]
+            if "torch GPipe" in times and case == "1":
+                figures[f"{family.key}speedup_1_over_gpipe"] = times["torch GPipe"] / ours
+            rows += [[family.title, sequences, tokens, name, t, theirs / t] for name, t in times.items()]
+    header = ("model", "sequences", "tokens", "schedule", "best s", "speed-up over torch's best")
+    report((__doc__ or "") + (f" Quick: {QUICK} tokens only." if quick else ""), header, rows, figures)

@@ -20,6 +20,8 @@ from terapipe.runtime import MemoryCounter
         pytest.param(1, {"order": "terapipe", "chunks": 1}, marks=pytest.mark.exhaustive),
         (1, {"order": "terapipe-deferred", "chunks": 2}),
         (2, {"order": "terapipe-v"}),
+        (1, {"order": "terapipe", "chunks": 1, "recompute": "selective"}),
+        pytest.param(1, {"order": "terapipe", "chunks": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_bytes_of_a_rank_of_gpt3_13b_are_the_planners(dp: int, options: dict[str, Any]) -> None:

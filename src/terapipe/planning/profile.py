@@ -17,7 +17,7 @@ FORMAT = 1
 # float32 copy that `terapipe train` keeps.
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 STATE = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
-KINDS = ("forward", "backward", "weights", "embedding", "embedding_backward", "head")
+KINDS = ("forward", "backward", "weights", "selective", "embedding", "embedding_backward", "head")
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -33,8 +33,8 @@ def typical(seconds: Sequence[float]) -> float:
 class Sample(NamedTuple):
     """Repeated measurements of one slice on the measured stage, or of the ends of the model.
 
-    ``forward``, ``backward`` and ``weights`` (gradients of weights, the part of a backward that can be deferred) cover
-    all layers of the stage. ``head`` is final norm, head and loss, forward plus backward.
+    ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred) and
+    ``selective`` (what selective recomputation adds to a backward) cover all layers of the stage. ``head`` is final norm, head and loss, forward plus backward.
     """
 
     kind: str
