@@ -73,7 +73,8 @@ def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layo
     combinations(
         (layout for layout in LAYOUTS if layout.dp > 1),
         (ODD, EVEN),
-        ("1f1b", "interleaved", "terapipe-deferred", "terapipe-v"),  # both halves, chunks, deferral, the fold
+        # both halves, chunks, deferral, the fold, halves between forwards
+        ("1f1b", "interleaved", "terapipe-deferred", "terapipe-v", "terapipe-zb"),
     ),
     ids=str,
 )

@@ -36,7 +36,7 @@ def cut(plan: Plan) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("order", ["terapipe", "terapipe-1f1b", "terapipe-deferred"])
+@pytest.mark.parametrize("order", ["terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-zb"])
 def test_attention_and_recurrence_are_exact_across_slices(
     ranks: Callable[[int], Ranks], order: str, recompute: bool
 ) -> None:

@@ -49,7 +49,9 @@ def dropped(plan: Plan, layout: Layout | None = None, seed: int = 7) -> dict[str
     return gradients(pipe)
 
 
-@pytest.mark.parametrize("order", ["gpipe", "terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-v"])
+@pytest.mark.parametrize(
+    "order", ["gpipe", "terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-v", "terapipe-zb"]
+)
 def test_what_is_recomputed_draws_the_same_dropout(ranks: Callable[[int], Ranks], order: str) -> None:
     """With ``recompute`` the second forward drew masks of its own: the loss was right, gradients were not."""
     lengths = ((29,), (29,)) if order == "gpipe" else PLAN.lengths

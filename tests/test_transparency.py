@@ -1,6 +1,7 @@
 """The signature test: loss and every gradient equal those of the plain model in one process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,11 +31,15 @@ def test_any_plan(ranks: Callable[[int], Ranks], plan: Plan, data: st.DataObject
 UNEVEN = Plan((1, 2), ((9, 1, 12, 7), (20, 9)), (0, 1, 3, 4), "terapipe-1f1b")
 
 
-def test_known_plan_at_rounding_level(ranks: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize(
+    ("order", "recompute"),
+    [("terapipe-1f1b", False), ("terapipe-zb", False), ("terapipe-zb", True), ("terapipe-zb2", False)],
+)
+def test_known_plan_at_rounding_level(ranks: Callable[[int], Ranks], order: str, recompute: bool) -> None:
     """Far tighter than the promise: errors of 1e-15 are what rounding leaves."""
-    config = variant()
-    ids, labels = make_batch(config, UNEVEN.batch_size, UNEVEN.seq_len, ignored=True)
-    found = ranks(3)(piped, config, UNEVEN, ids, labels, torch.float64)
+    config, plan = variant(), replace(UNEVEN, order=order, recompute=recompute)
+    ids, labels = make_batch(config, plan.batch_size, plan.seq_len, ignored=True)
+    found = ranks(3)(piped, config, plan, ids, labels, torch.float64)
     assert worst_error(plain(config, ids, labels, torch.float64), found, config) < 1e-13
 
 

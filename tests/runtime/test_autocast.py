@@ -17,7 +17,7 @@ from terapipe.runtime.wire import Wire
 from tests.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.ranks import Ranks
 
-ORDERS = ("terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-v")
+ORDERS = ("terapipe", "terapipe-1f1b", "terapipe-deferred", "terapipe-v", "terapipe-zb")
 KINDS = ("gpt", "llama", "gpt2")
 SOME = ("gpt", "llama", pytest.param("gpt2", marks=pytest.mark.exhaustive))
 Result = tuple[float, dict[str, Tensor]]

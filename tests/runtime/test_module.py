@@ -34,6 +34,7 @@ PLANS = {
     "terapipe-1f1b": (0, 1, 4),
     "terapipe-deferred": (0, 1, 4),
     "terapipe-v": (0, 1, 2, 3, 4),
+    "terapipe-zb": (0, 1, 4),
     "interleaved": (0, 1, 2, 3, 4),
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -328,6 +329,7 @@ def hooked(order: str, layout: Layout, shard: bool) -> dict[str, list[Tensor]]:
         ("terapipe-1f1b", Layout(1, 2, 1), False),
         ("terapipe-deferred", Layout(1, 2, 1), False),
         ("terapipe-v", Layout(1, 2, 1), False),
+        ("terapipe-zb", Layout(1, 2, 1), False),
         ("terapipe-deferred", Layout(2, 1, 1), False),
         ("terapipe-deferred", Layout(2, 1, 1), True),
         ("terapipe", Layout(1, 1, 2), False),

@@ -1,7 +1,7 @@
 """Orders: pure functions from a Plan to the computations of each rank. They differ only in the sequence of actions."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from terapipe.planning.order import InFlight, Order, order_named, register
@@ -45,16 +45,34 @@ def terapipe_v(plan: Plan) -> Computations:
 def one_f_one_b(plan: Plan) -> Computations:
     """One forward, one backward in turn after a warm-up (DAPPLE, DeepSpeed, Megatron-LM). Microbatches are first in,
     first out. The slices of a microbatch are last in, first out: gradients flow from later slices to earlier ones."""
-    backwards = _backward_order(plan)
-    needed = _forwards_before_backward(plan)
-    ranks = []
-    for rank in range(plan.num_ranks):
-        lead = plan.num_ranks - 1 - rank
-        before = [n + lead for n in needed]
-        ranks.append(
-            _alternate([Action(Op.F, rank, s) for s in plan.slices], [Action(Op.B, rank, s) for s in backwards], before)
-        )
-    return ranks
+    return [_in_turn(plan, rank, lead=plan.num_ranks - 1 - rank) for rank in range(plan.num_ranks)]
+
+
+def terapipe_zb(plan: Plan) -> Computations:
+    """1F1B over slices with split backwards, within the memory of 1F1B: ZB-H1 (Qi et al., 2024) for slices.
+
+    The gradient for the previous rank leaves after the input half, so the first backward passes the ranks sooner. Rank
+    ``r`` has a lead of ``K - 1 - r`` forwards, as in 1F1B, and defers ``r - 1`` weight halves, which fill the time at
+    the end in which 1F1B idles. Nobody waits for the input gradients of rank 0, so its backwards stay whole. With three
+    ranks and two microbatches of three slices (``.`` is idle, a B takes two units of time and the others one):
+
+        rank 0   F F F F F . . B B F B B . B B B B B B B B
+        rank 1   . F F F F . I W F I W F I W I I I W W W .
+        rank 2   . . F F F I F I W F I W F I I I W W W W .
+
+    Lead and deferred halves add up to the same on every rank: at most M + K - 1 slices of a microbatch of M, as on the
+    first rank of 1F1B. The slice whose halves are both there, during its input half, counts twice.
+    """
+    return _zero_bubble(plan, 1)
+
+
+def terapipe_zb2(plan: Plan) -> Computations:
+    """As ``terapipe-zb``, with twice the lead and twice the deferred halves, like ZB-H2: at most M + 2(K - 1) slices.
+
+    The larger lead fills the wait for the first gradient. It also covers input halves that take longer than forwards,
+    and slices that take different times.
+    """
+    return _zero_bubble(plan, 2)
 
 
 def interleaved(plan: Plan) -> Computations:
@@ -81,8 +99,8 @@ def interleaved(plan: Plan) -> Computations:
     return ranks
 
 
-def _one_f_one_b_in_flight(work: InFlight) -> float:
-    return min(float(work.microbatches), 1 + (work.ranks - 1) / work.slices)
+def _one_f_one_b_in_flight(work: InFlight, lead: int = 1) -> float:
+    return min(float(work.microbatches), 1 + lead * (work.ranks - 1) / work.slices)
 
 
 def _interleaved_in_flight(work: InFlight) -> float:
@@ -127,6 +145,26 @@ register(
         in_flight=_one_f_one_b_in_flight,
     )
 )
+register(
+    Order(
+        "terapipe-zb",
+        "zero bubble over slices",
+        terapipe_zb,
+        chunks=1,
+        bubble=1 / 3,  # a rank waits for input halves only, and weight halves fill the drain
+        in_flight=_one_f_one_b_in_flight,
+    )
+)
+register(
+    Order(
+        "terapipe-zb2",
+        "zero bubble over slices, twice the lead",
+        terapipe_zb2,
+        chunks=1,
+        bubble=1 / 3,
+        in_flight=partial(_one_f_one_b_in_flight, lead=2),
+    )
+)
 register(Order("interleaved", "interleaved 1F1B", interleaved, tried_chunks=(2, 4), in_flight=_interleaved_in_flight))
 
 
@@ -160,6 +198,34 @@ def _flush(plan: Plan, deferred: bool = False) -> Computations:
         forwards = [Action(Op.F, k, s) for k in plan.stages_of(rank) for s in plan.slices]
         ranks.append(forwards + [Action(op, k, s) for op in halves for _, k, s in reversed(forwards)])
     return ranks
+
+
+def _zero_bubble(plan: Plan, lead: int) -> Computations:
+    """Leads of ``lead`` slices per rank still to come, and as many deferred weight halves per rank before, less one."""
+    last = plan.num_ranks - 1
+    return [_in_turn(plan, rank, lead * (last - rank), lead * rank - 1) for rank in range(plan.num_ranks)]
+
+
+def _in_turn(plan: Plan, rank: int, lead: int, deferred: int = -1) -> list[Action]:
+    """One rank's forwards and backwards in turn, each backward with ``lead`` more forwards ahead of it than needed on
+    the last stage.
+
+    ``deferred`` weight halves wait: each is done once so many input halves follow its own, right before the next
+    forward, so that they take turns. Those left at the last microbatch come after all input halves, in a row. With -1
+    backwards are whole.
+    """
+    slices, before = _backward_order(plan), [n + lead for n in _forwards_before_backward(plan)]
+    forwards = [Action(Op.F, rank, s) for s in plan.slices]
+    if deferred < 0:
+        return _alternate(forwards, [Action(Op.B, rank, s) for s in slices], before)
+    drain = len(slices) - len(plan.grid[-1])  # the first backward of the last microbatch
+    halves: list[tuple[Action, int]] = []  # with the number of forwards ahead
+    for j, s in enumerate(slices):
+        if deferred < j <= drain:
+            halves.append((Action(Op.W, rank, slices[j - 1 - deferred]), before[j - 1]))
+        halves.append((Action(Op.I, rank, s), before[j]))
+    halves += [(Action(Op.W, rank, s), before[-1]) for s in slices[max(0, drain - deferred) :]]
+    return _alternate(forwards, *zip(*halves, strict=True))
 
 
 def _turning(plan: Plan, rank: int) -> list[Action]:
