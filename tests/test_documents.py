@@ -1,17 +1,19 @@
 """Documents packed into one row: the same gradients as each of them alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from terapipe import GPTConfig, Pipeline, Plan
+from terapipe import DocumentPlanner, GPTConfig, Layout, Pipeline, Plan
 from terapipe.modeling.stage import IGNORE
-from terapipe.planning.cost import StageSpec
-from terapipe.planning.solver import document_lengths
-from tests.costs import SimpleCost
-from tests.models import gradients, make_batch, make_model, worst_error
+from terapipe.planning import DocumentCosts
+from terapipe.runtime import action_lists
+from terapipe.scheduling import validation
+from terapipe.scheduling.validation import Shape
+from tests.models import gradients, make_batch, make_model, mesh_of, worst_error
 from tests.ranks import Ranks
 
 CONFIG = GPTConfig(layers=3, hidden=16, heads=4, kv_heads=2, vocab=19, max_seq_len=512)
@@ -19,9 +21,11 @@ STARTS = (0, 37, 180, 181, 400)
 PLAN = Plan((1, 1), ((100, 200, 51, 161), (400, 112)), (0, 1, 3), "terapipe-1f1b")
 
 
-def alone(rows: list[tuple[Tensor, Tensor, tuple[int, ...]]]) -> tuple[float, dict[str, Tensor]]:
+def alone(
+    rows: list[tuple[Tensor, Tensor, tuple[int, ...]]], config: GPTConfig = CONFIG
+) -> tuple[float, dict[str, Tensor]]:
     """Each document by itself through the plain model."""
-    model = make_model(CONFIG)
+    model = make_model(config)
     total = torch.zeros((), dtype=torch.float64)
     for ids, labels, starts in rows:
         for first, last in zip(starts, [*starts[1:], len(ids)], strict=True):
@@ -56,32 +60,99 @@ def test_starts_that_make_no_sense_are_refused(documents: tuple[tuple[int, ...],
         pipe.step(*make_batch(CONFIG, 2, 512, ignored=False), documents)
 
 
-def replanned(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...], plan: Plan) -> object:
-    pipe = Pipeline(make_model(CONFIG), PLAN, timeout=300.0)
-    loss = pipe.step(ids, labels, documents, plan=plan).item()
-    with pytest.raises(ValueError, match="must leave the stages on their ranks"):
-        pipe._admission._inputs.own_plan(Plan((2,), ((512,),), (0, 2, 3)))
-    return loss, gradients(pipe)
+# Plans by documents
+
+BATCHES = (
+    (STARTS, (0, 256)),
+    ((0,), tuple(range(0, 512, 7))),
+    (tuple(range(0, 512, 31)), (0, 3, 4, 500)),
+    (tuple(range(0, 512, 5)), tuple(range(0, 512, 4))),
+)
+PLANS = {
+    "1f1b": PLAN,
+    "v": Plan((1, 1), ((240, 96, 72, 64, 40), (264, 96, 80, 72)), (0, 1, 2, 3, 4), "terapipe-v", 2),
+    "both sequences": Plan((2,), ((208, 120, 96, 88),), (0, 1, 2), "terapipe-deferred"),
+}
 
 
-def test_a_batch_may_be_cut_by_the_cost_of_its_documents(ranks: Callable[[int], Ranks]) -> None:
-    ids, labels = make_batch(CONFIG, 2, 512, ignored=True)
-    documents = (STARTS, (0, 256))
-    rows = [document_lengths(SimpleCost(score=0.01), StageSpec(1), starts, 512, 4, tile=8) for starts in documents]
-    plan = Plan((1, 1), tuple(rows), PLAN.boundaries, "terapipe-1f1b")
-    wanted = alone([(ids[i], labels[i], documents[i]) for i in range(2)])
-    assert worst_error(wanted, ranks(2)(replanned, ids, labels, documents, plan), CONFIG) < 1e-11
+def config_of(plan: Plan) -> GPTConfig:
+    return replace(CONFIG, layers=plan.num_layers)
 
 
-def test_cuts_follow_the_documents() -> None:
-    """One long document gets shorter slices towards its end; many short ones of equal length get equal slices."""
-    cost = SimpleCost(score=0.01)
-    whole = document_lengths(cost, StageSpec(1), (0,), 512, 4)
-    assert list(whole) == sorted(whole, reverse=True)
-    assert whole[0] > whole[-1] + 50
-    assert document_lengths(cost, StageSpec(1), tuple(range(0, 512, 32)), 512, 4) == (128, 128, 128, 128)
-    late = document_lengths(cost, StageSpec(1), tuple(range(0, 256, 16)), 512, 4)  # short ones, then one of 256 tokens
-    assert late[0] > late[-1]
-    assert all(n % 8 == 0 for n in document_lengths(cost, StageSpec(1), STARTS, 512, 4, tile=8))
-    with pytest.raises(ValueError, match="documents begin at 0"):
-        document_lengths(cost, StageSpec(1), (1,), 512, 4)
+def planner_of(plan: Plan) -> DocumentPlanner:
+    return DocumentPlanner(plan, DocumentCosts(token=50, slice=700 if plan.chunks > 1 else 4000))
+
+
+def steps(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Of every batch the loss and gradients, all by one pipeline."""
+    pipe = Pipeline(make_model(config_of(plan)), plan, timeout=300.0)
+    planner, found = planner_of(plan), []
+    for (ids, labels), documents in zip(batches, BATCHES, strict=True):
+        loss = pipe.step(ids, labels, documents, plan=planner.plan_for(documents)).item()
+        found.append((loss, gradients(pipe)))
+        pipe.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_batch_is_cut_by_its_documents(ranks: Callable[[int], Ranks], name: str) -> None:
+    plan = PLANS[name]
+    config = config_of(plan)
+    batches = [make_batch(config, 2, 512, ignored=True, seed=seed) for seed in range(len(BATCHES))]
+    cuts = {planner_of(plan).plan_for(documents) for documents in BATCHES}
+    assert len(cuts) == len(BATCHES)
+    assert len({Shape.of(cut) for cut in cuts}) > 1
+    found = ranks(2)(steps, plan, batches)
+    for number, ((ids, labels), documents) in enumerate(zip(batches, BATCHES, strict=True)):
+        wanted = alone([(ids[i], labels[i], documents[i]) for i in range(2)], config)
+        assert worst_error(wanted, [rank[number] for rank in found], config) < 1e-11
+
+
+def replicas(shard: bool, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Each replica has a batch of its own, cut into its own number of slices."""
+    plan = PLANS["v"]
+    pipe = Pipeline(make_model(config_of(plan)), plan, mesh=mesh_of(Layout(2, 2)), shard=shard, timeout=300.0)
+    planner, found = planner_of(plan), []
+    for first in (0, 2):
+        (ids, labels), documents = batches[first + pipe.dp_rank], BATCHES[first + pipe.dp_rank]
+        loss = pipe.step(ids, labels, documents, plan=planner.plan_for(documents)).item()
+        found.append((loss, gradients(pipe)))
+        pipe.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_replicas_may_be_cut_in_different_ways(ranks: Callable[[int], Ranks], shard: bool) -> None:
+    config = config_of(PLANS["v"])
+    batches = [make_batch(config, 2, 512, ignored=True, seed=seed) for seed in range(len(BATCHES))]
+    shapes = [Shape.of(planner_of(PLANS["v"]).plan_for(documents)) for documents in BATCHES]
+    assert shapes[0] != shapes[1] or shapes[2] != shapes[3]
+    found = ranks(4)(replicas, shard, batches)
+    for number, first in enumerate((0, 2)):
+        rows = [(batches[b][0][i], batches[b][1][i], BATCHES[b][i]) for b in (first, first + 1) for i in range(2)]
+        assert worst_error(alone(rows, config), [rank[number] for rank in found], config) < 1e-11
+
+
+def counted(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[int]:
+    """What was validated, listed, and made anew so far, after each of some steps with other cuts of one shape."""
+    proofs = (validation._of_shape, action_lists._of_shape, validation._forwards_come_first)
+    for lru in proofs:
+        lru.cache_clear()
+    pipe = Pipeline(make_model(config_of(plan)), plan, timeout=300.0)
+    made: list[int] = []
+    for stage in pipe.stages.values():
+        plain = stage.make_cache
+        stage.make_cache = lambda size, tokens, plain=plain: (made.append(size), plain(size, tokens))[1]
+    planner, found = DocumentPlanner(plan, DocumentCosts(token=50)), []
+    for (ids, labels), documents in zip(batches, BATCHES, strict=True):
+        pipe.step(ids, labels, documents, plan=planner.plan_for(documents))
+        found.append(sum(lru.cache_info().misses for lru in proofs) + len(made))
+    assert len({planner.plan_for(documents) for documents in BATCHES}) == len(BATCHES)
+    return found
+
+
+def test_other_cuts_of_the_same_shape_need_no_proof_no_list_and_no_memory(ranks: Callable[[int], Ranks]) -> None:
+    batches = [make_batch(CONFIG, 2, 512, ignored=True, seed=seed) for seed in range(len(BATCHES))]
+    for found in ranks(2)(counted, PLAN, batches):
+        assert found[0] > 2
+        assert set(found) == {found[0]}

@@ -12,9 +12,9 @@ from terapipe import hf, losses
 from terapipe.cli import parser
 
 ROOT = Path(__file__).parent.parent
-NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DryRun Event GPT GPTConfig Layout ModelSpec ORDERS Op
-Order PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice SliceCache Stage
-Timeline attend balance compare dependencies device_mesh dry_run estimate fill_batch
+NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
+ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice
+SliceCache Stage Timeline attend balance compare dependencies device_mesh document_planner dry_run estimate fill_batch
 next_token_labels plan profile register schedule simulate split_layers validate"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""

@@ -218,7 +218,7 @@ def test_a_sequence_in_one_piece_makes_no_gradients_of_earlier_keys() -> None:
     pipe = Pipeline(make_model(TINY), Plan((1,), ((29,),), (0, 4)))
     pipe.step(*make_batch(TINY, 1, 29, ignored=False))
     assert pipe._executors is not None
-    (cache,) = pipe._executors.current._spare[0, 1]
+    (cache,) = pipe._executors.spare
     assert all(set(store._tensors) == {"k", "v"} for store in cache._stores.values())
 
 
@@ -228,8 +228,7 @@ def test_batches_of_many_shapes_keep_the_buffers_of_two() -> None:
     for tokens in (29, 20, 21, 22, 23):
         pipe.step(*make_batch(TINY, 2, tokens, ignored=False))
     assert pipe._executors is not None
-    kept = [executor.plan.seq_len for executor in pipe._executors.kept if executor._spare]
-    assert kept == [29, 23]
+    assert pipe._executors.spare.shapes == {(2, 29), (2, 23)}
 
 
 # Hugging Face models and random numbers

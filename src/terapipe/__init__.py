@@ -6,7 +6,8 @@ Importing this module never loads torch; the names that need it are loaded when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from terapipe.api import compare, dry_run, estimate, plan, profile, simulate
+from terapipe.api import compare, document_planner, dry_run, estimate, plan, profile, simulate
+from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.order import ORDERS, Order, register
@@ -57,6 +58,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "CostTable",
+    "DocumentPlanner",
     "DryRun",
     "Event",
     "GPTConfig",
@@ -80,6 +82,7 @@ __all__ = [
     "compare",
     "dependencies",
     "device_mesh",
+    "document_planner",
     "dry_run",
     "estimate",
     "fill_batch",

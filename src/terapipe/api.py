@@ -1,5 +1,5 @@
-"""The planner as functions: profile, plan, compare, estimate, simulate, dry_run. The command line and the trainer use
-them.
+"""The planner as functions: profile, plan, compare, estimate, simulate, document_planner, dry_run. The command line
+and the trainer use them.
 
 Importing this module does not load torch. ``profile`` and ``dry_run`` load it, and so does planning for a model that is
 not a preset.
@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terapipe.planning.document_costs import DocumentCosts
+from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parse_bytes
@@ -221,6 +223,29 @@ def simulate(
 ) -> Timeline:
     """Simulates one step of a plan. Arguments as for ``estimate``."""
     return estimate(plan, costs, model=model, layout=layout).simulate()
+
+
+def document_planner(
+    plan: "Plan | PlanResult | SavedPlan",
+    costs: Costs | None = None,
+    *,
+    model: Any = None,
+    layout: Layout | None = None,
+    tile: int | None = None,
+) -> DocumentPlanner:
+    """Makes plans for batches of packed documents, each cut by the costs of its own documents. ``plan`` is for batches
+    of whole sequences. Arguments as for ``estimate``; slice lengths are multiples of ``tile``, by default as in
+    ``plan`` with these costs."""
+    known = estimate(plan, costs, model=model, layout=layout)
+    source = known.source
+    assert source is not None
+    if tile is None:
+        spec = None if model is None else model_spec(model)
+        request = _request(spec, None, batch_size=1, seq_len=known.plan.seq_len)
+        request = plan.request if isinstance(plan, PlanResult) else request
+        tile = request.tile_for(tile=source.tile, tp=known.layout.tp)
+    cost = source.cost(known.layout, known.plan.recompute)
+    return DocumentPlanner(known.plan, DocumentCosts.of(cost, known.plan), tile=tile)
 
 
 def dry_run(

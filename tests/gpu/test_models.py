@@ -132,7 +132,7 @@ def test_batches_of_one_shape_keep_their_buffers() -> None:
     pipe.step(IDS, next_token_labels(IDS))
     pipe.step(IDS[:, :40], next_token_labels(IDS[:, :40]))
     assert pipe._executors is not None
-    assert [e.plan.seq_len for e in pipe._executors.kept if e._spare] == [40]
+    assert pipe._executors.spare.shapes == {(2, 40)}
 
 
 def test_float16_is_refused_by_name() -> None:

@@ -130,6 +130,11 @@ class PlanConfig:
         "lengths of the slices of a sequence in tokens, such as [704, 688, 656], instead of num_slices",
         positive=True,
     )
+    per_batch: bool = key(
+        True,
+        'with data.packing = "packed": cut every batch by the costs of its own documents; the plan is then that of '
+        "whole sequences. Not if num_slices or slice_lengths is set, or model.compile",
+    )
     microbatch_size: int = key(0, "sequences in a microbatch; 0: any, with dpo one pair")
     chunks: int = key(0, "model chunks per rank (interleaving); 0: any")
     tile: int = key(8, "slice lengths are multiples of this number of tokens", positive=True)

@@ -2,6 +2,8 @@
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, LinkBehavior, Memory, StageSpec, stage_specs
+from terapipe.planning.document_costs import DocumentCosts
+from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import HOSTS, Cluster, Device, Host, Link
 from terapipe.planning.layout import Layout, balance, split_layers
@@ -9,7 +11,7 @@ from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.order import ORDERS, InFlight, Order, register
 from terapipe.planning.profile import Profile, Sample, Transfer
 from terapipe.planning.slices import Plan, Slice
-from terapipe.planning.solver import Array, Cuts, SliceCost, document_lengths, solve, solve_table
+from terapipe.planning.solver import Array, Cuts, SliceCost, solve, solve_table
 
 __all__ = [
     "HOSTS",
@@ -20,6 +22,8 @@ __all__ = [
     "Cost",
     "Cuts",
     "Device",
+    "DocumentCosts",
+    "DocumentPlanner",
     "FittedCost",
     "Host",
     "InFlight",
@@ -37,7 +41,6 @@ __all__ = [
     "StageSpec",
     "Transfer",
     "balance",
-    "document_lengths",
     "parse_bytes",
     "register",
     "solve",

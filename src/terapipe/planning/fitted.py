@@ -42,7 +42,7 @@ class Fit:
         size, length, context = np.array([(s.size, s.length, s.context) for s in with_context], float).T
         seconds = np.array([typical(s.seconds) for s in with_context])
         added = seconds - base(size, length, context)
-        return cls(tables, _nonnegative_fit(_features(size, length, context), added, seconds))
+        return cls(tables, nonnegative_fit(_features(size, length, context), added, seconds))
 
     def __call__(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         sizes, lengths, contexts = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (size, length, context)))
@@ -66,10 +66,10 @@ def _features(size: Array, length: Array, context: Array) -> Array:
     return np.stack([1.0 * (context > 0), size * context, size * length * context], axis=-1)
 
 
-def _nonnegative_fit(features: Array, target: Array, scale: Array) -> Array:
+def nonnegative_fit(features: Array, target: Array, scale: Array) -> Array:
     """Nonnegative least squares of the errors relative to ``scale``.
 
-    Tries ordinary least squares on every subset of the three features and keeps the best solution without a negative
+    Tries ordinary least squares on every subset of the features and keeps the best solution without a negative
     coefficient.
     """
     best, least = np.zeros(features.shape[1]), float(np.sum((target / scale) ** 2))

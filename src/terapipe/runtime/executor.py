@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -16,15 +16,16 @@ from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
+from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.random_state import RandomState
+from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.actions import FORWARD, Action, Op, counterpart
+from terapipe.scheduling.actions import Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
-from terapipe.scheduling.transfers import with_early_receives
 
 Mark: TypeAlias = float | torch.cuda.Event
 
@@ -80,24 +81,20 @@ class Executor:
         self,
         sliced: Mapping[int, SlicedStage],
         plan: Plan,
-        actions: Sequence[Action],
+        spare: SpareCaches,
         transport: Transport,
         wire: Wire,
         auxiliary: AuxiliaryLosses,
         finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
-        """``actions`` are this rank's; ``finished`` is called as soon as a stage's gradients are complete."""
-        self._auxiliary = auxiliary
+        """``finished`` is called as soon as a stage's gradients are complete."""
+        self._auxiliary, self._spare = auxiliary, spare
         self._sliced, self._plan, self._transport, self._wire = sliced, plan, transport, wire
         self._stages: dict[int, Stage] = {k: each.stage for k, each in sliced.items()}
         self._modes = {(k, s): mode for k in sliced for s, mode in zip(plan.slices, plan.recompute_of(k), strict=True)}
-        listed = with_early_receives if transport.device.type == "cpu" else tuple
-        self._runs = _runs(listed(actions))
-        self._forward_runs = _runs(listed([a for a in actions if a.op in FORWARD]))  # what evaluation runs
+        self._lists = ActionLists.of(plan, transport.rank, early=transport.device.type == "cpu")
         self._last_stage = plan.num_stages - 1
         self._finished = finished
-        # The last backward of each stage, or the last of their weight halves.
-        self._completing = set({a.stage: a for a in actions if a.op in (Op.B, Op.W)}.values())
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -107,9 +104,8 @@ class Executor:
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
         }
-        self._spare: dict[tuple[int, int], list[SliceCache]] = {}
         self._clock = Clock(transport.device)
-        self._marks: list[tuple[tuple[Action, ...], Mark, Mark]] = []
+        self._marks: list[tuple[Run, Mark, Mark]] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -165,13 +161,13 @@ class Executor:
         return {**self._output_head.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
 
     def _perform_all(self) -> None:
-        for run in self._runs if self._train else self._forward_runs:
+        for run in self._lists.training if self._train else self._lists.forwards:
             self.at = run[0]
             if self.at.op is Op.W:
                 self._weights(run)
             else:
                 self._perform[self.at.op](self.at)
-            if self._train and run[-1] in self._completing:
+            if self._train and run[-1] in self._lists.completing:
                 self._finished(run[-1].stage)
 
     @property
@@ -249,7 +245,7 @@ class Executor:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
-    def _weights(self, run: tuple[Action, ...]) -> None:
+    def _weights(self, run: Run) -> None:
         start = self._clock.mark()
         accumulate_deferred(grad for _, k, s in run for grad in self._deferred.pop((k, s)))
         self._marks.append((run, start, self._clock.mark()))
@@ -331,34 +327,20 @@ class Executor:
     def _peer(self, transfer: Action) -> int:
         return self._plan.rank_of(counterpart(transfer).stage)
 
-    # Caches: kept from step to step, because fresh memory is slow to touch the first time
+    # Caches
 
     def _cache(self, k: int, s: Slice) -> SliceCache:
         key = (k, s.microbatch)
         if key not in self._caches:
-            spare = self._spare.get((k, s.size))
-            cache = spare.pop() if spare else self._stages[k].make_cache(s.size, self._plan.seq_len)
+            cache = self._spare.take(k, self._stages[k], s.size, self._plan.seq_len)
             cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             cache.casts = self._casts
             cache.main_grads = True
             self._caches[key] = cache
         return self._caches[key]
 
-    def release(self) -> None:
-        """Lets go of the memory that is kept from step to step."""
-        self._spare.clear()
-
     def _release(self, k: int, s: Slice) -> None:
-        cache = self._caches.pop((k, s.microbatch))
-        cache.clear()
-        self._spare.setdefault((k, s.size), []).append(cache)
-
-
-def _runs(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
-    """The actions one by one, except that weight halves that follow each other on one stage are done together."""
-    numbered = enumerate(actions)
-    key = lambda item: (item[1].stage, -1) if item[1].op is Op.W else item  # noqa: E731
-    return [tuple(action for _, action in group) for _, group in groupby(numbered, key)]
+        self._spare.give_back(k, s.size, self._caches.pop((k, s.microbatch)))
 
 
 def _boundary(transfer: Action) -> int:

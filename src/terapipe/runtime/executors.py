@@ -1,6 +1,6 @@
-"""The executors of a pipeline: one for each shape of batch, kept from step to step with their buffers."""
+"""The executors of a pipeline: one for each plan. Those of the last few are kept, and share their buffers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +15,11 @@ from terapipe.runtime.inputs import Batch
 from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.mesh import DP
 from terapipe.runtime.silence import SilentTransport
+from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.actions import Action
-from terapipe.scheduling.validation import validated_actions
 
-SHAPES = 8  # of batches, for which buffers are kept
+PLANS = 8  # of which executors are kept
 
 
 class Executors:
@@ -41,31 +40,29 @@ class Executors:
         self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
         self._check, self._stage_done = check, stage_done
         self._kept: dict[Plan, Executor] = {}
+        self.spare = SpareCaches()
         self.current = self.get(plan)
 
-    def make(self, plan: Plan) -> Executor:
+    def make(self, plan: Plan, spare: SpareCaches | None = None) -> Executor:
+        """With buffers of its own, unless some are given."""
         self._check(plan)
-        actions = validated_actions(plan, self._transport.rank)
-        return self._executor(plan, actions, self._transport)
+        return self._executor(plan, SpareCaches() if spare is None else spare, self._transport)
 
-    def _executor(self, plan: Plan, actions: Sequence[Action], transport: Transport) -> Executor:
+    def _executor(self, plan: Plan, spare: SpareCaches, transport: Transport) -> Executor:
         losses = auxiliary_losses(next(iter(self._stages.values())))
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
-        return Executor(self._sliced, plan, actions, transport, self._wire, auxiliary, self._stage_done)
+        return Executor(self._sliced, plan, spare, transport, self._wire, auxiliary, self._stage_done)
 
     def run_alone(self, batch: Batch, output_head: OutputHead) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept."""
         silent = SilentTransport(self._transport.device, self._transport.rank)
-        actions = validated_actions(batch.plan, silent.rank)
-        executor = self._executor(batch.plan, actions, silent)
-        executor.run(batch, output_head, train=True)
-        executor.release()
+        self._executor(batch.plan, SpareCaches(), silent).run(batch, output_head, train=True)
 
     def get(self, plan: Plan) -> Executor:
-        """Of shapes other than the pipeline's own only the last few are kept."""
-        executor = self._kept.pop(plan, None) or self.make(plan)
+        """Only the last few are kept. One for another plan of the same shape is made quickly: see ``ActionLists``."""
+        executor = self._kept.pop(plan, None) or self.make(plan, self.spare)
         self._kept[plan] = executor
-        while len(self._kept) > SHAPES:
+        while len(self._kept) > PLANS:
             self._kept.pop(next(iter(self._kept)))
         return executor
 
@@ -74,13 +71,11 @@ class Executors:
         return self.get(plan) if plan == self._plan else self.make(plan)
 
     def begin(self, plan: Plan) -> Executor:
-        """For a step. Only this shape's keys and values stay in memory; on CPUs, where fresh memory is slow to touch,
-        those of the pipeline's own shape too."""
+        """For a step. Only keys and values of this shape of batch stay in memory; on CPUs, where fresh memory is slow
+        to touch, those of the pipeline's own shape too."""
         self.current = self.get(plan)
-        on_cpu = self._transport.device.type == "cpu"
-        for other in self._kept.values():
-            if other is not self.current and not (on_cpu and other.plan == self._plan):
-                other.release()
+        kept = (plan, self._plan) if self._transport.device.type == "cpu" else (plan,)
+        self.spare.keep_only({(size, own.seq_len) for own in kept for size in own.sizes})
         return self.current
 
     @contextmanager

@@ -15,7 +15,7 @@ from terapipe.runtime.inputs import Batch
 from terapipe.runtime.last_stage import SequenceLosses, TokenLosses, default_loss, logits, output_head_for, try_out
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
-from terapipe.scheduling.orders import forwards_come_first
+from terapipe.scheduling.validation import forwards_come_first
 
 
 class PipelineObjective:

@@ -1,7 +1,7 @@
 """Orders: pure functions from a Plan to the computations of each rank. They differ only in the sequence of actions."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 
 from terapipe.planning.order import InFlight, Order, order_named, register
@@ -174,15 +174,6 @@ def computations(plan: Plan) -> Computations:
     order.check(plan)
     ranks: Computations = order.build(plan)
     return ranks
-
-
-@lru_cache(maxsize=64)  # asked before every step
-def forwards_come_first(plan: Plan) -> bool:
-    """Whether all forwards come before the first backward, on every stage. It is so if it is on the last one: the first
-    backward of any stage waits for that of the last, whose forwards wait for all others."""
-    last = plan.num_stages - 1
-    ops = [action.op for action in computations(plan)[plan.rank_of(last)] if action.stage == last]
-    return Op.F not in ops[len(plan.slices) :]
 
 
 def schedule(plan: Plan) -> Schedule:

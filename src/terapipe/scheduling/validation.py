@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule, counterpart, dependencies, required
-from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.orders import computations, schedule
 
 OPS = tuple(Op)
 _PLACE = {op: i for i, op in enumerate(OPS)}
@@ -272,3 +272,16 @@ def _of_shape(shape: Shape, rank: int) -> tuple[Action, ...]:
     built = schedule(shape.plan())
     validate(built)
     return built.ranks[rank]
+
+
+def forwards_come_first(plan: Plan) -> bool:
+    """Whether all forwards come before the first backward, on every stage. It is so if it is on the last one: the first
+    backward of any stage waits for that of the last, whose forwards wait for all others."""
+    return _forwards_come_first(Shape.of(plan))
+
+
+@lru_cache(maxsize=64)  # asked before every step
+def _forwards_come_first(shape: Shape) -> bool:
+    plan, last = shape.plan(), shape.num_stages - 1
+    ops = [action.op for action in computations(plan)[plan.rank_of(last)] if action.stage == last]
+    return Op.F not in ops[len(plan.slices) :]

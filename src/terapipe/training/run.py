@@ -215,12 +215,15 @@ class Run:
         checkpoint, damaged = self._find_checkpoint()
         notes = self._load(checkpoint, pipe, optimizer, random) if checkpoint else {}
         now = identity(config, data, model)
+        planner, told = plans.document_planner(config, model, run_plan)
         with self._run_log(notes.get("step", 0)) as log:
-            trainer = Trainer(config, pipe, optimizer, data, objective, run_plan, log, random, now)
+            trainer = Trainer(config, pipe, optimizer, data, objective, run_plan, planner, log, random, now)
             if checkpoint:
                 changes = self._compare(notes, now, checkpoint)
                 trainer.resume(notes)
                 self._announce_resume(trainer, checkpoint, damaged, changes)
+            if told:
+                trainer.say("plan", told)
             outcome = trainer.run(self._stop)
             if outcome is Outcome.FINISHED and config.checkpoints.export:
                 trainer.say("export", f"writing a Hugging Face model to {config.checkpoints.export}")

@@ -7,6 +7,8 @@ from typing import Any
 
 from terapipe import api, files
 from terapipe.config import PlanConfig, RunConfig
+from terapipe.planning.document_costs import DocumentCosts
+from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
 from terapipe.planning.profile import Profile
@@ -30,16 +32,20 @@ class RunPlan:
     plan: Plan
     seconds: float | None = None  # None: nothing was measured
     once: float = 0.0  # of these, what comes once per step however many batches are accumulated
+    documents: DocumentCosts | None = None  # by the same costs as the plan, if they are known
 
     def step_time(self, accumulate: int) -> float | None:
         return None if self.seconds is None else (self.seconds - self.once) * accumulate + self.once
 
     def to_dict(self) -> dict[str, Any]:
-        return {"layout": asdict(self.layout), "plan": self.plan.to_dict(), "seconds": self.seconds, "once": self.once}
+        times = {"seconds": self.seconds, "once": self.once}
+        return {"layout": asdict(self.layout), "plan": self.plan.to_dict(), **times, "documents": self.documents}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> "RunPlan":
-        return cls(Layout(**found["layout"]), Plan.from_dict(found["plan"]), found["seconds"], found["once"])
+        costs = found.get("documents")
+        documents = None if costs is None else DocumentCosts(*costs)
+        return cls(Layout(**found["layout"]), Plan.from_dict(found["plan"]), found["seconds"], found["once"], documents)
 
 
 def ranks_wanted(config: PlanConfig) -> int:
@@ -102,7 +108,15 @@ def from_file(config: RunConfig, ranks: int) -> RunPlan | None:
             f"replicas, data.batch_size and data.seq_len ask for {config.data.batch_size} of {config.data.seq_len}; "
             "change them or plan again"
         )
-    return RunPlan(layout, plan)
+    return RunPlan(layout, plan, documents=_saved_costs(saved))
+
+
+def _saved_costs(saved: SavedPlan) -> DocumentCosts | None:
+    """Those that the plan was made with, if the file says which."""
+    try:
+        return api.document_planner(saved).costs
+    except ValueError:
+        return None
 
 
 def resumed(config: RunConfig, ranks: int) -> RunPlan | None:
@@ -125,6 +139,7 @@ def save(config: RunConfig, ranks: int, run_plan: RunPlan) -> None:
 def request_key(config: RunConfig, ranks: int) -> dict[str, Any]:
     """All that a choice depends on, as JSON gives it back."""
     sections = {"plan": asdict(config.plan), "model": asdict(config.model)}
+    del sections["plan"]["per_batch"]  # whether batches are cut anew changes nothing of the plan
     told = {**sections, "tokens": config.data.seq_len, "batch": config.data.batch_size, "ranks": ranks}
     found: dict[str, Any] = json.loads(json.dumps(told))
     return found
@@ -149,8 +164,12 @@ def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> 
     if wanted.slice_lengths:
         return wanted.slice_lengths
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
-    tile = Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=wanted.tp)
+    tile = _tile(wanted, layout, tokens, shortest)
     return uniform(tokens, count, tile if tokens >= tile * count else 1)
+
+
+def _tile(wanted: PlanConfig, layout: Layout, tokens: int, shortest: int) -> int:
+    return Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=layout.tp)
 
 
 def measure(config: RunConfig, model: RunModel) -> Profile:
@@ -192,8 +211,32 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
         devices=ranks,
     )
     once = max(0.0, result.step_time - result.simulate().makespan)
-    return RunPlan(result.layout, result.plan, result.step_time, once)
+    documents = api.document_planner(result).costs
+    return RunPlan(result.layout, result.plan, result.step_time, once, documents)
 
 
 def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
     return api.simulate(plan, profile, layout=layout)
+
+
+def document_planner(config: RunConfig, model: RunModel, run_plan: RunPlan) -> tuple[DocumentPlanner | None, str]:
+    """What cuts every batch by its documents, or None if all are cut alike; and which of the two, in words."""
+    wanted, plan = config.plan, run_plan.plan
+    if config.data.packing != "packed" or not wanted.per_batch or max(map(len, plan.lengths)) == 1:
+        return None, ""
+    costs = run_plan.documents or (None if model.shape is None else DocumentCosts.of_shape(model.shape))
+    reasons = {
+        "plan.num_slices is set": wanted.num_slices,
+        "plan.slice_lengths is set": wanted.slice_lengths,
+        "model.compile would compile the layers anew for every length": config.model.compile,
+        "nothing is known of the costs of this model": costs is None,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        return None, f"all batches are cut alike, whatever their documents: {reason}"
+    assert costs is not None
+    planner = DocumentPlanner(plan, costs, tile=_tile(wanted, run_plan.layout, plan.seq_len, model.shortest))
+    most, fewest = max(planner.counts[0]), max(planner.counts[-1])
+    return planner, (
+        f"every batch is cut by the costs of its own documents, a sequence into {fewest} to {most} slices; "
+        "plan.per_batch = false would cut all alike"
+    )

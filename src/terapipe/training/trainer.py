@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from terapipe import files
 from terapipe.config import PlanConfig, RunConfig
 from terapipe.modeling.main_grads import is_half
+from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
@@ -120,14 +121,17 @@ class Trainer:
         data: Data,
         objective: RunObjective,
         run_plan: RunPlan,
+        planner: DocumentPlanner | None,
         log: RunLog,
         random: dict[str, Tensor],
         identity: Identity,
     ) -> None:
-        """``random`` are the tensors that random states are saved from and restored to; ``identity`` is saved, too."""
+        """``planner`` cuts batches by their documents. ``random`` are the tensors that random states are saved from and
+        restored to; ``identity`` is saved, too."""
         self._config, self._pipe, self._optimizer = config, pipe, optimizer
         self._objective, self._file = objective, data.train
-        self._run_plan, self._log, self._random, self._identity = run_plan, log, random, identity
+        self._run_plan, self._planner = run_plan, planner
+        self._log, self._random, self._identity = log, random, identity
         self._predicted = run_plan.step_time(config.optimizer.accumulate)
         self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle, rows=objective.rows)
         self._evaluator = Evaluator(config, pipe, data, objective, log)
@@ -220,7 +224,8 @@ class Trainer:
         losses, metrics = [], Counter[str]()
         for batch in batches:
             targets = self._objective.targets(batch, self._file)
-            losses.append(self._pipe.step(batch.ids, targets, batch.documents, total=total).double())
+            plan = self._planner.plan_for(batch.documents) if self._planner else None
+            losses.append(self._pipe.step(batch.ids, targets, batch.documents, plan=plan, total=total).double())
             if self._objective.has_metrics:
                 metrics.update(self._pipe.metrics())
         self._position += config.accumulate * self._config.data.batch_size
