@@ -116,7 +116,7 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     Events are built as columns and sorted once. Each column has three blocks: all computations, then the sends, then
     the receives of those computations (``sent``) whose result goes to another rank.
     """
-    ranks, peers = np.array(program.ranks), np.array(program.peers)
+    ranks, peers, computed = program.ranks, program.peers, program.actions
     sent = np.flatnonzero(peers >= 0)
     arrivals = np.array(times.arrivals)[sent]
     departures = arrivals - np.array(delays)[sent]
@@ -124,11 +124,11 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     starts = np.concatenate([times.starts, departures, departures])
     ends = np.concatenate([times.ends, arrivals, arrivals])
     sends, receives = [], []
-    for op, k, s in (program.actions[i] for i in sent.tolist()):
+    for op, k, s in (computed[i] for i in sent.tolist()):
         send, receive, offset = ENDS[op]
         sends.append(Action(send, k, s))
         receives.append(Action(receive, k + offset, s))
-    actions = program.actions + sends + receives
+    actions = computed + sends + receives
     order = np.lexsort((ends, starts, event_ranks))
     ordered = [actions[i] for i in order.tolist()]
     rows = zip(event_ranks[order].tolist(), ordered, starts[order].tolist(), ends[order].tolist(), strict=True)
@@ -139,10 +139,9 @@ def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     """Peak bytes of each rank."""
     during, change = _tables(plan, memory)
     model_state = _model_state(plan, memory)
-    ranks = np.array(program.ranks)
     peak_bytes = []
     for rank in range(program.num_ranks):
-        stages, ops, slices = (column[ranks == rank] for column in program.places)
+        stages, ops, slices = program.places_of(rank)
         gradients = _gradient_changes(stages, ops, plan, memory)
         changes = change[stages, ops, slices] + gradients
         extras = during[stages, ops, slices] + np.maximum(gradients, 0.0)
