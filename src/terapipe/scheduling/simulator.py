@@ -62,7 +62,8 @@ def program(plan: Plan) -> Program:
 @lru_cache(maxsize=32)
 def _program(shape: Shape) -> Program:
     plan = shape.plan()
-    return compiled(plan, computations(plan))
+    with _gc_disabled():
+        return compiled(plan, computations(plan))
 
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
@@ -154,10 +155,10 @@ def _gradient_changes(stages: Indices, ops: Indices, plan: Plan, memory: Memory)
     """By how much the gradients of weights grow in each of a rank's computations: at a stage's first B or W (on the
     last stage at the first F, which computes the head's), and at its last computation."""
     specs, changes = stage_specs(plan.boundaries), np.zeros(len(stages))
-    adding = [COMPUTATIONS.index(op) for op in (Op.B, Op.W)]
-    for k in np.unique(stages).tolist():
-        size, own = memory.gradients(specs[k]), np.flatnonzero(stages == k)
-        grown = own if specs[k].last else own[np.isin(ops[own], adding)]
+    adding = (ops == COMPUTATIONS.index(Op.B)) | (ops == COMPUTATIONS.index(Op.W))
+    for k in set(stages.tolist()):
+        size = memory.gradients(specs[k])
+        grown = np.flatnonzero((stages == k) & (adding | specs[k].last))
         if len(grown):  # else there are forwards only
             changes[grown[0]] += size.during - size.before
             changes[grown[-1]] += size.after - size.during
