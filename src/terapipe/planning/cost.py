@@ -1,6 +1,7 @@
 """The interfaces of cost models (seconds) and memory models (bytes) of slices on stages."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -28,7 +29,8 @@ class LinkBehavior(NamedTuple):
     latency: float = 0.0  # seconds of every transfer that do not occupy the link
 
 
-def stage_specs(boundaries: Sequence[int]) -> tuple[StageSpec, ...]:
+@lru_cache(maxsize=256)  # asked several times for each plan that is simulated
+def stage_specs(boundaries: tuple[int, ...]) -> tuple[StageSpec, ...]:
     """The StageSpec of every stage."""
     last = boundaries[-1]
     return tuple(StageSpec(b - a, a == 0, b == last) for a, b in pairwise(boundaries))

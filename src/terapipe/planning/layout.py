@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from terapipe.presets import GPTConfig
 
 
@@ -44,25 +46,28 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
         raise ValueError(f"every stage needs at least one layer, got {n} layers for {num_stages} stages")
     if any(not c >= 0 for c in (*costs, first, last)):
         raise ValueError("the cost of a layer must be a number of at least 0")
-    sums = list(accumulate(costs, initial=0.0))
-
-    def stage_cost(a: int, b: int) -> float:
-        return sums[b] - sums[a] + (first if a == 0 else 0.0) + (last if b == n else 0.0)
-
-    # Dynamic programming over the stages. best[b] is the best split of the first b layers into the stages so far:
-    # (cost of its slowest stage, sum of squares, boundaries).
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
-    for k in range(1, num_stages + 1):
-        ends = [n] if k == num_stages else range(k, n - (num_stages - k) + 1)
-        best = {
-            b: min(
-                (max(slowest, c := stage_cost(a, b)), squares + c * c, (*boundaries, b))
-                for a, (slowest, squares, boundaries) in best.items()
-                if a < b
-            )
-            for b in ends
-        }
-    return best[n][2]
+    sums = np.array(list(accumulate(costs, initial=0.0)))
+    stage_cost = sums - sums[:, None]  # of the layers from row to column
+    stage_cost[0] += first
+    stage_cost[:, n] += last
+    stage_cost[np.tril_indices(n + 1)] = np.inf
+    # Dynamic programming over the stages. By number of layers: the best split of so many into the stages so far, as the
+    # cost of its slowest stage, the sum of squares, and its place among all of them in lexicographic order.
+    slowest, squares, place = np.full(n + 1, np.inf), np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
+    slowest[0] = squares[0] = 0.0
+    choices = []  # for each stage: by its end, its start
+    for _ in range(num_stages):
+        bounds = np.maximum(slowest[:, None], stage_cost)
+        sums_of_squares = np.where(bounds == bounds.min(axis=0), squares[:, None] + stage_cost**2, np.inf)
+        tied = sums_of_squares == sums_of_squares.min(axis=0)
+        choice = np.where(tied, place[:, None], n + 1).argmin(axis=0)
+        slowest, squares = bounds.min(axis=0), sums_of_squares.min(axis=0)
+        place = np.argsort(np.lexsort((np.arange(n + 1), place[choice])))
+        choices.append(choice.tolist())
+    boundaries = [n]
+    for choice in reversed(choices):
+        boundaries.append(choice[boundaries[-1]])
+    return tuple(reversed(boundaries))
 
 
 def split_layers(config: GPTConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:

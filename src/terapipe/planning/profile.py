@@ -34,7 +34,8 @@ class Sample(NamedTuple):
     """Repeated measurements of one slice on the measured stage, or of the ends of the model.
 
     ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred) and
-    ``selective`` (what selective recomputation adds to a backward) cover all layers of the stage. ``head`` is final norm, head and loss, forward plus backward.
+    ``selective`` (what selective recomputation adds to a backward) cover all layers of the stage. ``head`` is final
+    norm, head and loss, forward plus backward.
     """
 
     kind: str

@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import NEEDS, Action, Op
+from terapipe.scheduling.numbering import OPS, Ints, Numbering, Places
 
 COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
-_COLUMN = {op: i for i, op in enumerate(COMPUTATIONS)}
-_CODE = {op: code for code, op in enumerate(Op)} | {Op.I: list(Op).index(Op.B)}  # an I counts as the B it completes
+_COLUMN = np.array([COMPUTATIONS.index(op) if op in COMPUTATIONS else -1 for op in OPS])
 
 
 # For each computation: the send of its result, the receive, and the offset to the receiving stage.
@@ -28,98 +26,160 @@ ENDS = {
 }
 
 
-@dataclass(frozen=True)
 class Program:
-    """An order's computations in topological order: each comes after everything it depends on.
+    """An order's computations: the list of each rank, and all of them in one topological order.
 
-    The lists are parallel, with one entry per computation. Only a dependency on another rank is recorded, and there is
-    at most one: the same slice on the neighboring stage. The order of a rank's list meets dependencies on that rank.
+    Memory depends on the lists only. Times need the topological order, in which each computation comes after everything
+    it depends on. It is found when first asked for; if there is none, because the lists deadlock, ValueError is raised.
+    The arrays that follow it are parallel, with one entry per computation. Only a dependency on another rank is
+    recorded, and there is at most one: the same slice on the neighboring stage. The order of a rank's list meets
+    dependencies on that rank.
     """
 
-    num_ranks: int
-    ranks: list[int]
-    actions: list[Action]
-    firsts: list[int]  # index in ``Plan.slices`` of each microbatch's first slice
-    needs: list[int]  # the computation on another rank whose result it receives, or -1
-    peers: list[int]  # the rank that the result is sent to, or -1
+    def __init__(self, numbering: Numbering, lists: Sequence[Ints]) -> None:
+        """``lists`` are the numbers of each rank's computations."""
+        self.numbering, self.lists = numbering, tuple(lists)
+        self._starts = np.cumsum([0, *map(len, lists)])
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.lists)
+
+    def places_of(self, rank: int) -> Places:
+        """Indices of one rank's computations, as listed, for tables by stage, op (as in ``COMPUTATIONS``) and slice."""
+        return _places(self.numbering, self.lists[rank])
+
+    # In topological order
 
     @cached_property
-    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _merged(self) -> tuple[Ints, Ints]:
+        """The topological order, and what each computation needs. Both are indices into the concatenated lists."""
+        ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._starts))
+        needs = _needs(self.numbering, np.concatenate(self.lists), ranks)
+        sequence = np.array(_sequence(needs.tolist(), self._starts.tolist()), dtype=np.int64)
+        if len(sequence) < len(needs):
+            raise ValueError("these computations wait for each other in a cycle: " + self._stuck(ranks[sequence]))
+        return sequence, needs
+
+    def _stuck(self, emitted: Ints) -> str:
+        """The next computation of every rank that is not at its end. ``emitted`` are the ranks of those emitted."""
+        done = np.bincount(emitted, minlength=self.num_ranks).tolist()
+        ahead = [(rank, numbers[i : i + 1]) for rank, (numbers, i) in enumerate(zip(self.lists, done, strict=True))]
+        return "; ".join(f"rank {rank} at {self.numbering.actions(at)[0]}" for rank, at in ahead if len(at))
+
+    @cached_property
+    def numbers(self) -> Ints:
+        return np.concatenate(self.lists)[self._merged[0]]
+
+    @property
+    def actions(self) -> list[Action]:
+        return self.numbering.actions(self.numbers)
+
+    @cached_property
+    def places(self) -> Places:
         """Indices for tables by stage, op (as in ``COMPUTATIONS``) and slice."""
-        rows = [(k, _COLUMN[op], self.firsts[s.microbatch] + s.number) for op, k, s in self.actions]
-        stages, ops, slices = np.array(rows, dtype=np.int64).T
-        return stages, ops, slices
+        return _places(self.numbering, self.numbers)
 
     @cached_property
-    def links(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
+    def ranks(self) -> Ints:
+        return np.searchsorted(self._starts, self._merged[0], side="right") - 1
+
+    @property
+    def listed(self) -> Ints:
+        """The index of each computation in the list of its rank."""
+        return self._merged[0] - self._starts[self.ranks]
+
+    @cached_property
+    def needs(self) -> Ints:
+        """The computation on another rank whose result it receives, or -1."""
+        sequence, needs = self._merged
+        place = np.empty_like(sequence)
+        place[sequence] = np.arange(len(sequence))
+        return np.where(needs < 0, -1, place[needs])[sequence]
+
+    @cached_property
+    def peers(self) -> Ints:
+        """The rank that the result is sent to, or -1."""
+        peers = np.full(len(self.needs), -1)
+        receiving = self.needs >= 0
+        peers[self.needs[receiving]] = self.ranks[receiving]
+        return peers
+
+    @cached_property
+    def links(self) -> tuple[list[tuple[int, int]], Ints]:
         """The links as (sender, receiver), and for each computation the index of the link it sends over, or -1."""
-        pairs = list(zip(self.ranks, self.peers, strict=True))
-        used = sorted({pair for pair in pairs if pair[1] >= 0})
-        index = {pair: i for i, pair in enumerate(used)}
-        return used, np.array([index.get(pair, -1) for pair in pairs])
+        sent = self.peers >= 0
+        used, index = np.unique(self.ranks[sent] * self.num_ranks + self.peers[sent], return_inverse=True)
+        links = np.full(len(sent), -1)
+        links[sent] = index
+        return [divmod(pair, self.num_ranks) for pair in used.tolist()], links
+
+    @cached_property
+    def columns(self) -> tuple[list[int], list[int], list[int]]:
+        """Ranks, needs and links as lists, which Python reads faster than arrays."""
+        return self.ranks.tolist(), self.needs.tolist(), self.links[1].tolist()
 
 
 def compiled(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
-    """Merges the ranks' lists into one topological order. Raises ValueError if they deadlock.
+    """The program of these lists of computations, one for each rank."""
+    numbering = Numbering(plan)
+    numbers = [numbering.numbers(actions) for actions in lists]
+    for actions, found in zip(lists, numbers, strict=True):
+        if found.min(initial=0) < 0:
+            raise ValueError(
+                f"{actions[int(np.argmin(found))]} is not in the plan; list the plan's own slices and stages"
+            )
+    return Program(numbering, numbers)
+
+
+def _places(numbering: Numbering, numbers: Ints) -> Places:
+    stages, ops, slices = numbering.places(numbers)
+    return Places(stages, _COLUMN[ops], slices)
+
+
+def _needs(numbering: Numbering, numbers: Ints, ranks: Ints) -> Ints:
+    """The index of the computation on another rank that each depends on, or -1. ``numbers`` are those of all lists, one
+    rank after the other. The index is beyond the last for a computation that can never start: because nobody computes
+    what it depends on, or its own rank does so later."""
+    own, never = np.arange(len(numbers)), len(numbers)
+    index = np.full(numbering.count, never)  # by number
+    index[numbering.completed(numbers)] = own
+    needs = np.full(len(numbers), -1)
+    for needed in numbering.computations_needed(numbers):
+        at = np.where(needed < 0, -1, index[needed])
+        local = ranks[np.minimum(at, never - 1)] == ranks
+        at = np.where(local & (at < own), -1, np.where(local, never, at))
+        needs = np.maximum(needs, at)  # at most one is on another rank
+    return needs
+
+
+def _sequence(needs: list[int], starts: list[int]) -> list[int]:
+    """The indices of all computations in topological order, or as many as can start.
 
     A rank emits the computations of its list until one depends on something not emitted yet. It is then parked under
     that dependency and runs again once the dependency is emitted. Two ranks, one stage each, one slice:
 
         rank 1: F1 needs F0, parked     rank 0: emits F0, which wakes rank 1; B0 needs B1, parked
         rank 1: emits F1 and B1, which wakes rank 0     rank 0: emits B0     result: F0 F1 B1 B0
-
-    An action is addressed by ``(op * stages + stage) * width + slice``, ``width`` being the number of slices. So a
-    dependency is a fixed offset from its action, and the loop gets by without a dict of actions.
     """
-    counts = [len(row) for row in plan.lengths]
-    firsts = list(accumulate(counts, initial=0))
-    stages, width = plan.num_stages, firsts[-1]
-    emitted_as = [-1] * (len(Op) * stages * width)  # position in the result, by address
-    base = {op: _CODE[op] * stages * width for op in COMPUTATIONS}  # address of an op's first action
-    needed = {
-        op: [(base[n.op] + n.stage * width + n.slice, n.stage, n.slice) for n in NEEDS[op]] for op in COMPUTATIONS
-    }
-    ranks: list[int] = []
-    needs: list[int] = []
-    peers: list[int] = []
-    positions = [0] * len(lists)  # of each rank, in its list
-    parked: dict[int, list[int]] = {}  # ranks, by the address they wait for
-    runnable = list(range(len(lists)))
+    sequence: list[int] = []
+    emitted = bytearray(len(needs) + 1)  # the last one is that of a dependency that never comes
+    positions, ends = starts[:-1], starts[1:]
+    parked: dict[int, list[int]] = {}  # ranks, by the computation they wait for
+    runnable = list(range(len(positions)))
     while runnable:
         rank = runnable.pop()
-        actions, position = lists[rank], positions[rank]
-        while position < len(actions):
-            op, k, s = actions[position]
-            microbatch, i = s[0], s[1]
-            place, remote = k * width + firsts[microbatch] + i, -1
-            for offset, stage, ahead in needed[op]:
-                if 0 <= k + stage < stages and 0 <= i + ahead < counts[microbatch]:
-                    address = place + offset
-                    producer = emitted_as[address]
-                    if producer < 0:
-                        break
-                    if ranks[producer] != rank:
-                        remote = producer
-            else:
-                address = place + base[op]
-                emitted_as[address] = len(ranks)
-                ranks.append(rank)
-                needs.append(remote)
-                peers.append(-1)
-                if remote >= 0:
-                    peers[remote] = rank
-                position += 1
-                if address in parked:
-                    runnable += parked.pop(address)
-                continue
-            parked.setdefault(address, []).append(rank)
-            break
-        positions[rank] = position
-    stuck = [f"rank {r} at {a[i]}" for r, (a, i) in enumerate(zip(lists, positions, strict=True)) if i < len(a)]
-    if stuck:
-        raise ValueError("these computations wait for each other in a cycle: " + "; ".join(stuck))
-    remaining = [iter(actions) for actions in lists]
-    return Program(len(lists), ranks, [next(remaining[rank]) for rank in ranks], firsts, needs, peers)
+        for i in range(positions[rank], ends[rank]):
+            need = needs[i]
+            if need >= 0 and not emitted[need]:
+                parked.setdefault(need, []).append(rank)
+                positions[rank] = i
+                break
+            emitted[i] = 1
+            sequence.append(i)
+            if i in parked:
+                runnable += parked.pop(i)
+    return sequence
 
 
 @dataclass(frozen=True)
@@ -146,8 +206,7 @@ def run(program: Program, seconds: Sequence[float], delays: Sequence[float], lin
     clock = [0.0] * program.num_ranks
     free = [0.0] * len(links)  # when each link is free again
     starts, ends, arrivals = [], [], [0.0] * len(seconds)
-    lists = zip(program.ranks, program.needs, program.links[1].tolist(), seconds, delays, strict=True)
-    for i, (rank, need, link, duration, delay) in enumerate(lists):
+    for i, (rank, need, link, duration, delay) in enumerate(zip(*program.columns, seconds, delays, strict=True)):
         start = clock[rank]
         if need >= 0 and arrivals[need] > start:
             start = arrivals[need]
@@ -157,8 +216,9 @@ def run(program: Program, seconds: Sequence[float], delays: Sequence[float], lin
         if link >= 0:
             overlapped, latency = links[link]
             if overlapped:
-                arrivals[i] = max(end, free[link]) + delay
-                free[link] = arrivals[i] - latency
+                departure = free[link] if free[link] > end else end
+                arrivals[i] = departure + delay
+                free[link] = departure + delay - latency
             else:
                 end = arrivals[i] = end + delay
         clock[rank] = end

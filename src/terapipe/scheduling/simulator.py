@@ -63,7 +63,8 @@ def program(plan: Plan) -> Program:
 @lru_cache(maxsize=32)
 def _program(shape: Shape) -> Program:
     plan = shape.plan()
-    return compiled(plan, computations(plan))
+    with _gc_disabled():
+        return compiled(plan, computations(plan))
 
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
@@ -128,7 +129,7 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     Events are built as columns and sorted once. Each column has three blocks: all computations, then the sends, then
     the receives of those computations (``sent``) whose result goes to another rank.
     """
-    ranks, peers = np.array(program.ranks), np.array(program.peers)
+    ranks, peers, computed = program.ranks, program.peers, program.actions
     sent = np.flatnonzero(peers >= 0)
     arrivals = np.array(times.arrivals)[sent]
     departures = arrivals - np.array(delays)[sent]
@@ -136,11 +137,11 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     starts = np.concatenate([times.starts, departures, departures])
     ends = np.concatenate([times.ends, arrivals, arrivals])
     sends, receives = [], []
-    for op, k, s in (program.actions[i] for i in sent.tolist()):
+    for op, k, s in (computed[i] for i in sent.tolist()):
         send, receive, offset = ENDS[op]
         sends.append(Action(send, k, s))
         receives.append(Action(receive, k + offset, s))
-    actions = program.actions + sends + receives
+    actions = computed + sends + receives
     order = np.lexsort((ends, starts, event_ranks))
     ordered = [actions[i] for i in order.tolist()]
     rows = zip(event_ranks[order].tolist(), ordered, starts[order].tolist(), ends[order].tolist(), strict=True)
@@ -151,10 +152,9 @@ def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     """Peak bytes of each rank."""
     during, change = _tables(plan, memory)
     model_state = _model_state(plan, memory)
-    ranks = np.array(program.ranks)
     peak_bytes = []
     for rank in range(program.num_ranks):
-        stages, ops, slices = (column[ranks == rank] for column in program.places)
+        stages, ops, slices = program.places_of(rank)
         gradients = _gradient_changes(stages, ops, plan, memory)
         changes = change[stages, ops, slices] + gradients
         extras = during[stages, ops, slices] + np.maximum(gradients, 0.0)
@@ -167,10 +167,10 @@ def _gradient_changes(stages: Indices, ops: Indices, plan: Plan, memory: Memory)
     """By how much the gradients of weights grow in each of a rank's computations: at a stage's first B or W (on the
     last stage at the first F, which computes the head's), and at its last computation."""
     specs, changes = stage_specs(plan.boundaries), np.zeros(len(stages))
-    adding = [COMPUTATIONS.index(op) for op in (Op.B, Op.W)]
-    for k in np.unique(stages).tolist():
-        size, own = memory.gradients(specs[k]), np.flatnonzero(stages == k)
-        grown = own if specs[k].last else own[np.isin(ops[own], adding)]
+    adding = (ops == COMPUTATIONS.index(Op.B)) | (ops == COMPUTATIONS.index(Op.W))
+    for k in set(stages.tolist()):
+        size = memory.gradients(specs[k])
+        grown = np.flatnonzero((stages == k) & (adding | specs[k].last))
         if len(grown):  # else there are forwards only
             changes[grown[0]] += size.during - size.before
             changes[grown[-1]] += size.after - size.during

@@ -1,94 +1,94 @@
 """Adds sends and receives to lists of computations, following one global order of transfers."""
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
-from terapipe.scheduling.program import ENDS, Program, compiled, run
+from terapipe.scheduling.numbering import CODE, Ints
+from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, compiled, run
 
 AHEAD = 2  # computations between a receive and the one that needs it, if the order of transfers permits
 EARLY = 3  # additional computations, in `with_early_receives`
 
-Lists = Sequence[Sequence[Action]]
+
+def with_transfers(plan: Plan, computations: Sequence[Sequence[Action]]) -> Schedule:
+    """The Schedule in which each rank performs its computations in the given order."""
+    program = compiled(plan, computations)
+    return Schedule(plan, tuple(tuple(program.numbering.actions(numbers)) for numbers in listed_transfers(program)))
 
 
-def with_transfers(plan: Plan, computations: Lists) -> Schedule:
-    """The Schedule in which each rank performs its computations in the given order.
+def listed_transfers(program: Program) -> list[Ints]:
+    """The numbers of each rank's actions: its computations in the given order, and its sends and receives.
 
     All transfers are put into one global order: that of an ideal run. Each rank lists its sends and receives in this
     order, a send right after its producer, a receive about ``AHEAD`` computations before its consumer. So neighbors
     list their shared transfers in the same order, and there is no deadlock even if every transfer blocks both ends.
     """
-    program = compiled(plan, computations)
-    places = _places(program)
-    ends_of: list[list[End]] = [[] for _ in computations]  # by rank
-    for producer, consumer in _transfers(program):
-        op, k, s = program.actions[producer]
-        send, receive, offset = ENDS[op]
-        ends_of[program.ranks[producer]].append(End(Action(send, k, s), places[producer] + 1, places[producer] + 1))
-        due = places[consumer]
-        ends_of[program.ranks[consumer]].append(End(Action(receive, k + offset, s), due, due - AHEAD))
-    return Schedule(plan, tuple(_merge(c, ends) for c, ends in zip(computations, ends_of, strict=True)))
+    producers, consumers = _transfers(program)
+    stages, ops, slices = program.places
+    sends, receives = _numbers(program, producers)
+    listed = program.listed
+    after, due = listed[producers] + 1, listed[consumers]
+    # Both ends of every transfer: first all sends, then all receives.
+    ranks = np.concatenate((program.ranks[producers], program.ranks[consumers]))
+    ends = np.concatenate((sends, receives))
+    latest, preferred = np.concatenate((after, due)), np.concatenate((after, due - AHEAD))
+    turn = np.tile(np.arange(len(producers)), 2)
+    order = np.lexsort((turn, ranks))
+    parts = np.split(order, np.searchsorted(ranks[order], np.arange(1, program.num_ranks)))
+    lists = zip(program.lists, parts, strict=True)
+    return [_merge(numbers, ends[part], latest[part], preferred[part]) for numbers, part in lists]
 
 
-class End(NamedTuple):
-    """A send or receive, and how many of its rank's computations should come before it."""
-
-    action: Action
-    latest: int  # at most
-    preferred: int  # if the order of transfers permits
-
-
-def _places(program: Program) -> list[int]:
-    """The index of each computation in the list of its rank."""
-    counts = [0] * program.num_ranks
-    places = []
-    for rank in program.ranks:
-        places.append(counts[rank])
-        counts[rank] += 1
-    return places
-
-
-def _transfers(program: Program) -> list[tuple[int, int]]:
-    """The (producer, consumer) of every transfer, ordered as in an ideal run: a forward takes one unit of time, a
+def _transfers(program: Program) -> tuple[Ints, Ints]:
+    """The producer and the consumer of every transfer, ordered as in an ideal run: a forward takes one unit of time, a
     backward two, a transfer none. Slice lengths play no part, so plans that differ only in them have equal schedules.
     """
-    seconds = [_DURATION[action.op] for action in program.actions]
-    ends = run(program, seconds, [0.0] * len(seconds), [LinkBehavior()] * len(program.links[0])).ends
-    pairs = [(need, consumer) for consumer, need in enumerate(program.needs) if need >= 0]
     stages, ops, slices = program.places
-    producers = np.array([producer for producer, _ in pairs], dtype=np.int64)
-    keys = slices[producers], stages[producers], ops[producers] == 0, np.array(ends)[producers]
-    return [pairs[i] for i in np.lexsort(keys).tolist()]  # backwards before forwards that end at the same time
+    seconds = _DURATIONS[ops].tolist()
+    ends = run(program, seconds, [0.0] * len(seconds), [LinkBehavior()] * len(program.links[0])).ends
+    consumers = np.flatnonzero(program.needs >= 0)
+    producers = program.needs[consumers]
+    is_forward = ops[producers] == COMPUTATIONS.index(Op.F)  # backwards before forwards that end at the same time
+    order = np.lexsort((slices[producers], stages[producers], is_forward, np.array(ends)[producers]))
+    return producers[order], consumers[order]
 
 
-_DURATION = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+_DURATIONS = np.array([{Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}[op] for op in COMPUTATIONS])
+_SENDS, _RECEIVES, _OFFSETS = np.array(
+    [(CODE[ENDS[op][0]], CODE[ENDS[op][1]], ENDS[op][2]) if op in ENDS else (0, 0, 0) for op in COMPUTATIONS]
+).T  # by column of the producer; a weight half sends nothing
 
 
-def _merge(computations: Sequence[Action], ends: Sequence[End]) -> tuple[Action, ...]:
+def _numbers(program: Program, producers: Ints) -> tuple[Ints, Ints]:
+    """The sends of these computations' results, and the receives."""
+    stages, ops, slices = (column[producers] for column in program.places)
+    number = program.numbering.number
+    return number(_SENDS[ops], stages, slices), number(_RECEIVES[ops], stages + _OFFSETS[ops], slices)
+
+
+def _merge(computations: Ints, transfers: Ints, latest: Ints, preferred: Ints) -> Ints:
     """Merges one rank's computations and transfers. Both keep their order.
 
-    A receive comes before its consumer, and before every transfer that follows it in the order of transfers. So its
-    latest position is the minimum of its own and of all that follow. Example with the computations a b c d e, and two
-    transfers in this order: a receive for e (latest 4, preferred 2), and the send of a's result (latest 1):
+    ``latest`` says how many computations may come before a transfer at most, ``preferred`` how many should. A transfer
+    must not delay those that come later in the order of transfers. So its latest position is the minimum of its own and
+    of all that follow. Example with the computations a b c d e, and two transfers in this order: a receive for e
+    (latest 4, preferred 2), and the send of a's result (latest 1):
 
         a recv send b c d e     The receive moves from position 2 to 1, so that it does not delay the send.
     """
-    latest = list(accumulate((end.latest for end in reversed(ends)), min))[::-1]
-    merged: list[Action] = []
-    emitted = 0
-    for end, last in zip(ends, latest, strict=True):
-        upto = min(last, end.preferred)
-        if upto > emitted:
-            merged += computations[emitted:upto]
-            emitted = upto
-        merged.append(end.action)
-    return tuple(merged) + tuple(computations[emitted:])
+    bound = np.minimum.accumulate(latest[::-1])[::-1]
+    before = np.maximum.accumulate(np.clip(np.minimum(bound, preferred), 0, None))  # computations before each transfer
+    merged = np.empty(len(computations) + len(transfers), dtype=np.int64)
+    places = before + np.arange(len(transfers))
+    merged[places] = transfers
+    rest = np.full(len(merged), True)
+    rest[places] = False
+    merged[rest] = computations
+    return merged
 
 
 def with_early_receives(actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -12,9 +12,9 @@ from terapipe.planning.order import ORDERS, InFlight, Order, order_named
 from terapipe.planning.slices import Plan
 from terapipe.recompute import Recompute, recompute_title
 from terapipe.search.cuts import uniform
-from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 from terapipe.search.less_recompute import with_less_recompute
-from terapipe.search.refine import hill_climb, preference, refine, with_few_lengths
+from terapipe.search.refine import hill_climb, refine, with_few_lengths
 from terapipe.search.request import Request, layouts
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
@@ -192,8 +192,7 @@ def best_of(pool: Iterable[Candidate], order: str, *, even: bool = False) -> Pla
         if done or work < -3 * WORK or (best is not None and candidate.hopeless):
             break
         work -= candidate.work
-        estimate = candidate.evaluator.evaluate(first_plan(candidate, even=even))
-        best = estimate if best is None else min(best, estimate, key=preference)
+        best = candidate.evaluator.better(best, first_plan(candidate, even=even))
     return best
 
 

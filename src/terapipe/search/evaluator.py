@@ -65,6 +65,11 @@ class PlanEstimate:
         }
 
 
+def preference(estimate: PlanEstimate) -> tuple[bool, float]:
+    """Sort key: plans that fit come first, by time, then those that do not, by memory."""
+    return (False, estimate.step_time) if estimate.fits else (True, float(estimate.peak_bytes))
+
+
 def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
     """The Pareto front by step time and peak memory, fastest first."""
     front: list[PlanEstimate] = []
@@ -139,11 +144,26 @@ class PlanEvaluator:
 
     def evaluate(self, plan: Plan) -> PlanEstimate:
         """Simulates one step of the plan."""
+        return self._simulated(plan, self._peak(plan))
+
+    def better(self, rival: PlanEstimate | None, plan: Plan) -> PlanEstimate:
+        """The plan evaluated, or ``rival`` if that is as good. A plan is not simulated if its memory already decides."""
+        peak = self._peak(plan)
+        if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
+            return rival
+        estimate = self._simulated(plan, peak)
+        return estimate if rival is None else min(rival, estimate, key=preference)
+
+    def _peak(self, plan: Plan) -> int:
+        return max(peaks(program(plan), plan, self.memory))
+
+    def _fits(self, peak: int) -> bool:
+        return self.budget is None or peak <= self.budget
+
+    def _simulated(self, plan: Plan, peak: int) -> PlanEstimate:
         seconds, idle = makespan(plan, self.cost)
         step = seconds + self.per_step(plan)
-        peak = max(peaks(program(plan), plan, self.memory))
-        fits = self.budget is None or peak <= self.budget
-        return PlanEstimate(self.layout, plan, step, idle * seconds / step, peak, fits)
+        return PlanEstimate(self.layout, plan, step, idle * seconds / step, peak, self._fits(peak))
 
     def per_step(self, plan: Plan) -> float:
         """The work done once per step (gradient all-reduce, optimizer), on the rank where it takes longest."""

@@ -11,17 +11,12 @@ from terapipe.planning.order import order_named
 from terapipe.planning.slices import Plan
 from terapipe.planning.solver import Cuts, solve
 from terapipe.search.cuts import Lengths, improve, ramped, uniform
-from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 
 WORK = 250_000  # computations to simulate while cuts are shifted
 SOLVED = 512  # cut points for the solver; for longer sequences its step is a multiple of the tile
 LOOKS = 8  # plans to simulate in `with_few_lengths`, the best by the formula
 TRIES = 60  # sets of lengths that `_few` gives to the solver
-
-
-def preference(estimate: PlanEstimate) -> tuple[bool, float]:
-    """Sort key: plans that fit come first, by time, then those that do not, by memory."""
-    return (False, estimate.step_time) if estimate.fits else (True, float(estimate.peak_bytes))
 
 
 def refine(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:

@@ -14,8 +14,7 @@ from terapipe.planning.slices import Plan
 from terapipe.planning.solver import solve_table
 from terapipe.scheduling.simulator import makespan
 from terapipe.search.cuts import uniform
-from terapipe.search.evaluator import PlanEstimate
-from terapipe.search.refine import preference
+from terapipe.search.evaluator import PlanEstimate, preference
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 
