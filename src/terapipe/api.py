@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe.planning.document_costs import DocumentCosts
 from terapipe.planning.document_plans import DocumentPlanner
+from terapipe.planning.cost import with_recompute
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parse_bytes
@@ -244,7 +245,7 @@ def document_planner(
         request = _request(spec, None, batch_size=1, seq_len=known.plan.seq_len)
         request = plan.request if isinstance(plan, PlanResult) else request
         tile = request.tile_for(tile=source.tile, tp=known.layout.tp)
-    cost = source.cost(known.layout, known.plan.recompute)
+    cost = with_recompute(source.cost(known.layout), known.plan.recompute_modes[-1])
     return DocumentPlanner(known.plan, DocumentCosts.of(cost, known.plan), tile=tile)
 
 

@@ -1,7 +1,6 @@
 """Plans for batches of packed documents: each batch is cut by the costs of its own documents."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -60,7 +59,7 @@ class DocumentPlanner:
             costs = self.costs.token * size * self._edges + np.sum(pairs[row : row + size], axis=0)
             lengths.append(scheme.cut(costs, count))
             row += size
-        return replace(self.plan, lengths=tuple(lengths))
+        return self.plan.recut(tuple(lengths))
 
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:

@@ -99,9 +99,14 @@ class Plan:
         while sum(sizes) < batch_size:
             sizes.append(min(self.sizes[len(sizes) % len(self.sizes)], batch_size - sum(sizes)))
         rows = [self._scaled(self.lengths[m % len(self.lengths)], seq_len, tile) for m in range(len(sizes))]
-        same = [len(row) for row in rows] == [len(row) for row in self.lengths]
+        return self.recut(tuple(rows), tuple(sizes))
+
+    def recut(self, lengths: tuple[tuple[int, ...], ...], sizes: tuple[int, ...] | None = None) -> "Plan":
+        """This plan with other slices. If their number is another, each stage takes that mode of recomputation of its
+        slices that keeps least."""
+        same = list(map(len, lengths)) == list(map(len, self.lengths))
         recompute = self.recompute if same else for_any_slices(self.recompute)
-        return replace(self, sizes=tuple(sizes), lengths=tuple(rows), recompute=recompute)
+        return replace(self, sizes=sizes or self.sizes, lengths=lengths, recompute=recompute)
 
     def _scaled(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
         # Integer arithmetic, so that every rank gets the same result.
