@@ -14,13 +14,14 @@ SOURCE = Path(terapipe.__file__).parent
 # Each room and the rooms it may enter; a room may always enter itself.
 ALLOWED = {
     "files": set(),
-    "presets": set(),
-    "planning": {"files", "presets"},
-    "scheduling": {"planning"},
-    "search": {"files", "presets", "planning", "scheduling"},
+    "recompute": set(),
+    "presets": {"recompute"},
+    "planning": {"files", "presets", "recompute"},
+    "scheduling": {"planning", "recompute"},
+    "search": {"files", "presets", "planning", "recompute", "scheduling"},
     "paper": {"presets", "planning", "search"},
-    "reporting": {"files", "planning", "scheduling", "search"},
-    "modeling": {"presets"},
+    "reporting": {"files", "planning", "recompute", "scheduling", "search"},
+    "modeling": {"presets", "recompute"},
     "losses": {"modeling"},
     "runtime": {"files", "presets", "planning", "scheduling", "modeling", "losses"},
     "launch": {"planning", "runtime"},
@@ -28,21 +29,32 @@ ALLOWED = {
     "config": {"planning"},
     "training": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime",
-        "launch", "hf", "losses",
+        "launch", "hf", "losses", "recompute",
     },
     "cli": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",
-        "runtime", "launch", "doctor", "training", "verify",
+        "runtime", "launch", "doctor", "training", "verify", "recompute",
     },
-    "api": {"presets", "planning", "scheduling", "search", "modeling", "runtime"},
-    "__init__": {"api", "presets", "planning", "scheduling", "search", "modeling", "runtime"},
+    "api": {"presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
+    "__init__": {"api", "presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
     "hf": {"planning", "modeling", "runtime"},
     "verify": {"planning", "modeling", "runtime", "launch"},
     "__main__": {"cli"},
 }  # fmt: skip
 # Imported inside functions only. Timelines and results have methods that draw them, and what draws imports them.
 LAZY = {"scheduling/timeline.py": {"reporting", "files"}, "search/result.py": {"reporting"}}
-TORCH_FREE = {"files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "__init__"}
+TORCH_FREE = {
+    "files",
+    "presets",
+    "recompute",
+    "config",
+    "planning",
+    "scheduling",
+    "search",
+    "paper",
+    "reporting",
+    "__init__",
+}
 
 
 def room(path: Path) -> str:

@@ -1,25 +1,26 @@
 """One long sequence on one device: a Hugging Face Llama plain, with its gradient checkpointing, and in slices."""
 
+import ctypes
 import json
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.harness import Contender, arguments, best, race, report
+from benchmarks.harness import Contender, arguments, best, pin, race, report
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.recompute import Recompute
 from terapipe.runtime import MemoryCounter
 
-LAYERS, VOCAB, THREADS = 8, 8192, 2
-LIMIT = 4 << 30  # bytes of the process with the longest sequence, whose model has this vocabulary:
-LONG_VOCAB = 32_000
+LAYERS = 8
+SMALL, LARGE = 8192, 32_000  # vocabularies
+LIMIT = 4 << 30  # bytes of the process with the longest sequence
 SLICE = 512  # tokens of its slices
 
 
@@ -70,43 +71,43 @@ def main() -> None:
         child(*json.loads(sys.argv[2]))
         return
     quick = arguments(__doc__ or "").quick
-    torch.set_num_threads(THREADS)
+    pin(1)
     figures: dict[str, float] = {}
     rows: list[list[object]] = []
-    for tokens, rounds, ways in settings(quick):
-        times = best(race({str(way): step_of(way, tokens, VOCAB)[0] for way in ways}, rounds))
-        memory = {str(way): in_process(way, tokens, VOCAB) for way in ways}
-        ours = {str(way) for way in ways if way.slices}
+    for tokens, vocab, rounds, ways in settings(quick):
+        times = best(race({str(way): step_of(way, tokens, vocab)[0] for way in ways}, rounds))
+        memory = {str(way): in_process(way, tokens, vocab) for way in ways}
         base, held = times[str(CHECKPOINTING)], memory[str(CHECKPOINTING)]
-        for name, seconds in times.items():
-            counted, resident = (memory[name][key] / held[key] for key in ("counted", "resident"))
-            mib = [memory[name][key] / 2**20 for key in ("counted", "resident")]
-            rows.append([tokens, name, seconds, seconds / base, *mib, counted, resident])
-        figures |= summarized(rows, tokens, ours)
+        points = []
+        for way in ways:
+            seconds, mine = times[str(way)], memory[str(way)]
+            shares = [mine[key] / held[key] for key in ("counted", "resident")]
+            rows.append([tokens, vocab, str(way), seconds, seconds / base, *(mine[k] / 2**20 for k in mine), *shares])
+            points += [(seconds / base, shares[0])] if way.slices else []
+        figures |= summarized(points, f"{tokens}_vocab_{vocab}")
     if not quick:
         figures |= longest()
-    header = ("tokens", "way", "best s", "time", "MiB counted", "MiB resident", "counted", "resident")
+    header = ("tokens", "vocabulary", "way", "best s", "time", "MiB counted", "MiB resident", "counted", "resident")
     report(f"{__doc__} Time and memory relative to gradient checkpointing.", header, rows, figures)
 
 
-def settings(quick: bool) -> list[tuple[int, int, list[Way]]]:
-    """Tokens, rounds, and the ways that are compared."""
+def settings(quick: bool) -> list[tuple[int, int, int, list[Way]]]:
+    """Tokens, vocabulary, rounds, and the ways that are compared."""
     if quick:
-        return [(1024, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "selective")])]
-    short = [Way("", n, mode) for n in (4, 8, 16, 32) for mode in ("none", "selective", "full")]
-    long = [Way("", 32, "none"), Way("", 32, "selective"), Way("", 64, "selective"), Way("", 64, "full")]
-    return [(4096, 5, [PLAIN, CHECKPOINTING, *short]), (16384, 1, [CHECKPOINTING, *long])]
+        return [(1024, SMALL, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "selective")])]
+    ours = [(8, "none"), (8, "selective"), (16, "selective"), (16, "full"), (24, "full"), (32, "full")]
+    short = [PLAIN, CHECKPOINTING, *(Way("", n, mode) for n, mode in ours)]
+    long = [CHECKPOINTING, Way("", 32, "selective"), Way("", 64, "full")]
+    return [(4096, SMALL, 3, short), (4096, LARGE, 2, short[:5]), (16384, SMALL, 1, long)]
 
 
-def summarized(rows: list[list[object]], tokens: int, ours: set[str]) -> dict[str, float]:
-    """The least time at a quarter and at half of the memory, by both measures, and the least memory at no more time."""
-    chosen = [row for row in rows if row[0] == tokens and row[1] in ours]
-    mine = [(cast(float, row[3]), cast(float, max(row[6:8]))) for row in chosen]  # type: ignore[type-var]
+def summarized(points: list[tuple[float, float]], case: str) -> dict[str, float]:
+    """The least time at a quarter and at half of the memory, and the least memory at no more time."""
     found = {
-        f"time_at_quarter_memory_{tokens}": [time for time, memory in mine if memory <= 0.25],
-        f"time_at_half_memory_{tokens}": [time for time, memory in mine if memory <= 0.5],
-        f"memory_at_equal_time_{tokens}": [memory for time, memory in mine if time <= 1.0],
-        f"least_memory_{tokens}": [memory for _, memory in mine],
+        f"time_at_quarter_memory_{case}": [time for time, memory in points if memory <= 0.25],
+        f"time_at_half_memory_{case}": [time for time, memory in points if memory <= 0.5],
+        f"memory_at_equal_time_{case}": [memory for time, memory in points if time <= 1.0],
+        f"least_memory_{case}": [memory for _, memory in points],
     }
     return {name: min(values) for name, values in found.items() if values}
 
@@ -132,7 +133,8 @@ def in_process(way: Way, tokens: int, vocab: int, limit: int = 0) -> dict[str, f
 
 
 def child(way: list[object], tokens: int, vocab: int, limit: int) -> None:
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)
+    give_back_memory()
     step, model = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
     before = status("VmRSS")
     if limit:
@@ -140,8 +142,13 @@ def child(way: list[object], tokens: int, vocab: int, limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
     step()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    counted = 0 if limit else counted_bytes(step, model)
-    print(json.dumps({"resident": resident, "counted": counted}))
+    print(json.dumps({"counted": 0 if limit else counted_bytes(step, model), "resident": resident}))
+
+
+def give_back_memory() -> None:
+    """Has glibc map each large tensor by itself, so that what is freed leaves the resident set at once."""
+    mmap_threshold = -3
+    ctypes.CDLL("libc.so.6").mallopt(mmap_threshold, 1 << 17)
 
 
 def counted_bytes(step: Contender, model: nn.Module) -> int:
@@ -176,7 +183,7 @@ def longest() -> dict[str, float]:
 
 def fits(way: Way, tokens: int) -> bool:
     try:
-        in_process(way, tokens, LONG_VOCAB, LIMIT)
+        in_process(way, tokens, LARGE, LIMIT)
     except OutOfMemoryError:
         return False
     return True
