@@ -5,6 +5,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,15 +76,17 @@ def main() -> None:
     figures: dict[str, float] = {}
     rows: list[list[object]] = []
     for tokens, vocab, rounds, ways in settings(quick):
-        times = best(race({str(way): step_of(way, tokens, vocab)[0] for way in ways}, rounds))
-        memory = {str(way): in_process(way, tokens, vocab) for way in ways}
-        base, held = times[str(CHECKPOINTING)], memory[str(CHECKPOINTING)]
+        steps = {str(way): step_of(way, tokens, vocab)[0] for way in ways} if rounds else {}
+        times = best(race(steps, rounds))
+        found = {str(way): in_process(way, tokens, vocab) for way in ways}
+        seconds = {name: times.get(name, one["seconds"]) for name, one in found.items()}
+        base, held = seconds[str(CHECKPOINTING)], found[str(CHECKPOINTING)]
         points = []
         for way in ways:
-            seconds, mine = times[str(way)], memory[str(way)]
-            shares = [mine[key] / held[key] for key in ("counted", "resident")]
-            rows.append([tokens, vocab, str(way), seconds, seconds / base, *(mine[k] / 2**20 for k in mine), *shares])
-            points += [(seconds / base, shares[0])] if way.slices else []
+            name, mine = str(way), found[str(way)]
+            mib, shares = zip(*((mine[key], mine[key] / held[key]) for key in ("counted", "resident")), strict=True)
+            rows.append([tokens, vocab, name, seconds[name], seconds[name] / base, *(n / 2**20 for n in mib), *shares])
+            points += [(seconds[name] / base, shares[0])] if way.slices else []
         figures |= summarized(points, f"{tokens}_vocab_{vocab}")
     if not quick:
         figures |= longest()
@@ -92,13 +95,15 @@ def main() -> None:
 
 
 def settings(quick: bool) -> list[tuple[int, int, int, list[Way]]]:
-    """Tokens, vocabulary, rounds, and the ways that are compared."""
+    """Tokens, vocabulary, rounds, and the ways that are compared. Without rounds, the one step counts that each way
+    does in its own process, one after the other."""
     if quick:
         return [(1024, SMALL, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "selective")])]
     ours = [(8, "none"), (8, "selective"), (16, "selective"), (16, "full"), (24, "full"), (32, "full")]
     short = [PLAIN, CHECKPOINTING, *(Way("", n, mode) for n, mode in ours)]
+    large = [CHECKPOINTING, Way("", 8, "selective"), Way("", 16, "selective"), Way("", 16, "full")]
     long = [CHECKPOINTING, Way("", 32, "selective"), Way("", 64, "full")]
-    return [(4096, SMALL, 3, short), (4096, LARGE, 2, short[:5]), (16384, SMALL, 1, long)]
+    return [(4096, SMALL, 2, short), (4096, LARGE, 2, large), (16384, SMALL, 0, long)]
 
 
 def summarized(points: list[tuple[float, float]], case: str) -> dict[str, float]:
@@ -133,35 +138,30 @@ def in_process(way: Way, tokens: int, vocab: int, limit: int = 0) -> dict[str, f
 
 
 def child(way: list[object], tokens: int, vocab: int, limit: int) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if limit else 1)
     give_back_memory()
     step, model = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
     before = status("VmRSS")
     if limit:
         room = status("VmSize") + limit - before
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    step()
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    print(json.dumps({"counted": 0 if limit else counted_bytes(step, model), "resident": resident}))
+    counter = MemoryCounter(torch.device("cpu"))
+    counter.count(model)
+    with counter:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+    known, start = counter.current, time.perf_counter()
+    with counter:
+        step()
+    seconds = time.perf_counter() - start
+    found = {"counted": counter.peak - known, "resident": status("VmHWM") - before, "seconds": seconds}
+    print(json.dumps(found))
 
 
 def give_back_memory() -> None:
     """Has glibc map each large tensor by itself, so that what is freed leaves the resident set at once."""
     mmap_threshold = -3
     ctypes.CDLL("libc.so.6").mallopt(mmap_threshold, 1 << 17)
-
-
-def counted_bytes(step: Contender, model: nn.Module) -> int:
-    """The most bytes of tensors that are alive at a time during a step, beside weights and gradients."""
-    counter = MemoryCounter(torch.device("cpu"))
-    counter.count(model)
-    with counter:
-        for p in model.parameters():
-            p.grad = None if p.grad is None else p.grad.clone()
-    before = counter.current
-    with counter:
-        step()
-    return counter.peak - before
 
 
 def status(name: str) -> int:
@@ -171,13 +171,12 @@ def status(name: str) -> int:
 
 
 def longest() -> dict[str, float]:
-    """Tokens of the longest sequence in a process of ``LIMIT`` bytes: with gradient checkpointing, in steps of an
-    eighth, and how many times as many ours fits."""
-    tokens, times = 4096, 0
+    """Tokens of the longest sequence in a process of ``LIMIT`` bytes with gradient checkpointing, in steps of an
+    eighth, and whether ours fits four times as many."""
+    tokens = 4096
     while fits(CHECKPOINTING, tokens * 9 // 8):
         tokens = tokens * 9 // 8
-    while times < 6 and fits(Way("", (times + 1) * tokens // SLICE, "full"), (times + 1) * tokens):
-        times += 1
+    times = 4 if fits(Way("", 4 * tokens // SLICE, "selective"), 4 * tokens) else 0
     return {"longest_checkpointing": tokens, "longest_over_checkpointing": times}
 
 

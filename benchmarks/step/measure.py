@@ -18,7 +18,7 @@ from terapipe import Pipeline, Plan
 
 TOKENS, LONG, QUICK = 2048, 8192, 768
 QUICK_TORCH = {1: ("GPipe", "InterleavedZeroBubble"), 2: ("InterleavedZeroBubble",), 4: ("InterleavedZeroBubble",)}
-TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+TORCH = ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def settings(quick: bool) -> list[tuple[int, int, int]]:
     """Sequences, tokens and rounds."""
     if quick:
         return [(1, QUICK, 2), (2, QUICK, 1), (4, QUICK, 1)]
-    return [(1, TOKENS, 10), (2, TOKENS, 6), (4, TOKENS, 4), (1, LONG, 3)]
+    return [(1, TOKENS, 8), (2, TOKENS, 4), (4, TOKENS, 2), (1, LONG, 2)]
 
 
 def main() -> None:
