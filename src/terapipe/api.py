@@ -110,8 +110,8 @@ def plan(
     - ``num_slices`` or ``slice_lengths``: cut every sequence into equal slices, or into slices of these lengths.
     - ``microbatch_size``: sequences per microbatch.
     - ``chunks``: stages per pipeline rank.
-    - ``recompute``: what the backward computes again, see ``Recompute``; True is "full", False is "none". By default
-      the fastest that fits, which may differ between stages and slices.
+    - ``recompute``: what backwards compute again, "none", "selective" or "full", see ``Plan``. By default the fastest
+      that fits, which may differ between stages and slices.
     - ``tile``: slice lengths are multiples of it.
     - ``distinct``: maximum number of different slice lengths.
     - ``devices``: number of ranks to plan for, if a Profile was measured on another number.

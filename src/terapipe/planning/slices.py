@@ -38,8 +38,9 @@ class Plan:
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
     each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
-    ``recompute`` is "none", "selective" or "full" (see ``Recompute``) for all, or a list with an entry for each stage:
-    one of these, or a list of them, one for each slice.
+    ``recompute`` says what backwards compute again: "none"; "selective", each layer without attention; "full", the
+    whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them, one
+    for each slice.
     """
 
     sizes: tuple[int, ...]  # sequences of each microbatch
