@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
 from terapipe.hf import Decoder
+from terapipe.recompute import Recompute
 from tests.pretend.operators import calls
 from tests.pretend.waits import counting_waits
 
@@ -53,10 +54,10 @@ def decoder(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     return Decoder.from_config(AutoConfig.for_model(name, **{**SMALL, **TYPES[name]}), seed=0, dtype=dtype)
 
 
-def piped(model: Any, device: str | None, order: str = "terapipe") -> Pipeline:
+def piped(model: Any, device: str | None, order: str = "terapipe", recompute: Recompute = "none") -> Pipeline:
     lengths = ((24, 24, 16), (10, 1, 37, 16))
     half = model.num_layers // 2
-    return Pipeline(model, Plan((1, 1), lengths, (0, half, model.num_layers), order, 2), device=device)
+    return Pipeline(model, Plan((1, 1), lengths, (0, half, model.num_layers), order, 2, recompute), device=device)
 
 
 def gradients(pipe: Pipeline, documents: Any) -> dict[str, Tensor]:
@@ -107,9 +108,15 @@ def test_nor_does_a_step_of_a_hugging_face_model(name: str, documents: Any) -> N
     assert waits(decoder(name), documents) == []
 
 
-def waits(model: Any, documents: Any, order: str = "terapipe") -> list[Any]:
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_nor_do_layers_that_are_computed_again(mode: Recompute) -> None:
+    for model in (GPT(CONFIG), decoder("llama")):
+        assert waits(model, DOCUMENTS, "terapipe-deferred", mode) == []
+
+
+def waits(model: Any, documents: Any, order: str = "terapipe", recompute: Recompute = "none") -> list[Any]:
     """Of the second step: the first compares the clocks of host and device, and tests the kernels."""
-    pipe = piped(model, None, order)
+    pipe = piped(model, None, order, recompute)
     for _ in range(2):
         with counting_waits() as found:
             pipe.step(IDS, next_token_labels(IDS), documents)
