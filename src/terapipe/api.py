@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terapipe.planning.cost import with_recompute
 from terapipe.planning.document_costs import DocumentCosts
 from terapipe.planning.document_plans import DocumentPlanner
-from terapipe.planning.cost import with_recompute
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parse_bytes

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.fused_linear import FusedLinears
 from terapipe.modeling.hf.comparison import Batch, Result, errors, reference
 from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.modeling.linear import DeferredGrad
@@ -129,6 +131,19 @@ def test_hooks_of_parameters_fire() -> None:
     assert torch.allclose(torch.stack(seen).sum(0).cpu(), wanted[1][name], rtol=0, atol=1e-14)
     assert len(complete) == 1
     assert torch.equal(complete[0].cpu(), found[1]["model.layers.0.mlp.down_proj.weight"])
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    """roc_bert does."""
+    linear, cache = nn.Sequential(nn.Linear(4, 3)), SliceCache(5)
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    cache.begin(0, 5)
+    with FusedLinears(linear, ()).over(cache):
+        out = linear(x).mul_(2.0)
+    out.sum().backward()
+    plainly = nn.functional.linear(x, linear[0].weight, linear[0].bias) * 2  # type: ignore[arg-type]
+    assert torch.allclose(out, plainly)
+    assert torch.allclose(linear[0].weight.grad, 2 * x.detach().sum((0, 1)).expand(3, 4))  # type: ignore[arg-type]
 
 
 def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -136,7 +135,14 @@ class _Project(torch.autograd.Function):
         local = to_local(weight) if call.dtype is None else call.cache.cast(weight, call.dtype)
         local = local.t() if call.inputs_first else local
         ctx.weight, ctx.local, ctx.call = weight, local, call
-        return F.linear(x, local, bias if call.adds_bias else None)
+        # Of F.linear the output would be a view, which models may not change in place behind a Function.
+        out = x.new_empty(*x.shape[:-1], local.shape[0])
+        rows, flat = x.flatten(0, -2), out.flatten(0, -2)
+        if bias is not None and call.adds_bias:
+            torch.addmm(bias, rows, local.t(), out=flat)
+        else:
+            torch.mm(rows, local.t(), out=flat)
+        return out
 
     @staticmethod
     @once_differentiable
