@@ -32,6 +32,11 @@ def pictures() -> dict[str, Mapping[str, tp.Timeline]]:
             "terapipe: 3 sequences of 4 slices, all forwards first": step("terapipe", num_slices=4, batch_size=3),
             "terapipe-1f1b: the same slices": step("terapipe-1f1b", num_slices=4, batch_size=3),
         },
+        "zero-bubble.svg": {
+            "terapipe-1f1b: 3 sequences of 4 slices": step("terapipe-1f1b", num_slices=4, batch_size=3),
+            "terapipe-zb: the same slices in the same memory": step("terapipe-zb", num_slices=4, batch_size=3),
+            "terapipe-zb2: with twice the lead": step("terapipe-zb2", num_slices=4, batch_size=3),
+        },
         "v-order.svg": {
             "terapipe: one stage per rank": step("terapipe", num_slices=8, pp=2),
             "terapipe-v: two stages per rank, there and back": step("terapipe-v", num_slices=8, pp=2, chunks=2),

@@ -2,7 +2,7 @@
 
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
 from terapipe.scheduling.orders import computations, schedule
-from terapipe.scheduling.simulator import curves, makespan, peaks, simulate
+from terapipe.scheduling.simulator import curves, makespan, peaks, program, simulate
 from terapipe.scheduling.timeline import Event, Idle, Timeline, idle_by_cause
 from terapipe.scheduling.validation import validate, validated_actions
 
@@ -19,6 +19,7 @@ __all__ = [
     "idle_by_cause",
     "makespan",
     "peaks",
+    "program",
     "schedule",
     "simulate",
     "validate",

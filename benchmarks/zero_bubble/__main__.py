@@ -1,0 +1,3 @@
+from benchmarks.zero_bubble.measure import main
+
+main()
