@@ -142,7 +142,7 @@ class Plan:
     def batch_size(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def seq_len(self) -> int:
         return sum(self.lengths[0])
 

@@ -21,7 +21,7 @@ from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.actions import FORWARD, Action, Op, counterpart
+from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 from terapipe.scheduling.transfers import with_early_receives
 
@@ -95,6 +95,8 @@ class Executor:
         self._finished = finished
         # The last backward of each stage, or the last of their weight halves.
         self._completing = set({a.stage: a for a in actions if a.op in (Op.B, Op.W)}.values())
+        transfers = {(a.op, a.stage): counterpart(a).stage for a in actions if a.op not in COMPUTE}
+        self._peers = {end: plan.rank_of(stage) for end, stage in transfers.items()}
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -324,7 +326,7 @@ class Executor:
         self._transport.wait(work, self._peer(action), action)
 
     def _peer(self, transfer: Action) -> int:
-        return self._plan.rank_of(counterpart(transfer).stage)
+        return self._peers[transfer.op, transfer.stage]
 
     # Caches: kept from step to step, because fresh memory is slow to touch the first time
 

@@ -95,7 +95,9 @@ class _BlockingRun:
         self._numbering, self._numbers = numbering, np.concatenate(lists)
         self._ends = np.cumsum([len(numbers) for numbers in lists])
         self._ranks = np.repeat(np.arange(len(lists)), [len(numbers) for numbers in lists])
-        entries = np.empty(numbering.count, dtype=np.int64)  # by number; complete lists have every one that is looked up
+        entries = np.empty(
+            numbering.count, dtype=np.int64
+        )  # by number; complete lists have every one that is looked up
         entries[numbering.completed(self._numbers)] = np.arange(len(self._numbers))
         self._others = self._entries_of(numbering.counterparts(self._numbers), entries)
         self._unmet = self._unmet_dependencies(entries)
