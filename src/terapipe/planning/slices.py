@@ -39,8 +39,8 @@ class Plan:
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
     each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
     ``recompute`` says what backwards compute again: "none"; "selective", each layer without attention; "full", the
-    whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them, one
-    for each slice.
+    whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them,
+    one for each slice.
     """
 
     sizes: tuple[int, ...]  # sequences of each microbatch
@@ -153,7 +153,7 @@ class Plan:
     def batch_size(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def seq_len(self) -> int:
         return sum(self.lengths[0])
 

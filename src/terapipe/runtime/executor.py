@@ -24,7 +24,7 @@ from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.actions import Action, Op, counterpart
+from terapipe.scheduling.actions import COMPUTE, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 
 Mark: TypeAlias = float | torch.cuda.Event
@@ -95,6 +95,9 @@ class Executor:
         self._lists = ActionLists.of(plan, transport.rank, early=transport.device.type == "cpu")
         self._last_stage = plan.num_stages - 1
         self._finished = finished
+        actions = [run[0] for run in self._lists.training]
+        transfers = {(a.op, a.stage): counterpart(a).stage for a in actions if a.op not in COMPUTE}
+        self._peers = {end: plan.rank_of(stage) for end, stage in transfers.items()}
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -325,7 +328,7 @@ class Executor:
         self._transport.wait(work, self._peer(action), action)
 
     def _peer(self, transfer: Action) -> int:
-        return self._plan.rank_of(counterpart(transfer).stage)
+        return self._peers[transfer.op, transfer.stage]
 
     # Caches
 

@@ -62,6 +62,7 @@ class Transport:
             torch.cuda.set_device(device)  # whoever made the process group
         self._groups: dict[str, dist.ProcessGroup] = {}  # for tensors
         self._talk: dict[str, dist.ProcessGroup] = {}  # for objects, by gloo
+        self._members: dict[str, list[int]] = {}  # the ranks of a group, once asked for
         self._links: Links | None = None
         self._watcher: Watcher | None = None
         self._failure: PipelineError | None = None
@@ -120,8 +121,10 @@ class Transport:
         return (dist.get_rank(group), group.size()) if group else (0, 1)
 
     def _ranks(self, line: str) -> list[int]:
-        """As torch.distributed counts them, and as messages name them."""
-        return dist.get_process_group_ranks(self._groups[line]) if self._groups else [0]
+        """As torch.distributed counts them, and as messages name them. torch makes a new list at every call."""
+        if line not in self._members:
+            self._members[line] = dist.get_process_group_ranks(self._groups[line]) if self._groups else [0]
+        return self._members[line]
 
     @property
     def global_rank(self) -> int:

@@ -67,7 +67,7 @@ class Program:
         ahead = [(rank, numbers[i : i + 1]) for rank, (numbers, i) in enumerate(zip(self.lists, done, strict=True))]
         return "; ".join(f"rank {rank} at {self.numbering.actions(at)[0]}" for rank, at in ahead if len(at))
 
-    @cached_property
+    @property
     def numbers(self) -> Ints:
         return np.concatenate(self.lists)[self._merged[0]]
 
@@ -87,7 +87,8 @@ class Program:
     @property
     def listed(self) -> Ints:
         """The index of each computation in the list of its rank."""
-        return self._merged[0] - self._starts[self.ranks]
+        listed: Ints = self._merged[0] - self._starts[self.ranks]
+        return listed
 
     @cached_property
     def needs(self) -> Ints:
@@ -97,7 +98,7 @@ class Program:
         place[sequence] = np.arange(len(sequence))
         return np.where(needs < 0, -1, place[needs])[sequence]
 
-    @cached_property
+    @property
     def peers(self) -> Ints:
         """The rank that the result is sent to, or -1."""
         peers = np.full(len(self.needs), -1)
@@ -108,8 +109,9 @@ class Program:
     @cached_property
     def links(self) -> tuple[list[tuple[int, int]], Ints]:
         """The links as (sender, receiver), and for each computation the index of the link it sends over, or -1."""
-        sent = self.peers >= 0
-        used, index = np.unique(self.ranks[sent] * self.num_ranks + self.peers[sent], return_inverse=True)
+        peers = self.peers
+        sent = peers >= 0
+        used, index = np.unique(self.ranks[sent] * self.num_ranks + peers[sent], return_inverse=True)
         links = np.full(len(sent), -1)
         links[sent] = index
         return [divmod(pair, self.num_ranks) for pair in used.tolist()], links

@@ -28,7 +28,6 @@ def listed_transfers(program: Program) -> list[Ints]:
     list their shared transfers in the same order, and there is no deadlock even if every transfer blocks both ends.
     """
     producers, consumers = _transfers(program)
-    stages, ops, slices = program.places
     sends, receives = _numbers(program, producers)
     listed = program.listed
     after, due = listed[producers] + 1, listed[consumers]

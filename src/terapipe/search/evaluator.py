@@ -147,7 +147,7 @@ class PlanEvaluator:
         return self._simulated(plan, self._peak(plan))
 
     def better(self, rival: PlanEstimate | None, plan: Plan) -> PlanEstimate:
-        """The plan evaluated, or ``rival`` if that is as good. A plan is not simulated if its memory already decides."""
+        """The plan evaluated, or ``rival`` if that is as good. If memory decides, the plan is not simulated."""
         peak = self._peak(plan)
         if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
             return rival

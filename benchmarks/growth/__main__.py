@@ -1,0 +1,3 @@
+from benchmarks.growth.measure import main
+
+main()
