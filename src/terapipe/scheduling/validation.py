@@ -248,17 +248,18 @@ class Shape(NamedTuple):
     counts: tuple[int, ...]  # slices of each microbatch
     num_stages: int
     chunks: int
+    recompute: bool
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks)
+        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks, plan.recompute)
 
     def plan(self) -> Plan:
         """A plan of this shape. All slices of a microbatch but the last have one token."""
         most = max(self.counts)
         lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
         edges = tuple(range(self.num_stages + 1))
-        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks)
+        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks, self.recompute)
 
 
 def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
