@@ -41,10 +41,11 @@ def tabulate(model: str) -> dict[str, float]:
     header = ("order", "idle", "idle, equal stages", "peak GiB", "peak / 1F1B's", "most of any rank / its own")
     title = f"{model}, {BATCH} sequences of {MODELS[model]} tokens in {SLICES} slices, {LAYOUT} on H100, simulated"
     table(title, header, rows)
-    figures = {}
-    for order, idle, even, _, ratio, _ in rows:
+    figures: dict[str, float] = {}
+    for order, idle, even, _, ratio, own in rows:
         name = order.removeprefix("terapipe-") + ("_whole" if order == "1f1b" else "")
-        figures |= {f"idle_{name}": idle, f"idle_equal_{name}": even, f"peak_{name}_over_1f1b": ratio}
+        figures |= {f"idle_{name}": idle, f"idle_equal_{name}": even}
+        figures |= {f"peak_{name}_over_1f1b": ratio, f"rank_{name}_over_1f1b": own}
     return figures
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe import PRESETS, balance, split_layers
+from terapipe.planning.layout import balance_ranks
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 30), st.integers(0, 30))
@@ -23,6 +24,45 @@ def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first:
     assert all(a < b for a, b in pairwise(found))
     every = [(0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), stages - 1)]
     assert slowest_stage(found) == min(map(slowest_stage, every))
+
+
+@given(
+    ranks=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    more=st.integers(0, 4),
+    ends=st.tuples(st.sampled_from([0.0, 0.5, 2.0]), st.sampled_from([0.0, 0.3, 1.0, 3.5])),
+    folded=st.booleans(),
+)
+def test_balanced_ranks_are_the_best_of_all_splits(
+    ranks: int, chunks: int, more: int, ends: tuple[float, float], folded: bool
+) -> None:
+    """The slowest rank first, then the sum of squared stages, over all splits of a few layers."""
+    chunks = min(chunks, 2) if ranks > 2 else chunks
+    places = [ranks - 1 - k % ranks if folded and k // ranks % 2 else k % ranks for k in range(ranks * chunks)]
+    layers = len(places) + more
+
+    def badness(cuts: tuple[int, ...]) -> tuple[float, float]:
+        stages = [2.0 * (b - a) for a, b in pairwise(cuts)]
+        stages[0] += ends[0]
+        stages[-1] += ends[1]
+        sums = [sum(stage for stage, place in zip(stages, places, strict=True) if place == r) for r in range(ranks)]
+        return round(max(sums), 9), round(sum(stage**2 for stage in stages), 9)
+
+    found = balance_ranks(layers, places, 2.0, first=ends[0], last=ends[1])
+    every = [(0, *cuts, layers) for cuts in combinations(range(1, layers), len(places) - 1)]
+    assert found in every
+    assert badness(found) == min(map(badness, every))
+
+
+def test_a_fold_lightens_the_rank_with_both_ends() -> None:
+    """Rank 0 has the stages 0 and 5, and a head of three layers. With equal stages the ranks have 6, 5 and 4 layers."""
+    assert balance([1.0] * 12, 6, last=3.0) == (0, 2, 4, 6, 8, 11, 12)
+    assert balance_ranks(12, [0, 1, 2, 2, 1, 0], 1.0, last=3.0) == (0, 1, 3, 5, 8, 11, 12)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="every stage needs at least one layer, got 3 layers for 4 stages"):
+        balance_ranks(3, [0, 1, 1, 0], 1.0)
 
 
 def test_equal_layers_are_spread_evenly() -> None:

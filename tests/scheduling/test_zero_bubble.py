@@ -10,8 +10,10 @@ from terapipe import PRESETS, Action, Op, Plan, schedule, validate
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.order import InFlight, order_named
 from terapipe.planning.slices import Slice
+from terapipe.scheduling.actions import COMPUTE
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.simulator import makespan, peaks, program, simulate
+from terapipe.scheduling.validation import validated_actions
 from terapipe.search.choose import choose
 from terapipe.search.request import Request
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource
@@ -34,6 +36,19 @@ def test_weight_halves_are_deferred_for_longer_on_later_ranks() -> None:
     assert told(uniform("terapipe-zb2", 2, 3, 2)) == [
         "F0.0 F0.1 F1.0 F1.1 B0.1 F2.0 B0.0 F2.1 B1.1 B1.0 B2.1 B2.0",
         "F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 F2.0 I1.0 W1.1 F2.1 I2.1 I2.0 W1.0 W2.1 W2.0",
+    ]
+
+
+def test_with_recomputation_no_more_than_needed_wait() -> None:
+    """A deferred half takes the memory of whole layers then, its slice's input next to nothing."""
+    plan = replace(uniform("terapipe-zb", 3, 2, 2), recompute=True)
+    assert told(plan) == [
+        "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0",
+        "F0.0 F0.1 F1.0 I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0",
+        "F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 I1.0 W1.1 W1.0",
+    ]
+    assert [[a.op for a in row] for row in computations(plan)] == [
+        [a.op for a in row if a.op in COMPUTE] for row in (validated_actions(plan, rank) for rank in range(3))
     ]
 
 

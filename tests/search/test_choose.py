@@ -1,6 +1,7 @@
 """The search: what it promises, what it respects, what it refuses."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.costs import SimpleCost, SimpleMemory, SimpleSource
 
 SMALL = GPTConfig(layers=8, hidden=1024, heads=16, max_seq_len=4096)
 SOURCE = ClusterSource(SMALL, Cluster("p3.16xlarge:1"))
+CHUNKED = [("terapipe-v", 2), ("terapipe", 2), ("terapipe-deferred", 2), ("interleaved", 2), ("interleaved", 3)]
 ONE = Request(batch_size=1, seq_len=2048, dp=1, pp=4, tp=2)
 
 
@@ -198,6 +200,45 @@ def test_folded_plans_have_short_slices_at_both_ends() -> None:
     assert max(first, last) < max(between) / 3
     assert folded.step_time < 0.985 * looped.step_time
     assert choose(source, request).estimate.plan.order == "terapipe-v"
+
+
+HEADS = [(order, chunks, head) for order, chunks in CHUNKED for head in (0.0, 1.0, 3.0, 6.0)]
+
+
+@pytest.mark.parametrize(("order", "chunks", "head"), HEADS)
+def test_ranks_are_balanced_with_all_of_their_stages(order: str, chunks: int, head: float) -> None:
+    """An expensive head, in forwards of a layer. The slowest rank is never slower than with balanced stages, and the
+    chosen plan never slower than the same slices with them. Stages of one rank are as equal as its sum permits."""
+    source = SimpleSource(SimpleCost(fixed=8.0, head=head), SimpleMemory(), 24, 4)
+    request = Request(4, 256, dp=1, pp=4, tp=1, order=order, chunks=chunks, num_slices=4, recompute=False)
+    bench = PlanEvaluator(source, request, Layout(1, 4, 1), False)
+    by_rank, by_stage = bench.rank_boundaries(order, chunks), bench.boundaries(chunks)
+    assert by_rank == bench.rank_boundaries(order, chunks)
+    assert (by_rank[0], by_rank[-1], len(by_rank)) == (0, 24, 4 * chunks + 1)
+    plan = bench.plan(order, 1, (64,) * 4, chunks)
+    assert plan.boundaries == by_rank
+    assert slowest_rank(plan, head) <= slowest_rank(replace(plan, boundaries=by_stage), head)
+    chosen = choose(source, request).estimate
+    same = replace(chosen.plan, boundaries=by_stage)
+    assert chosen.step_time <= bench.evaluate(same).step_time
+
+
+def slowest_rank(plan: Plan, head: float) -> float:
+    widths = [b - a for a, b in pairwise(plan.boundaries)]
+    widths[-1] += head / 3  # a layer takes three forwards
+    return max(sum(widths[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks))
+
+
+def test_a_balanced_fold_is_faster_than_balanced_stages() -> None:
+    """Five layers to a rank, two of them in one of its stages, and a head that takes two thirds of a layer."""
+    source = ClusterSource(PRESETS["gpt3-13b"], Cluster("dgx-a100:1"))
+    request = Request(4, 2048, dp=1, pp=8, tp=1, order="terapipe-v", num_slices=4, microbatch_size=1, recompute=False)
+    chosen = choose(source, request).estimate
+    bench = PlanEvaluator(source, request, Layout(1, 8, 1), False)
+    stages = replace(chosen.plan, boundaries=bench.boundaries(2))
+    assert {b - a for a, b in pairwise(stages.boundaries)} == {b - a for a, b in pairwise(chosen.plan.boundaries)}
+    assert [slowest_rank(plan, head=2.0) for plan in (chosen.plan, stages)] == [pytest.approx(5 + 2 / 3), 6]
+    assert chosen.step_time < 0.95 * bench.evaluate(stages).step_time
 
 
 def test_equal_time_reaches_the_end_when_slices_cannot_be_equal() -> None:

@@ -70,6 +70,39 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     return tuple(reversed(boundaries))
 
 
+def balance_ranks(
+    layers: int, ranks: Sequence[int], layer: float, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Stage boundaries that minimize the cost of the slowest rank, for ranks with several stages and equal layers.
+
+    ``ranks[k]`` is the rank of stage ``k``, ``layer`` the cost of a layer; ``first`` and ``last`` as in ``balance``.
+    Ties are broken by the smallest sum of squared stage costs. If several splits are left, stages of later chunks get
+    the larger parts, on ranks near that of the last stage, which was the fastest choice in simulated steps.
+
+    Layers are handed out one by one, each where it costs least: first to find the cost of the slowest rank, then within
+    that limit. This is exact, because costs are convex and each limit is on disjoint sets of stages.
+    """
+    stages, last_rank = range(len(ranks)), ranks[-1]
+    if len(ranks) > layers:
+        raise ValueError(f"every stage needs at least one layer, got {layers} layers for {len(ranks)} stages")
+    costs = [layer] * len(ranks)  # every stage has a layer
+    costs[0] += first
+    costs[-1] += last
+    sums = [sum(costs[k] for k in stages if ranks[k] == rank) for rank in range(max(ranks) + 1)]
+    slowest = list(sums)
+    for _ in range(layers - len(ranks)):
+        slowest[slowest.index(min(slowest))] += layer
+    limit = max(slowest) * (1 + 1e-9)
+    counts = [1] * len(ranks)
+    for _ in range(layers - len(ranks)):
+        open_stages = (k for k in stages if sums[ranks[k]] + layer <= limit)
+        k = min(open_stages, key=lambda k: (costs[k], -(k // len(sums)), abs(ranks[k] - last_rank)))
+        counts[k] += 1
+        costs[k] += layer
+        sums[ranks[k]] += layer
+    return tuple(accumulate(counts, initial=0))
+
+
 def split_layers(config: GPTConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
     """Stage boundaries for a GPT, balanced by the FLOPs of its layers and its head."""
     layer = config.layer_flops(seq_len)

@@ -217,6 +217,11 @@ class Plan:
         """All modes that occur, the one that keeps most first."""
         return modes_in(self.recompute)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether any slice keeps less than all its activations."""
+        return self.recompute != "none"
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 

@@ -202,20 +202,21 @@ def _in_turn(plan: Plan, rank: int, lead: int, deferred: int = -1) -> list[Actio
     the last stage.
 
     ``deferred`` weight halves wait: each is done once so many input halves follow its own, right before the next
-    forward, so that they take turns. Those left at the last microbatch come after all input halves, in a row. With -1
-    backwards are whole.
+    forward, so that they take turns. In the last microbatch all wait for the last input half and are done in a row,
+    except with recomputation, where they take more memory than the activations that they follow. With -1 backwards are
+    whole.
     """
     slices, before = _backward_order(plan), [n + lead for n in _forwards_before_backward(plan)]
     forwards = [Action(Op.F, rank, s) for s in plan.slices]
     if deferred < 0:
         return _alternate(forwards, [Action(Op.B, rank, s) for s in slices], before)
-    drain = len(slices) - len(plan.grid[-1])  # the first backward of the last microbatch
+    turns = len(slices) - (1 if plan.recomputes else len(plan.grid[-1]))  # the last input half with one ahead
     halves: list[tuple[Action, int]] = []  # with the number of forwards ahead
     for j, s in enumerate(slices):
-        if deferred < j <= drain:
+        if deferred < j <= turns:
             halves.append((Action(Op.W, rank, slices[j - 1 - deferred]), before[j - 1]))
         halves.append((Action(Op.I, rank, s), before[j]))
-    halves += [(Action(Op.W, rank, s), before[-1]) for s in slices[max(0, drain - deferred) :]]
+    halves += [(Action(Op.W, rank, s), before[-1]) for s in slices[max(0, turns - deferred) :]]
     return _alternate(forwards, *zip(*halves, strict=True))
 
 

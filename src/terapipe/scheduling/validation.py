@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from terapipe.planning.slices import Plan
+from terapipe.recompute import Recompute
 from terapipe.scheduling.actions import Action, Op, Schedule, required
 from terapipe.scheduling.numbering import Ints, Numbering
 from terapipe.scheduling.orders import computations
@@ -171,17 +172,19 @@ class Shape(NamedTuple):
     counts: tuple[int, ...]  # slices of each microbatch
     num_stages: int
     chunks: int
+    recomputes: bool
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks)
+        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks, plan.recomputes)
 
     def plan(self) -> Plan:
         """A plan of this shape. All slices of a microbatch but the last have one token."""
         most = max(self.counts)
         lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
         edges = tuple(range(self.num_stages + 1))
-        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks)
+        mode: Recompute = "full" if self.recomputes else "none"
+        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks, mode)
 
 
 def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:

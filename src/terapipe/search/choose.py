@@ -222,10 +222,15 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
 
 
 def finish(pool: Iterable[Candidate], estimate: PlanEstimate) -> PlanEstimate:
-    """Refines the slices, unless order or request fix them."""
+    """Refines the slices, unless order or request fix them, and tries the other way to balance several stages per
+    rank: equal ranks usually are the fastest, equal stages sometimes."""
     evaluator = evaluator_of(pool, estimate)
     fixed = not order_named(estimate.plan.order).sliced or evaluator.request.fixed_slices
-    return with_less_recompute(evaluator, estimate if fixed else refine(evaluator, estimate))
+    estimate = estimate if fixed else refine(evaluator, estimate)
+    by_stage = replace(estimate.plan, boundaries=evaluator.boundaries(estimate.plan.chunks))
+    if by_stage != estimate.plan:
+        estimate = min(estimate, evaluator.evaluate(by_stage), key=preference)
+    return with_less_recompute(evaluator, estimate)
 
 
 def evaluator_of(pool: Iterable[Candidate], estimate: PlanEstimate) -> PlanEvaluator:

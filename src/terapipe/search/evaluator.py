@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs, with_recompute
-from terapipe.planning.layout import Layout, balance
+from terapipe.planning.layout import Layout, balance, balance_ranks
 from terapipe.planning.slices import Plan
 from terapipe.recompute import Recompute
 from terapipe.scheduling.simulator import makespan, peaks, program
@@ -99,10 +99,22 @@ class PlanEvaluator:
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
         """Stages balanced by time, including embedding and head."""
+        return _balanced(self.source.layers, self.layout.pp * chunks, *self._parts)
+
+    def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
+        """Ranks balanced by time, each with all of its stages."""
+        if chunks == 1:
+            return self.boundaries()
+        stages = Plan((1,), ((1,),), tuple(range(self.layout.pp * chunks + 1)), order, chunks)
+        return _balanced_ranks(self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[float, float, float]:
+        """Seconds of a layer, of the embedding and of the head."""
         layer = self._sequence_time(StageSpec(1))
         first = self._sequence_time(StageSpec(1, first=True)) - layer
         last = self._sequence_time(StageSpec(1, last=True)) - layer
-        return _balanced(self.source.layers, self.layout.pp * chunks, layer, max(first, 0.0), max(last, 0.0))
+        return layer, max(first, 0.0), max(last, 0.0)
 
     def _sequence_time(self, stage: StageSpec) -> float:
         """Seconds of a whole sequence, cut into eight slices, so that fixed costs per slice count."""
@@ -140,7 +152,7 @@ class PlanEvaluator:
     def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:
         """A plan with microbatches of one size (the last may be smaller), all cut into the same slices."""
         sizes = tuple(min(size, self.batch_size - row) for row in range(0, self.batch_size, size))
-        return Plan(sizes, (lengths,) * len(sizes), self.boundaries(chunks), order, chunks, self.recompute)
+        return Plan(sizes, (lengths,) * len(sizes), self.rank_boundaries(order, chunks), order, chunks, self.recompute)
 
     def evaluate(self, plan: Plan) -> PlanEstimate:
         """Simulates one step of the plan."""
@@ -175,3 +187,8 @@ class PlanEvaluator:
 @lru_cache(maxsize=1024)
 def _balanced(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
     return balance([layer] * layers, stages, first=first, last=last)
+
+
+@lru_cache(maxsize=1024)
+def _balanced_ranks(layers: int, ranks: tuple[int, ...], layer: float, first: float, last: float) -> tuple[int, ...]:
+    return balance_ranks(layers, ranks, layer, first=first, last=last)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from terapipe.planning.slices import Plan
 from terapipe.recompute import MODES, Recompute
 from terapipe.scheduling.simulator import peaks, program
-from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 
 
 def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
@@ -22,7 +22,7 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
         plan = start.plan
         for mode in reversed(lighter[:count]):
             plan = _relaxed(evaluator, plan, mode)
-            best = min(best, evaluator.evaluate(plan), key=lambda e: e.step_time)
+            best = min(best, evaluator.evaluate(plan), key=preference)
     return best
 
 
