@@ -15,7 +15,7 @@ def simulated(model: str, ends: bool) -> dict[str, tuple[float, list[int]]]:
     """For each order the idle share, and every rank's peak in bytes. Without ``ends`` all stages are alike."""
     source = ClusterSource(PRESETS[model], Cluster("dgx-h100:8"), ends)
     request = Request(BATCH, MODELS[model], dp=1, pp=RANKS, tp=LAYOUT.tp, microbatch_size=1)
-    evaluator = PlanEvaluator(source, request, LAYOUT, recompute=False)
+    evaluator = PlanEvaluator(source, request, LAYOUT, "none")
     found = {}
     for order in ORDERS:
         lengths = evaluator.grid(1).equal_time(1 if order == "1f1b" else SLICES)
