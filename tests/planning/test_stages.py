@@ -1,4 +1,4 @@
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,25 @@ def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first:
     assert all(a < b for a, b in pairwise(found))
     every = [(0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), stages - 1)]
     assert slowest_stage(found) == min(map(slowest_stage, every))
+
+
+@given(
+    st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=9), st.integers(1, 5), st.sampled_from([0.0, 0.7])
+)
+def test_ties_go_to_even_stages_and_then_to_the_earliest_cuts(costs: list[float], stages: int, last: float) -> None:
+    """The same cuts as one split at a time in plain Python gives, to the last bit of every comparison."""
+    stages, count = min(stages, len(costs)), len(costs)
+    sums = list(accumulate(costs, initial=0.0))
+    best = {0: (0.0, 0.0, (0,))}
+    for _ in range(stages):
+        longer = {}
+        for a, (slowest, squares, cuts) in best.items():
+            for b in range(a + 1, count + 1):
+                cost = sums[b] - sums[a] + (last if b == count else 0.0)
+                split = (max(slowest, cost), squares + cost * cost, (*cuts, b))
+                longer[b] = min(longer.get(b, split), split)
+        best = longer
+    assert balance(costs, stages, last=last) == best[count][2]
 
 
 def test_equal_layers_are_spread_evenly() -> None:
