@@ -5,11 +5,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 import terapipe as tp
-from benchmarks.growth.idle import Idle, IdleStage
+from benchmarks.growth.idle import Idle
+from benchmarks.growth.plain import PlainRank
 from benchmarks.harness import arguments, on_ranks, summary, table
-from terapipe import Pipeline, Plan, SliceCache
+from terapipe import Pipeline, Plan
 from terapipe.scheduling import validated_actions
 
 CASES = (("llama3-8b", "dgx-h100:1", 8), ("llama3-70b", "dgx-h100:8", 16), ("llama3-405b", "dgx-h100:512", 512))
@@ -24,7 +26,7 @@ def main() -> None:
     table("Planning", ("model", "cluster", "batch", "CPU s", "order", "step, s"), rows)
     started = {order: starting(order, rounds) for order in CHUNKS}
     executed = {order: on_ranks(2, executing, order, rounds) for order in CHUNKS}
-    times = ("us/action, plain loop", "us/action, executor", "difference")
+    times = ("us/action, plainly", "us/action, executor", "difference")
     header = ("order", f"start with {RANKS} ranks x {SLICES} slices, CPU s", *times)
     table("Starting, and executing next to nothing", header, [[o, started[o], *executed[o]] for o in CHUNKS])
     name, own = f"startup_{RANKS}x{SLICES}_s", {order: difference for order, (_, _, difference) in executed.items()}
@@ -68,35 +70,20 @@ def plan_of(order: str, ranks: int, slices: int) -> Plan:
 
 
 def executing(order: str, rounds: int) -> tuple[float, float, float]:
-    """Microseconds per action of rank 0: of a plain loop that calls the same stages and their backwards, without plan,
-    transfers and bookkeeping; of the executor; and the difference. CPU time of the thread that executes, so waiting
-    does not count."""
+    """Microseconds per action of rank 0: plainly, by the executor, and the difference. CPU time of the thread that
+    executes, so waiting does not count."""
     plan = plan_of(order, 2, SLICES)
     pipe = Pipeline(Idle(plan.num_stages), plan)
+    actions = pipe.schedule.ranks[pipe.rank]
     ids = torch.zeros(1, plan.seq_len, dtype=torch.int64)
-    per_action = 1e6 / len(pipe.schedule.ranks[pipe.rank])
-    contenders = partial(plain_loop, plan, pipe.rank), partial(pipe.step, ids, ids)
-    times = [[timed(contender) for contender in contenders] for _ in range(3 * rounds)]
-    plain, executor = (min(column) * per_action for column in zip(*times, strict=True))
+    contenders = PlainRank(plan, pipe.rank, actions).step, partial(pipe.step, ids, ids)
+    times = [[timed(contender) for contender in contenders] for _ in range(5 * rounds)]
+    plain, executor = (1e6 * min(column) / len(actions) for column in zip(*times, strict=True))
     return plain, executor, executor - plain
 
 
-def plain_loop(plan: Plan, rank: int) -> None:
-    ids = torch.zeros(1, plan.seq_len, dtype=torch.int64)
-    for k in plan.stages_of(rank):
-        stage, cache = IdleStage(k), SliceCache(plan.seq_len)
-        outputs = []
-        for s in plan.slices:
-            cache.begin(s.context, s.length)
-            tokens = ids[:, s.context : s.end]
-            outputs.append(stage(tokens if k == 0 else torch.zeros(1, s.length, 1, requires_grad=True), cache))
-            if k == plan.num_stages - 1:
-                stage.loss(outputs[-1].detach().requires_grad_(), tokens).backward()
-        for out in reversed(outputs):
-            cache.backward(out, torch.ones_like(out))
-
-
 def timed(contender: Callable[[], object]) -> float:
+    dist.barrier()
     start = time.thread_time()
     contender()
     return time.thread_time() - start

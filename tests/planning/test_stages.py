@@ -1,4 +1,4 @@
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -63,6 +63,25 @@ def test_a_fold_lightens_the_rank_with_both_ends() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="every stage needs at least one layer, got 3 layers for 4 stages"):
         balance_ranks(3, [0, 1, 1, 0], 1.0)
+
+
+@given(
+    st.lists(st.sampled_from([0.1, 0.3, 1.0]), min_size=1, max_size=9), st.integers(1, 5), st.sampled_from([0.0, 0.7])
+)
+def test_ties_go_to_even_stages_and_then_to_the_earliest_cuts(costs: list[float], stages: int, last: float) -> None:
+    """The same cuts as one split at a time in plain Python gives, to the last bit of every comparison."""
+    stages, count = min(stages, len(costs)), len(costs)
+    sums = list(accumulate(costs, initial=0.0))
+    best = {0: (0.0, 0.0, (0,))}
+    for _ in range(stages):
+        longer = {}
+        for a, (slowest, squares, cuts) in best.items():
+            for b in range(a + 1, count + 1):
+                cost = sums[b] - sums[a] + (last if b == count else 0.0)
+                split = (max(slowest, cost), squares + cost * cost, (*cuts, b))
+                longer[b] = min(longer.get(b, split), split)
+        best = longer
+    assert balance(costs, stages, last=last) == best[count][2]
 
 
 def test_equal_layers_are_spread_evenly() -> None:

@@ -35,6 +35,15 @@ def test_an_action_of_another_rank() -> None:
         validate(with_rank(made, 0, [*made.ranks[0], Action(Op.F, 1, PLAN.slices[0])]))
 
 
+def test_an_action_outside_the_plan() -> None:
+    made = schedule(PLAN)
+    longer = PLAN.slices[0]._replace(length=5)
+    with pytest.raises(ValueError, match=r"rank 0 does F\(stage 0, .*\), which is not in the plan"):
+        validate(with_rank(made, 0, [*made.ranks[0], Action(Op.F, 0, longer)]))
+    with pytest.raises(ValueError, match=r"SEND_F\(stage 9, .*\), which is not in the plan"):
+        validate(with_rank(made, 0, [*made.ranks[0], Action(Op.SEND_F, 9, PLAN.slices[0])]))
+
+
 def test_swapped_sends() -> None:
     made = schedule(PLAN)
     actions = list(made.ranks[0])

@@ -10,9 +10,10 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
-from terapipe.search.choose import choose, compare
+from terapipe.search import evaluator as evaluator_module
+from terapipe.search.choose import best_by_order, candidates, choose, compare
 from terapipe.search.cuts import Grid, improve, ramped, uniform
-from terapipe.search.evaluator import PlanEvaluator, pareto_front
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front, preference
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import ClusterSource
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource
@@ -91,6 +92,24 @@ def test_the_budget_rules() -> None:
         SOURCE, ONE.fixed(batch_size=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))
     ).estimate
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved", "terapipe-zb", "terapipe-zb2")
+
+
+def test_counting_memory_first_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that memory rules out are not simulated; all others are, and the same plans are found."""
+    request = ONE.fixed(batch_size=8, budget=2**30)
+    simulated: list[Plan] = []
+    monkeypatch.setattr(evaluator_module, "makespan", lambda plan, cost: simulated.append(plan) or makespan(plan, cost))
+    found = best_by_order(candidates(SOURCE, request), SOURCE, request)
+    few = len(simulated)
+    monkeypatch.setattr(PlanEvaluator, "better", simulated_always)
+    assert best_by_order(candidates(SOURCE, request), SOURCE, request) == found
+    assert len(found) > 3
+    assert few < (len(simulated) - few) / 2
+
+
+def simulated_always(bench: PlanEvaluator, rival: PlanEstimate | None, plan: Plan) -> PlanEstimate:
+    estimate = bench.evaluate(plan)
+    return estimate if rival is None else min(rival, estimate, key=preference)
 
 
 def test_a_budget_too_small_for_any_plan_is_refused() -> None:

@@ -31,7 +31,8 @@ def validate(schedule: Schedule) -> None:
     lists = [numbering.numbers(actions) for actions in schedule.ranks]
     for rank, (actions, numbers) in enumerate(zip(schedule.ranks, lists, strict=True)):
         if numbers.min(initial=0) < 0:
-            raise ValueError(f"rank {rank} does {actions[int(np.argmin(numbers))]}, which is not in the plan")
+            action = actions[int(np.argmin(numbers))]
+            raise ValueError(f"rank {rank} does {action}, which is not in the plan; take slices of its own plan")
     validate_numbers(lists, numbering)
 
 
