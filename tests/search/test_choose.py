@@ -11,7 +11,7 @@ from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
 from terapipe.search import evaluator as evaluator_module
-from terapipe.search.choose import best_by_order, candidates, choose, compare
+from terapipe.search.choose import best_of, candidates, choose, compare
 from terapipe.search.cuts import Grid, improve, ramped, uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front, preference
 from terapipe.search.request import Request, layouts
@@ -94,16 +94,18 @@ def test_the_budget_rules() -> None:
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved", "terapipe-zb", "terapipe-zb2")
 
 
-def test_counting_memory_first_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates that memory rules out are not simulated; all others are, and the same plans are found."""
-    request = ONE.fixed(batch_size=8, budget=2**30)
-    simulated: list[Plan] = []
+@pytest.mark.parametrize("budget", [2**29, 2**30])
+def test_counting_memory_first_changes_no_choice(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that memory rules out are not simulated; all others are, and the same plans are found. Into the
+    smaller budget nothing fits, and the plan with the smallest peak is found."""
+    pool = candidates(SOURCE, ONE.fixed(batch_size=8, budget=budget))
+    orders, simulated = ("gpipe", "terapipe-deferred", "terapipe-1f1b"), list[Plan]()
     monkeypatch.setattr(evaluator_module, "makespan", lambda plan, cost: simulated.append(plan) or makespan(plan, cost))
-    found = best_by_order(candidates(SOURCE, request), SOURCE, request)
+    found = [best_of(pool, order) for order in orders]
+    assert any(best is not None and best.fits for best in found) == (budget == 2**30)
     few = len(simulated)
     monkeypatch.setattr(PlanEvaluator, "better", simulated_always)
-    assert best_by_order(candidates(SOURCE, request), SOURCE, request) == found
-    assert len(found) > 3
+    assert [best_of(pool, order) for order in orders] == found
     assert few < (len(simulated) - few) / 2
 
 
