@@ -55,8 +55,9 @@ class Executors:
 
     def run_alone(self, batch: Batch, output_head: OutputHead) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept."""
-        silent = SilentTransport(self._transport.device, self._transport.rank)
-        self._executor(batch.plan, SpareCaches(), silent).run(batch, output_head, train=True)
+        silent, spare = SilentTransport(self._transport.device, self._transport.rank), SpareCaches()
+        self._executor(batch.plan, spare, silent).run(batch, output_head, train=True)
+        spare.keep_only(())  # now, not when the executor is collected
 
     def get(self, plan: Plan) -> Executor:
         """Only the last few are kept. One for another plan of the same shape is made quickly: see ``ActionLists``."""
