@@ -157,7 +157,14 @@ def main() -> None:
         ("plan", "slices", "s", "idle", "tokens/s", "over one plan"),
         [[name, f.slices, f.seconds, f"{f.idle:.1%}", round(f.rate), f.rate / fixed.rate] for name, f in found.items()],
     )
-    header = ("ranks", "order", "sequences", "slices: one plan, by documents", "idle", "speed-up")
+    header = (
+        "ranks",
+        "order",
+        "sequences",
+        "slices: one plan, by documents",
+        "idle: one plan, by documents",
+        "speed-up",
+    )
     simulation = simulated.rows(quick=quick)
     figures |= {f"simulated_{row[0]}_{row[1]}_{row[2]}": cast(float, row[-1]) for row in simulation}
     report(simulated.__doc__ or "", header, simulation, figures)
