@@ -25,7 +25,7 @@ FULL = Setting(
     GPTConfig(layers=4, hidden=128, heads=2, vocab=256, max_seq_len=8192), 8192, 16, 3, 2, 60.0, ("terapipe-1f1b", None)
 )
 QUICK = Setting(
-    GPTConfig(layers=4, hidden=64, heads=2, vocab=256, max_seq_len=2048), 2048, 4, 2, 1, 5.0, ("terapipe-1f1b",)
+    GPTConfig(layers=4, hidden=64, heads=2, vocab=256, max_seq_len=4096), 4096, 4, 1, 1, 8.0, ("terapipe-1f1b",)
 )
 
 
