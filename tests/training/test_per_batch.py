@@ -122,6 +122,7 @@ def test_the_curve_is_that_of_one_plan_and_of_a_plain_loop(ranks: Callable[[int]
     ranks(2)(train, told)
     assert losses(told.folder) == pytest.approx(wanted, rel=1e-9)
     assert "cut by the costs of its own documents" in told_of_plans(told.folder)[0]
+    assert not any("predicted" in row for row in read(told.folder)), "which is that of whole sequences"
     assert Plan.from_json((told.folder / "plan.json").read_text()) == base, "that of whole sequences"
     assert last_plan(told.folder) != base
 

@@ -132,7 +132,9 @@ class Trainer:
         self._objective, self._file = objective, data.train
         self._run_plan, self._planner = run_plan, planner
         self._log, self._random, self._identity = log, random, identity
-        self._predicted = run_plan.step_time(config.optimizer.accumulate)
+        # It is of sequences of one document each. Others take less time, each batch its own.
+        packed = config.data.packing == "packed"
+        self._predicted = None if packed else run_plan.step_time(config.optimizer.accumulate)
         self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle, rows=objective.rows)
         self._evaluator = Evaluator(config, pipe, data, objective, log)
         self._checkpoints = CheckpointFolder(folder_of(config), config.checkpoints, log.is_main, self.say)

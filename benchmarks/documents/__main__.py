@@ -1,0 +1,3 @@
+from benchmarks.documents.measure import main
+
+main()
