@@ -123,10 +123,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_refused(batch: dict[str, Any], reason: str) -> None:
+@pytest.fixture(scope="module")
+def sliced() -> Any:
     model = runs.model()
     pipelined(model, 4)
+    return model
+
+
+@pytest.mark.parametrize(("batch", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_refused(batch: dict[str, Any], reason: str, sliced: Any) -> None:
+    model = sliced
     with pytest.raises((ValueError, UnsupportedModelError), match=reason):
         model(**batch)
     model(input_ids=ids(), labels=ids()).loss.backward()  # goes on

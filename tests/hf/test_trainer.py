@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hf.runs import Run, causal, tuned
+from tests.hf.runs import Run, causal, model, tuned
 from tests.ranks import Ranks
 
 METRICS = ("entropy", "mean_token_accuracy", "rewards/margins", "logps/chosen", "reward", "completions/mean_length")
@@ -48,10 +48,12 @@ def test_two_stages(plain: Run, tmp_path: Path, ranks: Callable[[int], Ranks]) -
 def test_replicas_of_two_stages(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """As two processes of the plain trainer, with DistributedDataParallel."""
     wanted = ranks(2)(causal, str(tmp_path / "plain"), None)[0]
-    for found in ranks(4)(causal, str(tmp_path / "own"), {"slices": 5, "dp": 2}):
+    drawn = partial(model, own_weights=1)  # of which those of the first process count, as there
+    for found in ranks(4)(partial(causal, model=drawn), str(tmp_path / "own"), {"slices": 5, "dp": 2}):
         check(found, wanted)
 
 
+@pytest.mark.exhaustive
 def test_other_losses(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """Label smoothing needs logits: computed by transformers' own code, the same on every rank."""
     wanted = causal(str(tmp_path / "plain"), None, label_smoothing_factor=0.1)
@@ -66,3 +68,16 @@ def test_trl(tmp_path: Path, ranks: Callable[[int], Ranks], kind: str) -> None:
     check(tuned(kind, str(tmp_path / "one"), {"slices": 5}), wanted, 1e-5)
     for found in ranks(2)(tuned, kind, str(tmp_path / "two"), {"slices": 5}):
         check(found, wanted, 1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("size", "own"), [(1, {"slices": 7}), (2, {"slices": 7}), (4, {"slices": 7, "dp": 2})], ids=str
+)
+def test_fifty_steps(tmp_path: Path, ranks: Callable[[int], Ranks], size: int, own: dict[str, int]) -> None:
+    run = partial(causal, max_steps=50, learning_rate=3e-3)
+    plain = [run(str(tmp_path / "plain"), None)] if size < 4 else ranks(2)(run, str(tmp_path / "plain"), None)
+    found = [run(str(tmp_path / "own"), own)] if size == 1 else ranks(size)(run, str(tmp_path / "own"), own)
+    assert len(plain[0].column("loss")) == 50
+    for each in found:
+        check(each, plain[0], 1e-5)

@@ -90,6 +90,7 @@ def test_lora_with_dropout_recomputed(tmp_path: Path) -> None:
     assert all(torch.equal(kept.weights[name], again.weights[name]) for name in kept.weights)
 
 
+@pytest.mark.exhaustive
 def test_dpo_with_an_adapter_needs_no_reference(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """The reference is the model without its adapter, between forward and backward."""
     given = {"model": with_adapter, "trainer": {"ref_model": None}}
@@ -107,10 +108,55 @@ def test_bfloat16_is_autocast(tmp_path: Path) -> None:
     assert found.column("loss") != pytest.approx(causal(str(tmp_path / "f"), None).column("loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"packing": True}, {"completions": True}, {"loss_type": "dft"}], ids=str)
+MORE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": True},
+        pytest.param({"completions": True}, marks=MORE),
+        pytest.param({"loss_type": "dft"}, marks=MORE),
+    ],
+    ids=str,
+)
 def test_sft(tmp_path: Path, ranks: Callable[[int], Ranks], changes: dict[str, Any]) -> None:
     if "packing" in changes:
         changes = {**changes, "max_length": 48, "padding_free": True}
     wanted = tuned("sft", str(tmp_path / "plain"), None, **changes)
     for found in ranks(2)(partial(tuned, **changes), "sft", str(tmp_path / "two"), {"slices": 5}):
         check(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fp16": True}, "use bf16=True"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ],
+    ids=str,
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        causal(str(tmp_path), {"slices": 5}, **changes)
+
+
+def quantized() -> Any:
+    from transformers import BitsAndBytesConfig
+
+    made = runs.model()
+    made.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    return made
+
+
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="quantized weights"):
+        causal(str(tmp_path), {"slices": 5}, model=quantized)
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:
+    causal(str(tmp_path / "plain"), None, max_steps=3, **SAVING)
+    with pytest.raises(ValueError, match="not saved through a pipeline"):
+        causal(str(tmp_path / "own"), {"slices": 5}, str(tmp_path / "plain" / "checkpoint-3"))

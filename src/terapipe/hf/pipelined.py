@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from terapipe.hf.agreement import agree_on_weights
 from terapipe.hf.calls import Call, call_of
 from terapipe.hf.options import PipelineConfig
 from terapipe.hf.scores import scores
@@ -25,7 +26,7 @@ from terapipe.modeling.hf.structure import text_config
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.layout import Layout
 from terapipe.recompute import Recompute
-from terapipe.runtime.environment import rank_and_size
+from terapipe.runtime.environment import device_of, rank_and_size
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
@@ -69,15 +70,18 @@ def pipelined(
 
     ``rows`` sequences in a batch of ``seq_len`` tokens is what to plan for; batches of other shapes are cut alike.
     ``recompute`` is for a ``config`` that does not say it. Call it before an optimizer is made, and with several
-    processes give the optimizer ``pipe.parameters()`` of what is returned.
+    processes give the optimizer ``pipe.parameters()`` of what is returned. Processes that drew different random weights
+    all take those of the first.
     """
     config = config or PipelineConfig(slices=slices)
     inner = without_wrapper(model)
-    layout = config.layout(rank_and_size()[1])
+    layout, device = config.layout(rank_and_size()[1]), device_of(device)
+    if layout.devices > 1:
+        mesh = device_mesh(layout, device=device) if mesh is None else mesh
+        agree_on_weights(inner, device)
     with unpatched(inner):
         decoder = Decoder(model)
         plan = config.plan_for(decoder, layout, rows, seq_len, recompute)
-        mesh = mesh if mesh is not None or layout.devices == 1 else device_mesh(layout, device=device)
         pipe = Pipeline(
             decoder, plan, mesh=mesh, shard=layout.shard, vary="replan", device=device, timeout=config.timeout
         )

@@ -83,8 +83,8 @@ class PipelineMixin:
         PipelineAccelerator.adopt(self._trainer.accelerator, self.layout, group)
 
     def make_pipeline(self) -> PipelinedModel:
-        """The model through a pipeline, made once."""
-        if self.pipelined is None:
+        """The model through a pipeline, made once; anew if ``model_init`` made another model."""
+        if self.pipelined is None or self.pipelined.outer is not self._trainer.model:
             trainer, args = self._trainer, self._trainer.args
             outer = cast(nn.Module, trainer.model)
             inner = without_wrapper(outer)
