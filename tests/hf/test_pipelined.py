@@ -99,6 +99,19 @@ def test_the_model_generates_is_saved_and_comes_back(tmp_path: Any) -> None:
     model(input_ids=ids(), labels=ids()).loss.backward()
 
 
+def test_a_copy_has_no_pipeline() -> None:
+    model = runs.model()
+    pipelined(model, 4)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        next(copied.parameters()).zero_()
+        assert not torch.allclose(copied(input_ids=ids()).logits, model(input_ids=ids()).logits)
+    copied(input_ids=ids(), labels=ids()).loss.backward()
+    assert not gradients(model)
+    copied.zero_grad()
+    assert not gradients(copied)
+
+
 def test_accumulation_and_zero_grad() -> None:
     model = runs.model()
     pipelined(model, 4)
@@ -148,6 +161,34 @@ def test_left_padding_of_learned_positions_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="padding_side"):
         model(**padded(left=True))
     model(**padded(left=False)).loss.backward()
+
+
+def mixture() -> Any:
+    from terapipe.modeling.hf.shrink import small_config, small_model
+
+    config = small_config("mixtral")
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    return small_model(config)
+
+
+def test_losses_of_routers(ranks: Callable[[int], Ranks]) -> None:
+    """A step and an evaluation have them; padding, which transformers leaves out, is refused."""
+    model, batch = mixture(), {"input_ids": ids() % 60, "labels": ids() % 60}
+    made = pipelined(model, 4)
+    whole = mixture()
+    wanted = whole(**batch).loss
+    wanted.backward()
+    with torch.no_grad():
+        assert model(**batch).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert made.step(batch, lambda counted: counted).item() == pytest.approx(wanted.item(), rel=1e-6)
+    largest = max(g.abs().max().item() for g in gradients(whole).values())
+    for name, gradient in gradients(whole).items():
+        assert (gradient - gradients(model)[name]).abs().max().item() / largest < 1e-6, name
+    mask = torch.ones_like(ids())
+    mask[0, -3:] = 0
+    labels = batch["labels"].masked_fill(mask == 0, -100)
+    with pytest.raises(ValueError, match="without padding"):
+        made.step({**batch, "attention_mask": mask, "labels": labels}, lambda counted: counted)
 
 
 def test_configurations() -> None:

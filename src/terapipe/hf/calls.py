@@ -25,12 +25,13 @@ ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "alibi")
 @dataclass(frozen=True)
 class Call:
     """``labels[b, t]`` is the token to predict at place ``t``. ``shifts``: by how many places rows were moved to the
-    left, over padding; None if no row was."""
+    left, over padding; None if no row was. ``is_padded``: whether some places are padding."""
 
     input_ids: Tensor
     labels: Tensor | None
     documents: Documents | None
     shifts: Tensor | None = None
+    is_padded: bool = False
 
     def moved_back(self, values: Tensor) -> Tensor:
         """Values of tokens, (rows, tokens, ...), to the places that the caller knows."""
@@ -71,7 +72,8 @@ def call_of(config: Any, given: dict[str, Any]) -> Call:
         )
     counted = None if mask is None else mask.sum(1)
     documents = None if positions is None else _documents(positions.expand(len(input_ids), -1), counted)
-    return Call(input_ids, labels, documents, shifts)
+    is_padded = counted is not None and bool((counted < input_ids.shape[1]).any())
+    return Call(input_ids, labels, documents, shifts, is_padded)
 
 
 def _padding(config: Any, mask: Tensor, labels: Tensor | None, has_positions: bool) -> Tensor | None:

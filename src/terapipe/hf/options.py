@@ -57,18 +57,16 @@ class PipelineConfig:
     def layout(self, processes: int) -> Layout:
         """Of all processes."""
         pp = self.pp
-        if isinstance(self.plan, PlanResult):
-            return self.plan.layout
         if isinstance(self.plan, Plan):
             pp = self.plan.num_ranks
-        rest, others = processes // (self.dp * self.tp), self.dp * self.tp
-        pp = pp or max(1, rest)
-        if others * pp != processes:
+        pp = pp or max(1, processes // (self.dp * self.tp))
+        found = self.plan.layout if isinstance(self.plan, PlanResult) else Layout(self.dp, pp, self.tp, self.shard)
+        if found.devices != processes:
             raise ValueError(
-                f"dp {self.dp} x pp {pp} x tp {self.tp} needs {others * pp} processes, got {processes}; start so many "
-                "with torchrun, or change the layout"
+                f"{found} needs {found.devices} processes, got {processes}; start so many with torchrun, or change the "
+                "layout"
             )
-        return Layout(self.dp, pp, self.tp, self.shard)
+        return found
 
     def plan_for(self, decoder: Decoder, layout: Layout, rows: int, seq_len: int | None, recompute: Recompute) -> Plan:
         """For batches of so many sequences. ``seq_len`` and ``recompute`` are for what this does not say itself."""

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.utils.generic import ModelOutput
 from terapipe.hf.agreement import agree_on_weights
 from terapipe.hf.calls import Call, call_of
 from terapipe.hf.options import PipelineConfig
+from terapipe.hf.own_loss import refuse_other_losses
 from terapipe.hf.scores import scores
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.hf.decoder import Decoder
@@ -80,12 +82,12 @@ def pipelined(
         mesh = device_mesh(layout, device=device) if mesh is None else mesh
         agree_on_weights(inner, device)
     with unpatched(inner):
-        decoder = Decoder(model)
+        decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
         plan = config.plan_for(decoder, layout, rows, seq_len, recompute)
         pipe = Pipeline(
             decoder, plan, mesh=mesh, shard=layout.shard, vary="replan", device=device, timeout=config.timeout
         )
-    return PipelinedModel(model, inner, pipe, layout)
+    return PipelinedModel(model, inner, pipe, layout, router_losses=decoder.has_router_losses)
 
 
 class PipelinedModel:
@@ -95,8 +97,18 @@ class PipelinedModel:
     parameters with it. What transformers computes with a cache (generation) still runs in the model itself.
     """
 
-    def __init__(self, outer: nn.Module, model: PreTrainedModel, pipe: Pipeline, layout: Layout) -> None:
+    def __init__(
+        self,
+        outer: nn.Module,
+        model: PreTrainedModel,
+        pipe: Pipeline,
+        layout: Layout,
+        *,
+        router_losses: bool = False,
+    ) -> None:
+        """``router_losses``: whether the model's loss has losses of routers beside cross-entropy."""
         self.outer, self.model, self.pipe, self.layout = outer, model, pipe, layout
+        self.router_losses, self._loss_checked = router_losses, False
         self.loss_only = False  # in evaluation: no logits beside the loss
         self._config = text_config(model.config)
         self._original = original_forward(model)
@@ -111,13 +123,20 @@ class PipelinedModel:
         before = self.model.__dict__.get("forward", self._original)
 
         @functools.wraps(type(self.model).forward)
-        def forward(*arguments: Any, **named: Any) -> Any:
+        def forward(owner: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
+            if owner is not self.model:  # a copy of the model has no pipeline
+                return type(owner).forward(owner, *arguments, **named)
             if self._is_generation(named):
                 return self._generating(arguments, named)
             return self.forward(self._by_name(arguments, named), before)
 
-        self.model.forward = forward
-        self.outer.zero_grad = self.pipe.zero_grad  # type: ignore[method-assign]
+        @functools.wraps(nn.Module.zero_grad)
+        def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
+            nn.Module.zero_grad(self.pipe if owner is self.outer else owner, set_to_none)
+
+        # Bound methods, so that copies of the model get their own.
+        self.model.forward = MethodType(forward, self.model)
+        self.outer.zero_grad = MethodType(zero_grad, self.outer)  # type: ignore[method-assign]
         self.pipe.train(self.model.training)
         if self.layout.pp * self.layout.tp > 1:
             self.pipe.compare_data()
@@ -170,6 +189,9 @@ class PipelinedModel:
     def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
         """As transformers' models for causal LMs compute it."""
         assert call.labels is not None
+        self._check_loss(call)
+        if self.router_losses and not torch.is_grad_enabled():
+            return self.pipe.evaluate(call.input_ids, call.labels, call.documents)
         log_probs = self._values(call, token_log_probs)
         total = (call.labels != IGNORE).sum() if items is None else items
         loss: Tensor = -log_probs.sum() / torch.as_tensor(total, device=log_probs.device)
@@ -198,8 +220,20 @@ class PipelinedModel:
         call = call_of(self._config, given)
         if call.labels is None:
             raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
+        self._check_loss(call)
         counted = int((call.labels != IGNORE).sum())
         return self.pipe.step(call.input_ids, call.labels, call.documents, total=total(counted))
+
+    def _check_loss(self, call: Call) -> None:
+        """Refuses losses that would not be the model's own."""
+        if not self._loss_checked:
+            refuse_other_losses(self.model)
+            self._loss_checked = True
+        if self.router_losses and (call.is_padded or self.layout.dp > 1):
+            raise ValueError(
+                "losses of routers are those of transformers only without padding, which it leaves out, and with one "
+                "replica; pack sequences and take dp=1, or set output_router_logits=False"
+            )
 
     # What the model's own modules are told after the stages were made of them
 
