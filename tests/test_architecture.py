@@ -37,7 +37,7 @@ ALLOWED = {
     },
     "api": {"presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
     "__init__": {"api", "presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
-    "hf": {"planning", "modeling", "runtime"},
+    "hf": {"api", "losses", "planning", "modeling", "recompute", "runtime", "scheduling", "search"},
     "verify": {"planning", "modeling", "runtime", "launch"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.harness import Contender, arguments, best, pin, race, report
+from benchmarks.harness import Contender, arguments, best, pin, race, report, table
+from benchmarks.one_device import trainers
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.recompute import Recompute
@@ -71,6 +72,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(*json.loads(sys.argv[2]))
         return
+    if sys.argv[1:2] == ["--trainer"]:
+        trainers.child(*json.loads(sys.argv[2]))
+        return
     quick = arguments(__doc__ or "").quick
     pin(1)
     figures: dict[str, float] = {}
@@ -90,6 +94,9 @@ def main() -> None:
         figures |= summarized(points, f"{tokens}_vocab_{vocab}")
     if not quick:
         figures |= longest()
+    lines, found_by_trainers = trainers.rows(*((1024, SMALL, 1) if quick else (4096, LARGE, 2)))
+    table(trainers.__doc__ or "", ("trainer", "best s", "time", "MiB counted", "memory"), lines)
+    figures |= found_by_trainers
     header = ("tokens", "vocabulary", "way", "best s", "time", "MiB counted", "MiB resident", "counted", "resident")
     report(f"{__doc__} Time and memory relative to gradient checkpointing.", header, rows, figures)
 

@@ -37,4 +37,8 @@ SELDOM = (
     r"tests/runtime/test_auxiliary\.py::test_a_term.*(deferred|dp 2 x pp 1 x tp 1-batch)",
     r"tests/gpu/test_models\.py::test_half_precision_is_as_good_as_the_cpus\[gpt2",
     r"tests/gpu/test_attention\.py::test_windows_need_no_more_memory\[cuda-dtype2",
+    r"tests/gpu/test_attention\.py::test_windows_need_no_more_memory\[cpu",
+    r"tests/gpu/test_models\.py::test_gradients_of_hugging_face_models_are_the_cpus\[(qwen3_moe|mixtral|gemma2)",
+    r"tests/test_documents\.py::test_(every_batch_is_cut_by_its_documents\[(1f1b|both)|five_documents)",
+    r"tests/runtime/test_layouts\.py::test_training_is_the_same.*dp 2 x pp 2 x tp 1-sharded",
 )

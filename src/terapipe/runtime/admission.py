@@ -48,6 +48,12 @@ class Admission:
     ) -> None:
         self._inputs, self._checks, self._tied = inputs, checks, tied
         self._executors, self._objective, self._transport = executors, objective, transport
+        self.compares_data = False  # whether all ranks of a pipeline are given all data, and must be given the same
+
+    def _data(self, *given: Targets) -> str:
+        if not self.compares_data:
+            return ""
+        return f" of data {[checksum(x) for x in given if isinstance(x, Tensor)]}"
 
     def batch(
         self,
@@ -72,6 +78,7 @@ class Admission:
             self._objective.check_plan(batch.plan)
             self._executors.get(batch.plan)
             work = f"{method} with {batch.plan} and documents {batch.documents or 'None'}{self._autocast()}"
+            work += self._data(input_ids, targets)
             ids, labels = lone_checksums(input_ids, labels_in(targets))
             if batch.targets is not None and self._transport.tp_rank == 0:
                 counted, rows = self._inputs.count(targets, batch.plan), batch.plan.batch_size
@@ -91,6 +98,40 @@ class Admission:
         return self._for_forwards(
             "log_probs", lambda: self._inputs.scored(input_ids, labels, documents), *(input_ids, labels)
         )
+
+    def outputs(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None,
+        *,
+        train: bool,
+        training: bool,
+    ) -> tuple[Batch, Executor]:
+        """A batch of any shape, of which every token gets values, and the executor for it. With ``train``, backwards
+        follow later. ``training``: whether any stage here is in training mode."""
+        made, work, error = None, "", None
+        ids = targets = 0
+        try:
+            batch = self._inputs.scored(input_ids, labels, documents, labeled=False)
+            padded = input_ids is not None and input_ids.shape[1] < batch.plan.seq_len
+            self._checks.step(batch.documents, training=training, padded=padded)
+            if train:
+                _refuse_float16(self._executors.dtype, self._autocast())
+                self._objective.check_outputs(batch.plan)
+            executor = self._executors.get(batch.plan)
+            if executor.is_pending and not train:  # its backwards are still to come
+                executor = self._executors.make(batch.plan)
+            made = batch, executor
+            work = f"token_outputs with {batch.plan}, documents {batch.documents or 'None'}{self._autocast()}, {train}"
+            work += self._data(input_ids, labels)
+            ids, targets = lone_checksums(input_ids, labels)
+        except Exception as refusal:
+            error = refusal
+        terms = self._agreed(work, error, ids, targets, 0, 0)
+        assert made is not None
+        self._tied.check_frozen(terms)
+        return made
 
     def unscored(self, input_ids: Tensor | None, documents: Documents | None) -> tuple[Batch, Executor]:
         """The same without labels, of the plan's shape."""

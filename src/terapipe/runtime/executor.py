@@ -24,7 +24,7 @@ from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
-from terapipe.scheduling.actions import COMPUTE, Action, Op, counterpart
+from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 
 Mark: TypeAlias = float | torch.cuda.Event
@@ -124,10 +124,34 @@ class Executor:
         self._sent_outputs: dict[Key, tuple[Action, Tensor, dist.Work]] = {}
         self._sent_gradients: deque[tuple[Action, Tensor, dist.Work]] = deque()
         self.at: Action | None = None
+        self.is_pending = False  # between forwards and backwards
 
     def run(self, batch: Batch, output_head: OutputHead, *, longest: int | None = None, train: bool) -> Tensor:
         """The batch's loss where the last stage is, by what ``output_head`` makes of its hidden states; zero elsewhere.
         Gradients if ``train``. ``longest`` is the length of the longest document, if some of its tokens are padding."""
+        self._begin(batch, output_head, longest, train=train)
+        self._perform_all(self._lists.training if train else self._lists.forwards)
+        self._end()
+        return self._loss()
+
+    def forwards(self, batch: Batch, output_head: OutputHead, *, longest: int | None = None) -> None:
+        """Those of a step, all of which must come before its first backward; ``backwards`` does the rest."""
+        self._begin(batch, output_head, longest, train=True)
+        self._perform_all([run for run in self._lists.training if run[0].op in FORWARD])
+        self.at, self.is_pending = None, True
+
+    def backwards(self, batch: Batch) -> None:
+        """The rest of the step that ``forwards`` began. The output head knows its gradients now."""
+        if not self.is_pending or self._batch is not batch:
+            raise RuntimeError(
+                "the pipeline computed another batch since the forward of this one, and let go of what its backward "
+                "needs; call backward() before the next forward that needs gradients"
+            )
+        self._perform_all([run for run in self._lists.training if run[0].op not in FORWARD])
+        self._end()
+        self.is_pending = False
+
+    def _begin(self, batch: Batch, output_head: OutputHead, longest: int | None, *, train: bool) -> None:
         self._reset()
         self._batch, self._output_head, self._train = batch, output_head, train
         self._auxiliary.begin(batch, train=train)
@@ -139,9 +163,8 @@ class Executor:
             output_head.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
         self._wire.begin(self._autocast)
         self._autocast.forget_casts()
-        # Caches made in inference mode could not be written outside of it.
-        with torch.inference_mode(False), torch.set_grad_enabled(train), self._autocast.off():
-            self._perform_all()
+
+    def _end(self) -> None:
         self._autocast.forget_casts()
         self._casts.clear()
         while self._sent_outputs:
@@ -149,7 +172,6 @@ class Executor:
         while self._sent_gradients:
             self._wait_sent(self._sent_gradients.popleft())
         self.at = None
-        return self._loss()
 
     def _loss(self) -> Tensor:
         loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
@@ -163,15 +185,17 @@ class Executor:
         """Of the last run, where the last stage is."""
         return {**self._output_head.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
 
-    def _perform_all(self) -> None:
-        for run in self._lists.training if self._train else self._lists.forwards:
-            self.at = run[0]
-            if self.at.op is Op.W:
-                self._weights(run)
-            else:
-                self._perform[self.at.op](self.at)
-            if self._train and run[-1] in self._lists.completing:
-                self._finished(run[-1].stage)
+    def _perform_all(self, runs: Sequence[Run]) -> None:
+        # Caches made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.set_grad_enabled(self._train), self._autocast.off():
+            for run in runs:
+                self.at = run[0]
+                if self.at.op is Op.W:
+                    self._weights(run)
+                else:
+                    self._perform[self.at.op](self.at)
+                if self._train and run[-1] in self._lists.completing:
+                    self._finished(run[-1].stage)
 
     @property
     def plan(self) -> Plan:

@@ -231,9 +231,11 @@ class Inputs:
         _refuse_unknown(name, tensor, vocabulary, filler)
         return on_device(tensor, self._device)
 
-    def scored(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None) -> Batch:
-        """A batch of any shape for forwards only, cut as the plan cuts its own, and filled up to a multiple of the
-        tile."""
+    def scored(
+        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, *, labeled: bool = True
+    ) -> Batch:
+        """A batch of any shape, cut as the plan cuts its own, and filled up to a multiple of the tile. Without
+        ``labeled``, labels may be missing."""
         given = input_ids if input_ids is not None else labels
         plan = self._plan
         if given is not None and given.ndim == 2 and given.shape != (plan.batch_size, plan.seq_len):
@@ -246,9 +248,12 @@ class Inputs:
         return Batch(
             plan,
             self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if self._rank == 0 else None,
-            self.labels(labels, plan) if self._rank == plan.last_rank else None,
+            self._score(labels, plan, labeled) if self._rank == plan.last_rank else None,
             self.starts(documents, plan),
         )
+
+    def _score(self, labels: Tensor | None, plan: Plan, labeled: bool) -> Targets:
+        return {} if labels is None and not labeled else self.labels(labels, plan)
 
     def unscored(self, input_ids: Tensor | None, documents: Documents | None) -> Batch:
         """A batch of the plan's shape without labels, for forwards only."""

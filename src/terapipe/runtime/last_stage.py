@@ -88,13 +88,12 @@ class TokenLosses(_Base):
         scalar(returned, hidden.requires_grad)
 
 
-class SequenceLosses(_Base):
-    """A function of whole sequences. Forwards collect values for each token; with the last of them the function is
-    called, and its gradient waits for the backwards, which make the values of a slice again."""
+class _TwoPhases(_Base):
+    """Forwards collect values for each token. Backwards make the values of a slice again, and know the gradients that
+    the values of whole sequences have got meanwhile."""
 
-    def __init__(self, objective: SequenceLoss) -> None:
-        self._objective = objective
-        self._per_token = objective.per_token or token_log_probs
+    def __init__(self, per_token: Callable[[Tensor, Targets], Any]) -> None:
+        self._per_token = per_token
 
     def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
         super().begin(stage, batch, autocast, train=train)
@@ -107,16 +106,6 @@ class SequenceLosses(_Base):
             self._random[s] = RandomState.now(hidden.device)
         with torch.no_grad():
             self._values.setdefault(s.microbatch, []).append(self._values_of(s, hidden))
-        if s.end < self._batch.plan.seq_len:
-            return
-        waiting = self._values
-        if self._objective.over == "microbatch":
-            self._evaluate([s.microbatch], slice(s.row, s.row + s.size))
-        elif len(waiting) == len(self._batch.plan.sizes) and all(map(self._is_whole, waiting)):
-            self._evaluate(sorted(waiting), slice(0, self._batch.plan.batch_size))
-
-    def _is_whole(self, microbatch: int) -> bool:
-        return len(self._values[microbatch]) == len(self._batch.plan.lengths[microbatch])
 
     def _values_of(self, s: Slice, hidden: Tensor) -> Any:
         with self._autocast.on():
@@ -129,20 +118,15 @@ class SequenceLosses(_Base):
                 )
         return values
 
-    def _evaluate(self, microbatches: Sequence[int], rows: slice) -> None:
-        parts = [_joined(self._values.pop(m), 1) for m in microbatches]
-        values = tree_map(lambda x: x.requires_grad_(self._train and x.is_floating_point()), _joined(parts, 0))
-        assert self._batch.scale is not None
-        weight = self._batch.scale * (rows.stop - rows.start)
-        loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train, SEQUENCES)
-        if self._train:
-            (loss * weight).backward()
-            sizes = [self._batch.plan.sizes[m] for m in microbatches]
-            leaves, form = tree_flatten(values)
-            split = [torch.split(_gradient_of(leaf), sizes) for leaf in leaves]
-            for i, m in enumerate(microbatches):
-                self._gradients[m] = tree_unflatten([part[i] for part in split], form)
-        self._add(loss, metrics, weight)
+    def _join(self, microbatches: Sequence[int]) -> Any:
+        return _joined([_joined(self._values.pop(m), 1) for m in microbatches], 0)
+
+    def _keep_gradients(self, microbatches: Sequence[int], gradients: Any) -> None:
+        sizes = [self._batch.plan.sizes[m] for m in microbatches]
+        leaves, form = tree_flatten(gradients)
+        split = [torch.split(leaf, sizes) for leaf in leaves]
+        for i, m in enumerate(microbatches):
+            self._gradients[m] = tree_unflatten([part[i] for part in split], form)
 
     def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
         hidden = hidden.detach().requires_grad_()
@@ -158,6 +142,38 @@ class SequenceLosses(_Base):
             del self._gradients[s.microbatch]
         return _found(hidden)
 
+
+class SequenceLosses(_TwoPhases):
+    """A function of whole sequences, called with the last of their values."""
+
+    def __init__(self, objective: SequenceLoss) -> None:
+        super().__init__(objective.per_token or token_log_probs)
+        self._objective = objective
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        super().forward(s, hidden)
+        if s.end < self._batch.plan.seq_len:
+            return
+        waiting = self._values
+        if self._objective.over == "microbatch":
+            self._evaluate([s.microbatch], slice(s.row, s.row + s.size))
+        elif len(waiting) == len(self._batch.plan.sizes) and all(map(self._is_whole, waiting)):
+            self._evaluate(sorted(waiting), slice(0, self._batch.plan.batch_size))
+
+    def _is_whole(self, microbatch: int) -> bool:
+        return len(self._values[microbatch]) == len(self._batch.plan.lengths[microbatch])
+
+    def _evaluate(self, microbatches: Sequence[int], rows: slice) -> None:
+        joined = self._join(microbatches)
+        values = tree_map(lambda x: x.requires_grad_(self._train and x.is_floating_point()), joined)
+        assert self._batch.scale is not None
+        weight = self._batch.scale * (rows.stop - rows.start)
+        loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train, SEQUENCES)
+        if self._train:
+            (loss * weight).backward()
+            self._keep_gradients(microbatches, tree_map(_gradient_of, values))
+        self._add(loss, metrics, weight)
+
     def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
         self._stage, self._batch = stage, batch
         first, train, plan = self._values_of(few, hidden), hidden.requires_grad, batch.plan
@@ -165,6 +181,18 @@ class SequenceLosses(_Base):
             zeros = tree_map(lambda x, rows=rows: x.new_zeros(rows, plan.seq_len, *x.shape[2:]), first)
             values = tree_map(lambda x: x.requires_grad_(train and x.is_floating_point()), zeros)
             scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), train, SEQUENCES)
+
+
+class TokenOutputs(_TwoPhases):
+    """Values for each token of the batch, whose gradients come from outside before the first backward."""
+
+    def collected(self) -> Any:
+        """(batch, seq_len, ...)."""
+        return self._join(sorted(self._values))
+
+    def set_gradients(self, gradients: Any) -> None:
+        """Of the form of the values."""
+        self._keep_gradients(range(len(self._batch.plan.sizes)), gradients)
 
 
 class TokenValues(_Base):

@@ -74,6 +74,20 @@ class PipelineObjective:
                 "over='microbatch', an order such as 'terapipe' or 'gpipe', or a plan with one microbatch"
             )
 
+    def check_outputs(self, plan: Plan) -> None:
+        """Whether backwards can wait for gradients from outside."""
+        named = list(auxiliary_losses(self._first))
+        if named:
+            raise ValueError(
+                f"token_outputs does not know what the model's own losses ({', '.join(named)}) weigh beside a loss of "
+                "its outputs; turn them off (output_router_logits=False), or use step"
+            )
+        if not forwards_come_first(plan):
+            raise ValueError(
+                f"token_outputs needs all forwards before the first backward, which the order {plan.order!r} does not "
+                f"wait for with {len(plan.sizes)} microbatches; take an order such as 'terapipe' or 'gpipe'"
+            )
+
     @property
     def _first(self) -> nn.Module:
         return next(iter(self._stages.values()))

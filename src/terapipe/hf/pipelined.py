@@ -1,0 +1,330 @@
+"""A Hugging Face model whose forward runs through a pipeline: called, trained and saved like any other."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from terapipe.hf.agreement import agree_on_weights
+from terapipe.hf.calls import Call, call_of
+from terapipe.hf.options import PipelineConfig
+from terapipe.hf.own_loss import refuse_other_losses
+from terapipe.hf.scores import scores
+from terapipe.losses.tokens import token_log_probs
+from terapipe.modeling.hf.decoder import Decoder
+from terapipe.modeling.hf.decoder_stage import DecoderStage
+from terapipe.modeling.hf.refusals import without_wrapper
+from terapipe.modeling.hf.structure import text_config
+from terapipe.modeling.stage import IGNORE
+from terapipe.planning.layout import Layout
+from terapipe.recompute import Recompute
+from terapipe.runtime.environment import device_of, rank_and_size
+from terapipe.runtime.mesh import device_mesh
+from terapipe.runtime.module_tree import persistent_buffers
+from terapipe.runtime.pipeline import Pipeline
+
+TESTED = "tested with transformers 5.20 to 5.22, accelerate 1.15 and TRL 1.16"
+ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of peft's layers
+
+
+@dataclass
+class PipelineOutput(ModelOutput):
+    """What transformers' causal LMs return, and what those return that TRL gave a fused head."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def pipelined(
+    model: nn.Module,
+    slices: int | None = None,
+    *,
+    config: PipelineConfig | None = None,
+    rows: int = 1,
+    seq_len: int | None = None,
+    recompute: Recompute = "none",
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+) -> "PipelinedModel":
+    """Makes a causal LM of transformers run through a pipeline when it is called: on one device slice by slice, under
+    torchrun over its ranks. ::
+
+        pipelined(model, slices=16)
+        loss = model(input_ids=input_ids, labels=labels).loss
+        loss.backward()                       # gradients are in .grad, as ever
+
+    ``rows`` sequences in a batch of ``seq_len`` tokens is what to plan for; batches of other shapes are cut alike.
+    ``recompute`` is for a ``config`` that does not say it. Call it before an optimizer is made, and with several
+    processes give the optimizer ``pipe.parameters()`` of what is returned. Processes that drew different random weights
+    all take those of the first.
+    """
+    config = config or PipelineConfig(slices=slices)
+    inner = without_wrapper(model)
+    layout, device = config.layout(rank_and_size()[1]), device_of(device)
+    if layout.devices > 1:
+        mesh = device_mesh(layout, device=device) if mesh is None else mesh
+        agree_on_weights(inner, device)
+    with unpatched(inner):
+        decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
+        plan = config.plan_for(decoder, layout, rows, seq_len, recompute)
+        pipe = Pipeline(
+            decoder, plan, mesh=mesh, shard=layout.shard, vary="replan", device=device, timeout=config.timeout
+        )
+    return PipelinedModel(model, inner, pipe, layout, router_losses=decoder.has_router_losses)
+
+
+class PipelinedModel:
+    """Replaces the ``forward`` of a model by one through a pipeline, and ``zero_grad`` by the pipeline's.
+
+    ``model`` is the causal LM itself, ``outer`` what peft made of it, if it did. The pipeline's stages share their
+    parameters with it. What transformers computes with a cache (generation) still runs in the model itself.
+    """
+
+    def __init__(
+        self,
+        outer: nn.Module,
+        model: PreTrainedModel,
+        pipe: Pipeline,
+        layout: Layout,
+        *,
+        router_losses: bool = False,
+    ) -> None:
+        """``router_losses``: whether the model's loss has losses of routers beside cross-entropy."""
+        self.outer, self.model, self.pipe, self.layout = outer, model, pipe, layout
+        self.router_losses, self._loss_checked = router_losses, False
+        self.loss_only = False  # in evaluation: no logits beside the loss
+        self._config = text_config(model.config)
+        self._original = original_forward(model)
+        own = {*self.model.parameters()}
+        self._shares_all = layout.pp == 1 and all(p in own for p in pipe.parameters())
+        self._whole = True  # whether the model itself has all weights as they are now
+        self._scores: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._adapters = self._adapter_pairs()
+        self._install()
+
+    def _install(self) -> None:
+        before = self.model.__dict__.get("forward", self._original)
+
+        @functools.wraps(type(self.model).forward)
+        def forward(owner: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
+            if owner is not self.model:  # a copy of the model has no pipeline
+                return type(owner).forward(owner, *arguments, **named)
+            if self._is_generation(named):
+                return self._generating(arguments, named)
+            return self.forward(self._by_name(arguments, named), before)
+
+        @functools.wraps(nn.Module.zero_grad)
+        def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
+            nn.Module.zero_grad(self.pipe if owner is self.outer else owner, set_to_none)
+
+        # Bound methods, so that copies of the model get their own.
+        self.model.forward = MethodType(forward, self.model)
+        self.outer.zero_grad = MethodType(zero_grad, self.outer)  # type: ignore[method-assign]
+        self.pipe.train(self.model.training)
+        if self.layout.pp * self.layout.tp > 1:
+            self.pipe.compare_data()
+
+    def remove(self) -> None:
+        """The model is as before; its weights are those of the pipeline."""
+        self.gather()
+        self.model.__dict__.pop("forward", None)
+        self.outer.__dict__.pop("zero_grad", None)
+
+    # Calls
+
+    @staticmethod
+    def _is_generation(named: Mapping[str, Any]) -> bool:
+        return named.get("past_key_values") is not None or bool(named.get("use_cache")) or "logits_to_keep" in named
+
+    def _generating(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self._whole:
+            raise ValueError(
+                "this rank has only its stage's weights as they are now; call gather() of the PipelinedModel on all "
+                "ranks before text is generated, or PipelineMixin's generate"
+            )
+        return self._original(*arguments, **named)
+
+    @staticmethod
+    def _by_name(arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        if len(arguments) > 1:
+            raise ValueError("call the model with named arguments: input_ids=..., attention_mask=..., labels=...")
+        return {**({"input_ids": arguments[0]} if arguments else {}), **named}
+
+    def forward(self, given: dict[str, Any], before: Callable[..., Any]) -> PipelineOutput:
+        self._follow_modes()
+        call = call_of(self._config, given)
+        if given.get("fused_lm_head"):
+            return self._scored(call, given, before)
+        if call.labels is None:
+            return PipelineOutput(logits=self._values(call, raw_logits))
+        loss = self._loss(call, given.get("num_items_in_batch"))
+        if self.loss_only or torch.is_grad_enabled():
+            return PipelineOutput(loss=loss)
+        return PipelineOutput(loss=loss, logits=self._values(call, raw_logits))
+
+    def _values(self, call: Call, per_token: Callable[..., Any]) -> Any:
+        """Of each token, where the caller knows it. Losses are means over replicas, while pipelines sum gradients."""
+        found = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
+        if isinstance(found, Tensor):
+            return call.moved_back(_scaled(found, self.layout.dp))
+        return {name: call.moved_back(_scaled(value, self.layout.dp)) for name, value in found.items()}
+
+    def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
+        """As transformers' models for causal LMs compute it."""
+        assert call.labels is not None
+        self._check_loss(call)
+        if self.router_losses and not torch.is_grad_enabled():
+            return self.pipe.evaluate(call.input_ids, call.labels, call.documents)
+        log_probs = self._values(call, token_log_probs)
+        total = (call.labels != IGNORE).sum() if items is None else items
+        loss: Tensor = -log_probs.sum() / torch.as_tensor(total, device=log_probs.device)
+        return loss
+
+    def _scored(self, call: Call, given: dict[str, Any], before: Callable[..., Any]) -> PipelineOutput:
+        """As models that TRL gave a fused head answer: a value for each token that is predicted."""
+        if given.get("output_router_logits"):
+            raise ValueError("losses of routers are not supported with TRL's trainers; set router_aux_loss_coef=0.0")
+        key = fused_head(before)
+        if key not in self._scores:  # one function for each, by which the pipeline knows what it returns
+            self._scores[key] = functools.partial(scores, temperature=key[0], wanted=key[1])
+        found = self._values(call, self._scores[key])
+        assert call.labels is not None
+        found["label_mask"] = call.moved_back(call.labels != IGNORE)
+        if given.get("shift_labels") is None:
+            found = {name: value[:, :-1] for name, value in found.items()}
+        items = given.get("num_items_in_batch")
+        total = found["label_mask"].sum().clamp(min=1) if items is None else items
+        return PipelineOutput(loss=-found["log_probs"].sum() / total, **found)
+
+    def step(self, given: dict[str, Any], total: Callable[[int], float]) -> Tensor:
+        """A whole training step of cross-entropy, in any order. ``total`` is what to divide the sum over tokens by, of
+        the number of labels that count here."""
+        self._follow_modes()
+        call = call_of(self._config, given)
+        if call.labels is None:
+            raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
+        self._check_loss(call)
+        counted = int((call.labels != IGNORE).sum())
+        return self.pipe.step(call.input_ids, call.labels, call.documents, total=total(counted))
+
+    def _check_loss(self, call: Call) -> None:
+        """Refuses losses that would not be the model's own."""
+        if not self._loss_checked:
+            refuse_other_losses(self.model)
+            self._loss_checked = True
+        if self.router_losses and (call.is_padded or self.layout.dp > 1):
+            raise ValueError(
+                "losses of routers are those of transformers only without padding, which it leaves out, and with one "
+                "replica; pack sequences and take dp=1, or set output_router_logits=False"
+            )
+
+    # What the model's own modules are told after the stages were made of them
+
+    def _follow_modes(self) -> None:
+        if self.pipe.training != self.model.training:
+            self.pipe.train(self.model.training)
+        for ours, theirs in self._adapters:
+            for name in ADAPTER_STATE:
+                if name in theirs.__dict__:
+                    ours.__dict__[name] = theirs.__dict__[name]
+
+    def _adapter_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Layers of peft in the stages, and those that they are copies of."""
+        theirs = {name: m for name, m in self.model.named_modules() if ADAPTER_STATE[0] in m.__dict__}
+        stages = [stage for stage in self.pipe.stages.values() if isinstance(stage, DecoderStage)]
+        copies = [dict(stage.model.named_modules()) for stage in stages]
+        return [(found[name], m) for name, m in theirs.items() for found in copies if name in found]
+
+    # Weights
+
+    def updated(self) -> None:
+        """After the optimizer's step: other stages' weights in the model itself are old."""
+        self._whole = self._shares_all
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Brings the weights of all stages into the model itself, on every rank. All ranks must call it together."""
+        if self._whole:
+            return
+        pipe, here = self.pipe, self.pipe.rank
+        target = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
+        held = dict(pipe.named_parameters()) | dict(persistent_buffers(pipe.stages.values()))
+        with pipe.failing_together():
+            owners: dict[str, int] = {}
+            for rank, names in enumerate(pipe.gather(list(held))):
+                owners |= {name: rank for name in names if name not in owners}
+            for name, owner in owners.items():
+                value = held[name].detach() if owner == here else None
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                if value is None:
+                    value = torch.empty_like(target[name], device=pipe.device)
+                value = pipe.transport.broadcast(value.contiguous(), owner, f"the weight {name}")
+                if target[name] is not held.get(name):
+                    target[name].data.copy_(value)
+        self._whole = True
+
+
+def raw_logits(logits: Tensor, labels: Any) -> Tensor:
+    return logits
+
+
+def original_forward(model: PreTrainedModel) -> Callable[..., Any]:
+    return type(model).forward.__get__(model)  # type: ignore[no-any-return]
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.number, None
+
+
+def _scaled(x: Tensor, number: int) -> Tensor:
+    """The same value, its gradient divided by a number."""
+    return x if number == 1 or not x.requires_grad else _Scale.apply(x, number)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def unpatched(model: PreTrainedModel) -> Iterator[None]:
+    """Without what others put in place of its forward, which copies of the model would call: TRL's fused head."""
+    patched = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if patched is not None:
+            model.__dict__["forward"] = patched
+
+
+def fused_head(forward: Callable[..., Any]) -> tuple[float, tuple[str, ...]]:
+    """Temperature and fields of the head that TRL's ``add_fused_lm_head`` put into a model's forward. Only the
+    variables of that function know them."""
+    known = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
+    if not {"temperature", "outputs", "cast_lm_head_to_fp32"} <= known.keys():
+        raise ValueError(
+            "the model was called with fused_lm_head=True, but its forward is not that of TRL's add_fused_lm_head; "
+            f"{TESTED}"
+        )
+    if known["cast_lm_head_to_fp32"]:
+        raise ValueError("cast_lm_head_to_fp32=True is not supported; leave it off")
+    return float(known["temperature"]), tuple(known["outputs"])

@@ -1,0 +1,33 @@
+"""Values for each token that TRL's trainers compute their losses and metrics from."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terapipe.losses.objective import Targets
+from terapipe.losses.tokens import labels_of
+from terapipe.modeling.stage import IGNORE
+
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def scores(logits: Tensor, targets: Targets, *, temperature: float, wanted: Sequence[str]) -> dict[str, Tensor]:
+    """The wanted fields, (size, length) each: 0 where the label is -100. ``log_sum_sq_probs``, ``mean_logits`` and
+    ``is_top1`` have no gradient."""
+    labels = labels_of(targets)
+    counts = labels != IGNORE
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = scaled if temperature == 1.0 else scaled / temperature
+    log_probs = torch.log_softmax(scaled, -1)
+    found = {"log_probs": log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]}
+    if "entropy" in wanted:
+        found["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+    with torch.no_grad():
+        if "log_sum_sq_probs" in wanted:
+            found["log_sum_sq_probs"] = (2 * log_probs).logsumexp(-1)
+        if "mean_logits" in wanted:
+            found["mean_logits"] = scaled.mean(-1)
+        if "is_top1" in wanted:
+            found["is_top1"] = scaled.argmax(-1) == labels
+    return {name: value.masked_fill(~counts, 0) for name, value in found.items()}

@@ -1,0 +1,253 @@
+"""transformers' Trainer, and any subclass of it, through a pipeline. Needs transformers and accelerate.
+
+::
+
+    class PipelineSFTTrainer(PipelineMixin, SFTTrainer): ...
+
+    trainer = PipelineSFTTrainer(model, args=args, train_dataset=dataset, slices=16)
+
+With one process it computes slice by slice on one device; under torchrun its ranks form a pipeline, or replicas of one.
+
+The Trainer keeps its own loop, callbacks, arguments, logs and folders. What is replaced, and by which of its methods:
+
+- the forward of the model: ``PipelinedModel``, made in ``create_optimizer`` or before an evaluation;
+- who shares out data and gathers results: ``PipelineAccelerator``, in ``create_accelerator_and_postprocess``;
+- steps of plain cross-entropy: ``training_step``, in any order of the plan;
+- what is saved: ``save_model`` and, of private methods, those under "Private methods of Trainer" below.
+"""
+
+import os
+import warnings
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import Trainer
+
+from terapipe.hf.accelerator import PipelineAccelerator
+from terapipe.hf.options import PipelineConfig
+from terapipe.hf.pipelined import TESTED, PipelinedModel, pipelined
+from terapipe.modeling.hf.refusals import without_wrapper
+from terapipe.planning.layout import Layout
+from terapipe.runtime.environment import rank_and_size
+from terapipe.runtime.mesh import DP, device_mesh
+
+__all__ = ["PipelineConfig", "PipelineMixin", "PipelineTrainer"]
+STATE = "pipeline"  # weights and optimizer state in a checkpoint's folder, for any layout
+SCHEDULER = "scheduler.pt"
+# Methods that are called or replaced here and may change without notice.
+PRIVATE = (
+    "_wrap_model", "_move_model_to_device", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler",
+    "_load_best_model", "_finalize_training",
+)  # fmt: skip
+
+
+class PipelineMixin:
+    """To be named before a Trainer class. ``pipeline`` says how to split model and sequences; ``slices=16`` is short
+    for ``pipeline=PipelineConfig(slices=16)``."""
+
+    def __init__(
+        self, *arguments: Any, pipeline: PipelineConfig | None = None, slices: int | None = None, **named: Any
+    ) -> None:
+        if pipeline is not None and slices is not None:
+            raise ValueError("slices is short for pipeline=PipelineConfig(slices=...); give one of them")
+        missing = [name for name in PRIVATE if not hasattr(Trainer, name)]
+        if missing:
+            raise RuntimeError(
+                f"transformers {transformers.__version__} has no Trainer.{', '.join(missing)}, which this relies on; "
+                f"{TESTED}"
+            )
+        self.pipeline_config = pipeline or PipelineConfig(slices=slices)
+        self.pipelined: PipelinedModel | None = None
+        super().__init__(*arguments, **named)
+        _refuse(self._trainer)
+
+    @property
+    def _trainer(self) -> Any:
+        """This object, which is a Trainer."""
+        return self
+
+    # The pipeline
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args = self._trainer.args
+        args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel
+        if args.accelerator_config.dispatch_batches is None:
+            args.accelerator_config.dispatch_batches = False  # each rank reads its replica's data itself
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.layout: Layout = self.pipeline_config.layout(rank_and_size()[1])
+        self._mesh = None if self.layout.devices == 1 else device_mesh(self.layout, device=args.device)
+        group = self._mesh.get_group(DP) if self._mesh is not None and self.layout.dp > 1 else None
+        PipelineAccelerator.adopt(self._trainer.accelerator, self.layout, group)
+
+    def make_pipeline(self) -> PipelinedModel:
+        """The model through a pipeline, made once; anew if ``model_init`` made another model."""
+        if self.pipelined is None or self.pipelined.outer is not self._trainer.model:
+            trainer, args = self._trainer, self._trainer.args
+            outer = cast(nn.Module, trainer.model)
+            self._stop_checkpointing()
+            self.pipelined = pipelined(
+                outer, config=self.pipeline_config, rows=args.per_device_train_batch_size,
+                seq_len=getattr(args, "max_length", None), recompute="full" if args.gradient_checkpointing else "none",
+                device=args.device, mesh=self._mesh,
+            )  # fmt: skip
+            trainer.accelerator.pipelined = self.pipelined
+            if self.layout.pp > 1 and hasattr(outer, "generate"):
+                self._generate_on_first(outer)
+        return self.pipelined
+
+    def _stop_checkpointing(self) -> None:
+        """Trainer switches it on in the model; the plan recomputes instead."""
+        if self._trainer.args.gradient_checkpointing:
+            without_wrapper(self._trainer.model).gradient_checkpointing_disable()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Of this rank's parameters, under their names in the whole model."""
+        self._stop_checkpointing()
+        return super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc,no-any-return]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * self.layout.dp)
+
+    # Steps
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        assert self.pipelined is not None
+        self.pipelined.updated()
+        if not self._is_plain():
+            return cast(Tensor, super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
+        trainer = self._trainer
+        if self.pipelined.router_losses and trainer.args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "transformers adds losses of routers for each accumulated batch; with them take "
+                "gradient_accumulation_steps=1 and larger batches, or set output_router_logits=False"
+            )
+        model.train()
+        train = getattr(trainer.optimizer, "train", None)
+        if callable(train):
+            train()
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+            return self.pipelined.step(inputs, lambda counted: self._total(counted, num_items_in_batch)).detach()
+
+    def _is_plain(self) -> bool:
+        """Whether the loss is the model's own cross-entropy."""
+        trainer = self._trainer
+        own = type(self).compute_loss is Trainer.compute_loss  # type: ignore[attr-defined]
+        return own and trainer.compute_loss_func is None and trainer.label_smoother is None
+
+    def _total(self, counted: int, items: Tensor | int | None) -> float:
+        """What the sum over this replica's tokens is divided by, so that the sum over replicas is the mean that
+        transformers takes of them."""
+        trainer, dp = self._trainer, self.layout.dp
+        if items is None or not trainer.model_accepts_loss_kwargs:
+            return float(max(counted, 1) * dp * trainer.current_gradient_accumulation_steps)
+        return float(items) * (1 if trainer.args.average_tokens_across_devices else dp)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        pipelined = self.make_pipeline()
+        pipelined.loss_only = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        finally:
+            pipelined.loss_only = False
+
+    def _generate_on_first(self, outer: Any) -> None:
+        """Text is generated by the whole model on the first rank of each pipeline, and sent to the others."""
+        pipelined, generate = cast(PipelinedModel, self.pipelined), outer.generate
+
+        def on_first(owner: Any, *arguments: Any, **named: Any) -> Any:
+            if owner is not outer:  # a copy of the model
+                return type(owner).generate(owner, *arguments, **named)
+            pipelined.gather()
+            with pipelined.pipe.failing_together():
+                made = generate(*arguments, **named) if pipelined.pipe.is_first else None
+                return pipelined.pipe.gather(made)[0]
+
+        outer.generate = MethodType(on_first, outer)
+
+    # What is saved
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """All ranks must call it together: the whole model is gathered, and the first rank writes it."""
+        self.make_pipeline().gather()
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return cast(torch.optim.Optimizer, getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer))
+
+    # Private methods of Trainer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        self.make_pipeline()
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Stages are moved when they are made, each to its rank's device."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = self._trainer
+        self.make_pipeline().pipe.save(Path(output_dir) / STATE, self._optimizer())
+        if trainer.args.should_save:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # schedulers warn that optimizers are saved beside them
+                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not (Path(checkpoint) / STATE).is_dir():
+            raise ValueError(
+                f"{checkpoint} has no folder {STATE!r}, so it was not saved through a pipeline or with "
+                "save_only_model=True; load its weights with from_pretrained and begin a new run"
+            )
+        self.make_pipeline().pipe.load(Path(checkpoint) / STATE, self._optimizer())
+        self.make_pipeline().updated()
+        scheduler = self._trainer.lr_scheduler
+        scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+        for group, rate in zip(self._optimizer().param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # Pipeline.load leaves it as it is
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self._trainer.state.best_model_checkpoint))
+        if not (best / STATE).is_dir():
+            raise ValueError(f"load_best_model_at_end needs {best / STATE}, which save_only_model=True leaves out")
+        made = self.make_pipeline()
+        made.pipe.load(best / STATE)
+        made.updated()
+        made.gather()
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        made = super()._finalize_training(*arguments)  # type: ignore[misc]
+        self.make_pipeline().gather()  # whoever uses trainer.model next finds it trained
+        return made
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Options of TrainingArguments that a pipeline would ignore or get wrong."""
+    args = trainer.args
+    named = {
+        "fsdp": ("PipelineConfig(shard=True) shards over replicas", args.fsdp),
+        "deepspeed": ("a pipeline takes its place", args.deepspeed),
+        "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),
+        "fp16": ("use bf16=True", args.fp16),
+        "torch_compile": ("leave it off", args.torch_compile),
+        "auto_find_batch_size": ("PipelineConfig(plan='auto', memory=...) fits", args.auto_find_batch_size),
+        "neftune_noise_alpha": ("leave it off", args.neftune_noise_alpha),
+        "use_liger_kernel": ("leave it off", args.use_liger_kernel),
+        "activation_offloading": ("use PipelineConfig(recompute=...)", getattr(args, "activation_offloading", None)),
+    }  # fmt: skip
+    for name, (remedy, value) in named.items():
+        if value:
+            raise ValueError(f"{name}={value!r} of TrainingArguments does not go with a pipeline: {remedy}")
+
+
+class PipelineTrainer(PipelineMixin, Trainer):
+    """transformers' Trainer through a pipeline."""
