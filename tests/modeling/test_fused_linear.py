@@ -40,9 +40,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     now: list[Executor] = []
     run = Executor._perform_all
 
-    def performing(self: Executor) -> None:
+    def performing(self: Executor, runs: Any) -> None:
         now.append(self)
-        run(self)
+        run(self, runs)
 
     def noted(self: DeferredGrad) -> None:
         assert now[-1].at is not None
