@@ -107,7 +107,7 @@ def causal(folder: str, own: dict[str, Any] | None, resume: str | None = None, *
     from terapipe.hf.trainer import PipelineConfig, PipelineTrainer
 
     with as_under_torchrun():
-        extra = changes.pop("trainer", {})
+        extra, kind = changes.pop("trainer", {}), changes.pop("kind", None)
         made = changes.pop("model", model)()
         arguments = TrainingArguments(**options(Path(folder), eval_strategy="steps", eval_steps=3, **changes))
         given = {
@@ -115,8 +115,8 @@ def causal(folder: str, own: dict[str, Any] | None, resume: str | None = None, *
             "data_collator": collate, **extra,
         }  # fmt: skip
         if own is None:
-            return finished(Trainer(made, **given), resume)
-        trainer = PipelineTrainer(made, **given, pipeline=PipelineConfig(**own))
+            return finished((kind or Trainer)(made, **given), resume)
+        trainer = (kind or PipelineTrainer)(made, **given, pipeline=PipelineConfig(**own))
         found = finished(trainer, resume)
         trainer.save_model(str(Path(folder) / "final"))
         return found

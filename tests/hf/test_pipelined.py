@@ -112,6 +112,29 @@ def test_a_copy_has_no_pipeline() -> None:
     assert not gradients(copied)
 
 
+def trained_by_hand() -> dict[str, Tensor]:
+    with runs.as_under_torchrun():
+        model = runs.model()
+        made = pipelined(model, 4)
+        optimizer = torch.optim.SGD(made.pipe.parameters(), lr=0.1)
+        for _ in range(2):
+            model(input_ids=ids(), labels=ids(), use_cache=True).loss.backward()
+            optimizer.step()
+            model.zero_grad()
+        if made.pipe.transport.size > 1:
+            with pytest.raises(ValueError, match="gather"):
+                model.generate(ids()[:1], max_new_tokens=2, pad_token_id=0)
+        made.gather()
+        model.generate(ids()[:1], max_new_tokens=2, pad_token_id=0)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_loop_of_ones_own(ranks: Callable[[int], Ranks]) -> None:
+    wanted = trained_by_hand()
+    for found in ranks(2)(trained_by_hand):
+        assert all(torch.allclose(found[name], weight) for name, weight in wanted.items())
+
+
 def test_accumulation_and_zero_grad() -> None:
     model = runs.model()
     pipelined(model, 4)

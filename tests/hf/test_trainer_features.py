@@ -135,12 +135,56 @@ def test_sft(tmp_path: Path, ranks: Callable[[int], Ranks], changes: dict[str, A
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"torch_compile": True}, "torch_compile"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        (
+            {"save_only_model": True, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **SAVING},
+            "save_only_model",
+        ),
     ],
     ids=str,
 )
 def test_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         causal(str(tmp_path), {"slices": 5}, **changes)
+
+
+class Halves:
+    """A step of one's own."""
+
+    def training_step(self, model: Any, inputs: dict[str, Any], items: Any = None) -> Any:
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["input_ids"] % 2 == 0, -100)
+        return super().training_step(model, inputs, items)  # type: ignore[misc]
+
+
+def test_a_training_step_of_ones_own_is_called(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from terapipe.hf.trainer import PipelineMixin
+
+    plain = type("Plain", (Halves, Trainer), {})
+    wanted = causal(str(tmp_path / "plain"), None, kind=plain)
+    check(causal(str(tmp_path / "own"), {"slices": 5}, kind=type("Own", (PipelineMixin, plain), {})), wanted)
+
+
+def at_the_end(folder: str, own: dict[str, Any]) -> bool:
+    from transformers import TrainerCallback
+
+    seen: dict[str, torch.Tensor] = {}
+
+    class Keep(TrainerCallback):
+        def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+            seen.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    found = causal(folder, own, max_steps=3, trainer={"callbacks": [Keep()]})
+    return all(torch.equal(seen[name], weight) for name, weight in found.weights.items())
+
+
+def test_callbacks_at_the_end_see_all_weights(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    assert all(ranks(2)(at_the_end, str(tmp_path), {"slices": 5}))
+
+
+def test_evaluation_before_training_with_checkpointing(tmp_path: Path) -> None:
+    changes = {"eval_on_start": True, "gradient_checkpointing": True}
+    check(causal(str(tmp_path / "own"), {"slices": 5}, **changes), causal(str(tmp_path / "plain"), None, **changes))
 
 
 def quantized() -> Any:

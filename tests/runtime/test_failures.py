@@ -103,7 +103,8 @@ def test_a_dead_rank_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Pat
         kind, message = results[rank]
         assert kind == "PipelineError"
         assert message.startswith("rank 2 is gone: its process died or lost its connection; rank 0 was waiting at ")
-        assert "rank 3 was waiting at RECV_F(stage 3, microbatch 0, slice 2) for rank 2" in message
+        # What rank 2 had begun to send when it died may not have left it.
+        assert re.search(r"rank 3 was waiting at RECV_F\(stage 3, microbatch 0, slice [012]\) for rank 2", message)
     assert results[0] == results[1] == results[3]
 
 

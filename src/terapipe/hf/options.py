@@ -29,7 +29,8 @@ class PipelineConfig:
       of transformers, else none.
     - ``order``: a key of ``ORDERS``. Losses other than cross-entropy need one with all forwards first.
     - ``shard``: replicas share out parameters and the optimizer's state (FSDP2).
-    - ``timeout``: the longest that a rank waits for another, in seconds.
+    - ``timeout``: the longest that a rank waits for another, in seconds; by default ``ddp_timeout`` of transformers, as
+      the first rank writes files and generates text while others wait.
     """
 
     slices: int | None = None
@@ -44,7 +45,7 @@ class PipelineConfig:
     memory: str | int | None = None
     seq_len: int | None = None
     profile_seconds: float = 20.0
-    timeout: float = 300.0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.slices is not None and self.plan is not None:

@@ -62,6 +62,7 @@ def pipelined(
     recompute: Recompute = "none",
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
+    timeout: float = 300.0,
 ) -> "PipelinedModel":
     """Makes a causal LM of transformers run through a pipeline when it is called: on one device slice by slice, under
     torchrun over its ranks. ::
@@ -71,9 +72,11 @@ def pipelined(
         loss.backward()                       # gradients are in .grad, as ever
 
     ``rows`` sequences in a batch of ``seq_len`` tokens is what to plan for; batches of other shapes are cut alike.
-    ``recompute`` is for a ``config`` that does not say it. Call it before an optimizer is made, and with several
-    processes give the optimizer ``pipe.parameters()`` of what is returned. Processes that drew different random weights
-    all take those of the first.
+    ``recompute`` and ``timeout`` are for a ``config`` that does not say them.
+
+    Call it before an optimizer is made. With several processes give the optimizer ``pipe.parameters()`` of what is
+    returned, and call its ``gather()`` on all of them before the model itself is saved or generates text. Processes
+    that drew different random weights all take those of the first.
     """
     config = config or PipelineConfig(slices=slices)
     inner = without_wrapper(model)
@@ -85,7 +88,13 @@ def pipelined(
         decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
         plan = config.plan_for(decoder, layout, rows, seq_len, recompute)
         pipe = Pipeline(
-            decoder, plan, mesh=mesh, shard=layout.shard, vary="replan", device=device, timeout=config.timeout
+            decoder,
+            plan,
+            mesh=mesh,
+            shard=layout.shard,
+            vary="replan",
+            device=device,
+            timeout=config.timeout or timeout,
         )
     return PipelinedModel(model, inner, pipe, layout, router_losses=decoder.has_router_losses)
 
@@ -151,13 +160,14 @@ class PipelinedModel:
 
     @staticmethod
     def _is_generation(named: Mapping[str, Any]) -> bool:
-        return named.get("past_key_values") is not None or bool(named.get("use_cache")) or "logits_to_keep" in named
+        cached = named.get("past_key_values") is not None or bool(named.get("use_cache")) or "logits_to_keep" in named
+        return cached and not torch.is_grad_enabled()
 
     def _generating(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self._whole:
             raise ValueError(
                 "this rank has only its stage's weights as they are now; call gather() of the PipelinedModel on all "
-                "ranks before text is generated, or PipelineMixin's generate"
+                "ranks before text is generated"
             )
         return self._original(*arguments, **named)
 
@@ -169,6 +179,8 @@ class PipelinedModel:
 
     def forward(self, given: dict[str, Any], before: Callable[..., Any]) -> PipelineOutput:
         self._follow_modes()
+        if torch.is_grad_enabled():
+            self.updated()  # as an optimizer's step is likely to follow
         call = call_of(self._config, given)
         if given.get("fused_lm_head"):
             return self._scored(call, given, before)
@@ -217,6 +229,7 @@ class PipelinedModel:
         """A whole training step of cross-entropy, in any order. ``total`` is what to divide the sum over tokens by, of
         the number of labels that count here."""
         self._follow_modes()
+        self.updated()
         call = call_of(self._config, given)
         if call.labels is None:
             raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
@@ -255,7 +268,7 @@ class PipelinedModel:
     # Weights
 
     def updated(self) -> None:
-        """After the optimizer's step: other stages' weights in the model itself are old."""
+        """Other stages' weights in the model itself are old from now on."""
         self._whole = self._shares_all
 
     @torch.no_grad()
