@@ -33,7 +33,7 @@ from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
 
-TESTED = "tested with transformers 5.20 to 5.22, accelerate 1.15 and TRL 1.16"
+TESTED = "tested with transformers 5.22, accelerate 1.15 and TRL 1.16"
 ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of peft's layers
 
 
