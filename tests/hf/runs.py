@@ -130,8 +130,9 @@ def text(count: int, start: int = 0) -> list[str]:
 
 
 def halves(rows: list[str]) -> list[tuple[str, str]]:
-    words = [row.split() for row in rows]
-    return [(" ".join(row[:9]), " ".join(row[9:])) for row in words]
+    """Prompts of different lengths, which trainers pad on the left, and what follows them."""
+    cuts = [(row.split(), 5 + 2 * i % 7) for i, row in enumerate(rows)]
+    return [(" ".join(words[:cut]), " ".join(words[cut:])) for words, cut in cuts]
 
 
 def tuned(kind: str, folder: str, own: dict[str, Any] | None, **changes: Any) -> Run:
@@ -173,7 +174,9 @@ def _dpo(folder: Path, made: Any, changes: dict[str, Any]) -> tuple[Any, dict[st
 
     pairs = zip(halves(text(40)), halves(text(40, 5000)), strict=True)
     rows = [{"prompt": a, "chosen": b, "rejected": c} for (a, b), (_, c) in pairs]
-    config = DPOConfig(**options(folder) | {"gradient_checkpointing": False, "beta": 0.3} | changes)
+    config = DPOConfig(
+        **options(folder) | {"gradient_checkpointing": False, "beta": 0.3, "learning_rate": 5e-3} | changes
+    )
     return config, {"train_dataset": Dataset.from_list(rows), "ref_model": model()}
 
 

@@ -85,6 +85,16 @@ def test_gradients(name: str, size: int, ranks: Callable[[int], Ranks]) -> None:
             assert (gradient - gradients(model)[key]).abs().max().item() / largest < 2e-7, key
 
 
+def test_values_are_where_the_caller_knows_them(sliced: Any) -> None:
+    """Also those of rows that were moved over their padding."""
+    batch = padded(left=True)
+    del batch["labels"]
+    with torch.no_grad():
+        found, wanted = sliced(**batch).logits, runs.model()(**batch, use_cache=False).logits
+    real = batch["attention_mask"].bool()
+    assert torch.allclose(found[real], wanted[real])
+
+
 def test_the_model_generates_is_saved_and_comes_back(tmp_path: Any) -> None:
     model, whole = runs.model(), runs.model()
     made = pipelined(model, 4)

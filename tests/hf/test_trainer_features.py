@@ -96,7 +96,7 @@ def test_dpo_with_an_adapter_needs_no_reference(tmp_path: Path, ranks: Callable[
     given = {"model": with_adapter, "trainer": {"ref_model": None}}
     wanted = tuned("dpo", str(tmp_path / "plain"), None, **copy.copy(given))
     for found in ranks(2)(partial(tuned, **given), "dpo", str(tmp_path / "two"), {"slices": 5}):
-        check(found, wanted, 1e-5)
+        check(found, wanted, 1e-4)
 
 
 def test_bfloat16_is_autocast(tmp_path: Path) -> None:
