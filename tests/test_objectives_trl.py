@@ -13,6 +13,7 @@ from terapipe import Pipeline, Plan, losses
 from terapipe.hf import Decoder
 from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.modeling.stage import IGNORE
+from tests.hf.runs import tokenizer
 from tests.models import gradients
 from tests.ranks import Ranks
 
@@ -48,16 +49,6 @@ def labels() -> Tensor:
 
 def some(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 90)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def piped(loss_fn: str, targets: Any) -> Found:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from terapipe import Plan
 from terapipe.hf import PipelineConfig, UnsupportedModelError, pipelined
 from tests.hf import runs
 from tests.ranks import Ranks
@@ -229,8 +230,14 @@ def test_configurations() -> None:
         PipelineConfig(slices=4, plan="auto")
     with pytest.raises(ValueError, match="at least 1"):
         PipelineConfig(slices=0)
-    with pytest.raises(ValueError, match="needs plan='auto'"):
+    with pytest.raises(ValueError, match="need plan='auto'"):
         PipelineConfig(memory="1GiB")
+    with pytest.raises(ValueError, match="order is one of"):
+        PipelineConfig(order="sideways")
+    with pytest.raises(ValueError, match="they need plan='auto'"):
+        PipelineConfig(seq_len=64)
+    with pytest.raises(ValueError, match="says recompute already"):
+        PipelineConfig(plan=Plan((1,), ((8,),), (0, 4)), recompute="full")
     with pytest.raises(ValueError, match="needs 6 processes, got 4"):
         PipelineConfig(dp=2, pp=3).layout(4)
     with pytest.raises(ValueError, match="how long sequences are"):

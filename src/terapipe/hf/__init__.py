@@ -1,7 +1,7 @@
 """Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back, ``pipelined`` runs its forward
 through a pipeline. Needs transformers."""
 
-from terapipe.hf.options import PipelineConfig
+from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.pipelined import PipelinedModel, pipelined
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.decoder import Decoder

@@ -36,10 +36,6 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def process_index(self) -> int:
         return self.replica
 
-    @property
-    def is_main_process(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, next_token_labels
 
 Documents = tuple[tuple[int, ...], ...]
 # Without an effect on what a pipeline computes, or the same information again.
@@ -45,11 +44,6 @@ def moved(values: Tensor, shifts: Tensor) -> Tensor:
     return values[torch.arange(rows, device=values.device)[:, None], places]
 
 
-def next_tokens(labels: Tensor) -> Tensor:
-    """Labels as transformers' models take them, moved to the places that predict them."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-
-
 def call_of(config: Any, given: dict[str, Any]) -> Call:
     """``config``: of the model's text part. ``given``: what its forward was called with, by name."""
     given = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -62,7 +56,7 @@ def call_of(config: Any, given: dict[str, Any]) -> Call:
             if others
             else "a pipeline needs input_ids, got none"
         )
-    labels = shifted if shifted is not None or labels is None else next_tokens(labels)
+    labels = shifted if shifted is not None or labels is None else next_token_labels(labels)
     shifts = None
     if mask is not None:
         shifts = _padding(config, mask, labels, positions is not None)

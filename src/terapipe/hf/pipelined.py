@@ -1,7 +1,6 @@
 """A Hugging Face model whose forward runs through a pipeline: called, trained and saved like any other."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from terapipe.hf.agreement import agree_on_weights
 from terapipe.hf.calls import Call, call_of
-from terapipe.hf.options import PipelineConfig
+from terapipe.hf.fused_head import fused_head
 from terapipe.hf.own_loss import refuse_other_losses
-from terapipe.hf.scores import scores
+from terapipe.hf.pipeline_config import PipelineConfig
+from terapipe.hf.weights import agree_on_weights, gather_weights
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.decoder_stage import DecoderStage
@@ -30,10 +28,8 @@ from terapipe.planning.layout import Layout
 from terapipe.recompute import Recompute
 from terapipe.runtime.environment import device_of, rank_and_size
 from terapipe.runtime.mesh import device_mesh
-from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
 
-TESTED = "tested with transformers 5.22, accelerate 1.15 and TRL 1.16"
 ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of peft's layers
 
 
@@ -57,7 +53,7 @@ def pipelined(
     slices: int | None = None,
     *,
     config: PipelineConfig | None = None,
-    rows: int = 1,
+    batch_size: int = 1,
     seq_len: int | None = None,
     recompute: Recompute = "none",
     device: torch.device | str | None = None,
@@ -71,7 +67,7 @@ def pipelined(
         loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()                       # gradients are in .grad, as ever
 
-    ``rows`` sequences in a batch of ``seq_len`` tokens is what to plan for; batches of other shapes are cut alike.
+    ``batch_size`` and ``seq_len`` are what to plan for; batches of other shapes are cut alike.
     ``recompute`` and ``timeout`` are for a ``config`` that does not say them.
 
     Call it before an optimizer is made. With several processes give the optimizer ``pipe.parameters()`` of what is
@@ -86,7 +82,7 @@ def pipelined(
         agree_on_weights(inner, device)
     with unpatched(inner):
         decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
-        plan = config.plan_for(decoder, layout, rows, seq_len, recompute)
+        plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
         pipe = Pipeline(
             decoder,
             plan,
@@ -120,24 +116,22 @@ class PipelinedModel:
         self.router_losses, self._loss_checked = router_losses, False
         self.loss_only = False  # in evaluation: no logits beside the loss
         self._config = text_config(model.config)
-        self._original = original_forward(model)
+        self._original = MethodType(type(model).forward, model)
+        self._replaced = model.__dict__.get("forward", self._original)  # may have TRL's fused head
         own = {*self.model.parameters()}
         self._shares_all = layout.pp == 1 and all(p in own for p in pipe.parameters())
         self._whole = True  # whether the model itself has all weights as they are now
-        self._scores: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._adapters = self._adapter_pairs()
         self._install()
 
     def _install(self) -> None:
-        before = self.model.__dict__.get("forward", self._original)
-
         @functools.wraps(type(self.model).forward)
         def forward(owner: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
             if owner is not self.model:  # a copy of the model has no pipeline
                 return type(owner).forward(owner, *arguments, **named)
             if self._is_generation(named):
                 return self._generating(arguments, named)
-            return self.forward(self._by_name(arguments, named), before)
+            return self.forward(self._by_name(arguments, named))
 
         @functools.wraps(nn.Module.zero_grad)
         def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
@@ -177,13 +171,13 @@ class PipelinedModel:
             raise ValueError("call the model with named arguments: input_ids=..., attention_mask=..., labels=...")
         return {**({"input_ids": arguments[0]} if arguments else {}), **named}
 
-    def forward(self, given: dict[str, Any], before: Callable[..., Any]) -> PipelineOutput:
+    def forward(self, given: dict[str, Any]) -> PipelineOutput:
         self._follow_modes()
         if torch.is_grad_enabled():
             self.updated()  # as an optimizer's step is likely to follow
         call = call_of(self._config, given)
         if given.get("fused_lm_head"):
-            return self._scored(call, given, before)
+            return self._scored(call, given)
         if call.labels is None:
             return PipelineOutput(logits=self._values(call, raw_logits))
         loss = self._loss(call, given.get("num_items_in_batch"))
@@ -192,11 +186,11 @@ class PipelinedModel:
         return PipelineOutput(loss=loss, logits=self._values(call, raw_logits))
 
     def _values(self, call: Call, per_token: Callable[..., Any]) -> Any:
-        """Of each token, where the caller knows it. Losses are means over replicas, while pipelines sum gradients."""
+        """Of each token, at the places of the caller's input. Losses are means over replicas."""
         found = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
         if isinstance(found, Tensor):
-            return call.moved_back(_scaled(found, self.layout.dp))
-        return {name: call.moved_back(_scaled(value, self.layout.dp)) for name, value in found.items()}
+            return call.moved_back(_mean_over(self.layout.dp, found))
+        return {name: call.moved_back(_mean_over(self.layout.dp, value)) for name, value in found.items()}
 
     def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
         """As transformers' models for causal LMs compute it."""
@@ -209,14 +203,15 @@ class PipelinedModel:
         loss: Tensor = -log_probs.sum() / torch.as_tensor(total, device=log_probs.device)
         return loss
 
-    def _scored(self, call: Call, given: dict[str, Any], before: Callable[..., Any]) -> PipelineOutput:
+    @functools.cached_property
+    def _fused_head(self) -> Callable[..., Any]:
+        return fused_head(self._replaced)
+
+    def _scored(self, call: Call, given: dict[str, Any]) -> PipelineOutput:
         """As models that TRL gave a fused head answer: a value for each token that is predicted."""
         if given.get("output_router_logits"):
             raise ValueError("losses of routers are not supported with TRL's trainers; set router_aux_loss_coef=0.0")
-        key = fused_head(before)
-        if key not in self._scores:  # one function for each, by which the pipeline knows what it returns
-            self._scores[key] = functools.partial(scores, temperature=key[0], wanted=key[1])
-        found = self._values(call, self._scores[key])
+        found = self._values(call, self._fused_head)
         assert call.labels is not None
         found["label_mask"] = call.moved_back(call.labels != IGNORE)
         if given.get("shift_labels") is None:
@@ -271,26 +266,11 @@ class PipelinedModel:
         """Other stages' weights in the model itself are old from now on."""
         self._whole = self._shares_all
 
-    @torch.no_grad()
     def gather(self) -> None:
         """Brings the weights of all stages into the model itself, on every rank. All ranks must call it together."""
         if self._whole:
             return
-        pipe, here = self.pipe, self.pipe.rank
-        target = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
-        held = dict(pipe.named_parameters()) | dict(persistent_buffers(pipe.stages.values()))
-        with pipe.failing_together():
-            owners: dict[str, int] = {}
-            for rank, names in enumerate(pipe.gather(list(held))):
-                owners |= {name: rank for name in names if name not in owners}
-            for name, owner in owners.items():
-                value = held[name].detach() if owner == here else None
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                if value is None:
-                    value = torch.empty_like(target[name], device=pipe.device)
-                value = pipe.transport.broadcast(value.contiguous(), owner, f"the weight {name}")
-                if target[name] is not held.get(name):
-                    target[name].data.copy_(value)
+        gather_weights(self.pipe, self.model)
         self._whole = True
 
 
@@ -298,24 +278,11 @@ def raw_logits(logits: Tensor, labels: Any) -> Tensor:
     return logits
 
 
-def original_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    return type(model).forward.__get__(model)  # type: ignore[no-any-return]
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.number, None
-
-
-def _scaled(x: Tensor, number: int) -> Tensor:
-    """The same value, its gradient divided by a number."""
-    return x if number == 1 or not x.requires_grad else _Scale.apply(x, number)  # type: ignore[no-untyped-call]
+def _mean_over(number: int, x: Tensor) -> Tensor:
+    """The same value, its gradient divided by the number of replicas, over which pipelines sum."""
+    if number > 1 and x.requires_grad:
+        x.register_hook(lambda gradient: gradient / number)  # type: ignore[no-untyped-call]
+    return x
 
 
 @contextmanager
@@ -327,17 +294,3 @@ def unpatched(model: PreTrainedModel) -> Iterator[None]:
     finally:
         if patched is not None:
             model.__dict__["forward"] = patched
-
-
-def fused_head(forward: Callable[..., Any]) -> tuple[float, tuple[str, ...]]:
-    """Temperature and fields of the head that TRL's ``add_fused_lm_head`` put into a model's forward. Only the
-    variables of that function know them."""
-    known = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
-    if not {"temperature", "outputs", "cast_lm_head_to_fp32"} <= known.keys():
-        raise ValueError(
-            "the model was called with fused_lm_head=True, but its forward is not that of TRL's add_fused_lm_head; "
-            f"{TESTED}"
-        )
-    if known["cast_lm_head_to_fp32"]:
-        raise ValueError("cast_lm_head_to_fp32=True is not supported; leave it off")
-    return float(known["temperature"]), tuple(known["outputs"])

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from terapipe.hf.accelerator import PipelineAccelerator
-from terapipe.hf.options import PipelineConfig
-from terapipe.hf.pipelined import TESTED, PipelinedModel, pipelined, unpatched
+from terapipe.hf.fused_head import TESTED
+from terapipe.hf.pipeline_config import PipelineConfig
+from terapipe.hf.pipelined import PipelinedModel, pipelined, unpatched
 from terapipe.modeling.hf.refusals import refuse_unfit, without_wrapper
 from terapipe.modeling.hf.structure import is_classifier
 from terapipe.planning.layout import Layout
@@ -65,7 +66,7 @@ class PipelineMixin:
         self.pipelined: PipelinedModel | None = None
         self._predicting = False
         super().__init__(*arguments, **named)
-        _refuse(self._trainer, self.copies)
+        _refuse(self._trainer, self.ranks_per_replica)
 
     @property
     def _trainer(self) -> Any:
@@ -73,8 +74,8 @@ class PipelineMixin:
         return self
 
     @property
-    def copies(self) -> int:
-        """Processes that have the same batch: the ranks of one pipeline."""
+    def ranks_per_replica(self) -> int:
+        """Ranks that have the same batch."""
         return self.layout.devices // self.layout.dp
 
     # The pipeline
@@ -97,7 +98,7 @@ class PipelineMixin:
             outer = cast(nn.Module, trainer.model)
             self._stop_checkpointing()
             self.pipelined = pipelined(
-                outer, config=self.pipeline_config, rows=args.per_device_train_batch_size,
+                outer, config=self.pipeline_config, batch_size=args.per_device_train_batch_size,
                 seq_len=getattr(args, "max_length", None), recompute="full" if args.gradient_checkpointing else "none",
                 device=args.device, mesh=self._mesh, timeout=float(args.ddp_timeout),
             )  # fmt: skip
@@ -168,7 +169,7 @@ class PipelineMixin:
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Of this process; transformers adds them up."""
-        return int(super().floating_point_ops(inputs)) // self.copies  # type: ignore[misc]
+        return int(super().floating_point_ops(inputs)) // self.ranks_per_replica  # type: ignore[misc]
 
     def _generate_on_first(self, outer: Any) -> None:
         """While a trainer generates text, the whole model does it on the first rank of each pipeline, and sends it to
@@ -232,11 +233,8 @@ class PipelineMixin:
             group["lr"] = rate  # Pipeline.load leaves it as it is
 
     def _load_best_model(self) -> None:
-        best = Path(str(self._trainer.state.best_model_checkpoint))
-        if not (best / STATE).is_dir():
-            raise ValueError(f"load_best_model_at_end needs {best / STATE}, which save_only_model=True leaves out")
         made = self.make_pipeline()
-        made.pipe.load(best / STATE)
+        made.pipe.load(Path(str(self._trainer.state.best_model_checkpoint)) / STATE)
         made.updated()
         made.gather()
 
@@ -247,14 +245,15 @@ class PipelineMixin:
     def _get_train_sampler(self, *arguments: Any) -> Any:
         """With a generator of its own, where dropout moves that of each rank differently."""
         sampler = super()._get_train_sampler(*arguments)  # type: ignore[misc]
-        if self.copies > 1 and getattr(sampler, "generator", self) is None:
+        if self.ranks_per_replica > 1 and getattr(sampler, "generator", self) is None:
             seed = self._trainer.args.data_seed or self._trainer.args.seed
             sampler.generator = torch.Generator().manual_seed(seed)
         return sampler
 
 
-def _refuse(trainer: Any, copies: int) -> None:
-    """What a pipeline would ignore or get wrong, before training. ``copies``: ranks of a pipeline."""
+def _refuse(trainer: Any, ranks_per_replica: int) -> None:
+    """What a pipeline would ignore or get wrong, before training."""
+    several = ranks_per_replica > 1
     args = trainer.args
     inner = without_wrapper(trainer.model)
     with unpatched(inner):
@@ -265,14 +264,14 @@ def _refuse(trainer: Any, copies: int) -> None:
             "terapipe.Pipeline with losses.classification() or losses.reward_pairs()"
         )
     generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
-    if copies > 1 and generates:
+    if several and generates:
         raise ValueError(
             f"{type(trainer).__name__} generates text on every rank, so ranks of a pipeline would have different data; "
             "use one process, or PipelineGRPOTrainer"
         )
     best_only = args.load_best_model_at_end and args.save_only_model
-    synced = copies > 1 and getattr(args, "sync_ref_model", False)
-    rebalanced = copies > 1 and args.train_sampling_strategy == "batch_rebalance"
+    synced = several and getattr(args, "sync_ref_model", False)
+    rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
     named = {
         "save_only_model": ("load_best_model_at_end needs what it leaves out", best_only),
         "sync_ref_model": ("ranks have only their own stage's weights as they are; leave it off", synced),

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -137,7 +138,7 @@ class Executor:
     def forwards(self, batch: Batch, output_head: OutputHead, *, longest: int | None = None) -> None:
         """Those of a step, all of which must come before its first backward; ``backwards`` does the rest."""
         self._begin(batch, output_head, longest, train=True)
-        self._perform_all([run for run in self._lists.training if run[0].op in FORWARD])
+        self._perform_all(self._lists.forwards)
         self.at, self.is_pending = None, True
 
     def backwards(self, batch: Batch) -> None:
@@ -147,9 +148,13 @@ class Executor:
                 "the pipeline computed another batch since the forward of this one, and let go of what its backward "
                 "needs; call backward() before the next forward that needs gradients"
             )
-        self._perform_all([run for run in self._lists.training if run[0].op not in FORWARD])
+        self._perform_all(self._backward_runs)
         self._end()
         self.is_pending = False
+
+    @cached_property
+    def _backward_runs(self) -> list[Run]:
+        return [run for run in self._lists.training if run[0].op not in FORWARD]
 
     def _begin(self, batch: Batch, output_head: OutputHead, longest: int | None, *, train: bool) -> None:
         self._reset()

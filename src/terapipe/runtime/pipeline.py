@@ -1,7 +1,6 @@
 """The library's face: a model, a plan, and ``step``."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,35 +11,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terapipe.losses.objective import Objective, Targets
-from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.cache import longest_document
-from terapipe.modeling.main_grads import is_half, summed_in_float32
+from terapipe.modeling.main_grads import summed_in_float32
 from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
 from terapipe.runtime.admission import Admission, ModelChecks
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
 from terapipe.runtime.checkpoint.writer import ensure_channel
 from terapipe.runtime.environment import device_of
-from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
-from terapipe.runtime.forwards import Forwards
 from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import (
-    earlier_gradients_set_aside,
     gradient_sync,
     gradients_put_back,
-    hooks_when_complete,
     scale_gradients,
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
-from terapipe.runtime.last_stage import OutputHead, TokenOutputs
+from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.random_state import RandomState, share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.token_outputs import PerToken, Spread, unnamed, with_backward
+from terapipe.runtime.token_outputs import OutputBroadcast, TokenOutputSteps
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import Schedule
@@ -50,7 +43,7 @@ from terapipe.scheduling.timeline import Event, Timeline
 T = TypeVar("T")
 
 
-class Pipeline(Forwards):
+class Pipeline(TokenOutputSteps):
     """This process's part of a model that is trained by several, each sequence cut along its tokens.
 
     ::
@@ -129,7 +122,7 @@ class Pipeline(Forwards):
         if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
             ensure_channel(self._transport)
         self._generation = Generation(self.plan, self._sync, executors, self._transport)
-        self._spread = Spread(self._transport, self.plan.last_rank)
+        self._broadcast_outputs = OutputBroadcast(self._transport, self.plan.last_rank)
 
     def _make_stages(self, model: Splittable) -> dict[int, nn.Module]:
         cuts, parts = self.plan.boundaries, self._transport.tp_size
@@ -236,17 +229,6 @@ class Pipeline(Forwards):
         with self._gradients_added():
             return self._run(batch, train=True)
 
-    @contextmanager
-    def _gradients_added(self) -> Iterator[None]:
-        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``."""
-        held = list(self.parameters())
-        tied = set(self._tied.parameters)
-        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
-        with hooks_when_complete(held), earlier_gradients_set_aside(summed):
-            with summed_in_float32(held):
-                yield
-            self._tied.sum_gradients()
-
     def warm_up(self, plan: Plan | None = None) -> None:
         """One step on made-up numbers, without messages between stages. All ranks call it, and are at it at the same
         time: what is compiled, tuned or loaded when first used is ready before anybody has to wait for it. Gradients
@@ -279,66 +261,6 @@ class Pipeline(Forwards):
     ) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
         return self._run(self._admit("evaluate", input_ids, labels, documents, None, total), train=False)
-
-    def token_outputs(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        per_token: PerToken = token_log_probs,
-        documents: Documents | None = None,
-    ) -> Any:
-        """Values for each token of a batch, (rows, tokens, ...), on every rank, as a differentiable operation: any loss
-        may be computed from them, and its ``backward()`` runs the backwards of the pipeline. ::
-
-            log_probs = pipe.token_outputs(input_ids, labels)   # forwards
-            loss = my_loss(log_probs)                           # the same on every rank
-            loss.backward()                                     # gradients are in .grad
-
-        ``per_token(logits, labels)`` makes the values of a slice, a tensor or a dict of tensors, by default the
-        log-probability of each label; ``labels`` may be None if it does not need them (it then gets an empty dict).
-        Only the logits of one slice exist at a time, unless they are the values; their head runs again in the backward.
-
-        Any number of sequences of any length, cut as the plan cuts its own. All ranks must call it together, with the
-        same ``input_ids``, and call ``backward()`` together, before the next forward that needs gradients. The order of
-        the plan must have all forwards first. Gradients are summed over replicas. Under ``torch.no_grad()`` there are
-        only forwards.
-        """
-        train = torch.is_grad_enabled()
-        training = any(stage.training for stage in self.stages.values())
-        self._generation.check(self.stages.get(self.plan.num_stages - 1))
-        batch, executor = self._admission.outputs(input_ids, labels, documents, train=train, training=training)
-        if train and self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
-            self.warm_up(batch.plan)
-        head = TokenOutputs(per_token)
-        given = input_ids if input_ids is not None else labels
-        tokens = batch.plan.seq_len if given is None else given.shape[1]
-        with self.failing_together(), self._loss_parallel():
-            self._forwards(batch, executor, head, tokens, train)
-            found = self._spread(per_token, head, batch.plan.batch_size, batch.plan.seq_len)
-        if train:
-            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, gradients))
-        return unnamed({name: value[:, :tokens] for name, value in found.items()})
-
-    def _forwards(self, batch: Batch, executor: Executor, head: TokenOutputs, tokens: int, train: bool) -> None:
-        assert self._executors is not None
-        longest = longest_document(batch.documents, tokens)
-        if not train:
-            with self._executors.once(executor):
-                executor.run(batch, head, longest=longest, train=False)
-            if not any(kept.is_pending for kept in self._executors.kept):  # their backwards need whole parameters
-                self._sync.finish()
-            return
-        self._executors.begin(batch.plan)
-        if self._transport.tp_size > 1:
-            share_random_state(self._transport)
-        executor.forwards(batch, head, longest=longest)
-
-    def _backwards(self, batch: Batch, executor: Executor, head: TokenOutputs, gradients: dict[str, Tensor]) -> None:
-        with self.failing_together(), self._gradients_added(), self._loss_parallel():
-            if self.is_last:
-                head.set_gradients(unnamed(gradients))
-            executor.backwards(batch)
-            self._sync.finish()
 
     def count_labels(self, *batches: Tensor) -> int:
         """How many count, over all replicas. Of every pipeline the rank with the last stage calls it, with its own."""

@@ -1,22 +1,33 @@
-"""Values for each token as autograd sees them: forwards of a pipeline make them, and its backwards run when their
-gradients are known."""
+"""Values for each token as a differentiable operation: forwards of a pipeline compute them, and ``backward()`` runs its
+backwards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terapipe.losses.objective import Targets
+from terapipe.losses.tokens import token_log_probs
+from terapipe.modeling.cache import longest_document
+from terapipe.modeling.main_grads import is_half, summed_in_float32
+from terapipe.planning.slices import Plan
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.forwards import Forwards
+from terapipe.runtime.gradient_sync import earlier_gradients_set_aside, hooks_when_complete
+from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
+from terapipe.runtime.random_state import share_random_state
+from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
 
 PerToken = Callable[[Tensor, Targets], Tensor | Mapping[str, Tensor]]
 Described = list[tuple[str, tuple[int, ...], torch.dtype]]  # name, shape after (rows, tokens), dtype; one "" if unnamed
 
 
-class Spread:
-    """What the last stage found, on every rank of its pipeline."""
+class OutputBroadcast:
+    """Sends what the last stage computed to all ranks of its pipeline."""
 
     def __init__(self, transport: Transport, last_rank: int) -> None:
         self._transport, self._last_rank = transport, last_rank
@@ -49,7 +60,7 @@ def unnamed(values: dict[str, Tensor]) -> Any:
     return values.get("", values)
 
 
-class _Join(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
     """The values, connected to a function that gets their gradients."""
 
     @staticmethod
@@ -73,5 +84,88 @@ def with_backward(values: dict[str, Tensor], backward: Callable[[dict[str, Tenso
     def named(gradients: list[Tensor]) -> None:
         backward(dict(zip(names, gradients, strict=True)))
 
-    joined = _Join.apply(anchor, list(values.values()), named)  # type: ignore[no-untyped-call]
+    joined = _Differentiable.apply(anchor, list(values.values()), named)  # type: ignore[no-untyped-call]
     return dict(zip(names, joined, strict=True))
+
+
+class TokenOutputSteps(Forwards):
+    """A part of ``Pipeline``, which sets what is declared here."""
+
+    device: torch.device
+    _tied: TiedWeights
+    _is_warm: bool
+    _broadcast_outputs: OutputBroadcast
+
+    def warm_up(self, plan: Plan | None = None) -> None:
+        raise NotImplementedError
+
+    def token_outputs(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        per_token: PerToken = token_log_probs,
+        documents: Documents | None = None,
+    ) -> Any:
+        """Values for each token of a batch, (rows, tokens, ...), on every rank, as a differentiable operation: any loss
+        may be computed from them, and its ``backward()`` runs the backwards of the pipeline. ::
+
+            log_probs = pipe.token_outputs(input_ids, labels)   # forwards
+            loss = my_loss(log_probs)                           # the same on every rank
+            loss.backward()                                     # gradients are in .grad
+
+        ``per_token(logits, labels)`` makes the values of a slice, a tensor or a dict of tensors, by default the
+        log-probability of each label; ``labels`` may be None if it does not need them (it then gets an empty dict).
+        Only the logits of one slice exist at a time, unless they are the values; their head runs again in the backward.
+
+        Any number of sequences of any length, cut as the plan cuts its own. All ranks must call it together, with the
+        same ``input_ids``, and call ``backward()`` together, before the next forward that needs gradients. The order of
+        the plan must have all forwards first. Gradients are summed over replicas. Under ``torch.no_grad()`` there are
+        only forwards.
+        """
+        train = torch.is_grad_enabled()
+        training = any(stage.training for stage in self.stages.values())
+        self._generation.check(self.stages.get(self.plan.num_stages - 1))
+        batch, executor = self._admission.outputs(input_ids, labels, documents, train=train, training=training)
+        if train and self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
+            self.warm_up(batch.plan)
+        head = TokenOutputs(per_token)
+        given = input_ids if input_ids is not None else labels
+        tokens = batch.plan.seq_len if given is None else given.shape[1]
+        with self.failing_together(), self._loss_parallel():
+            self._forwards(batch, executor, head, tokens, train)
+            found = self._broadcast_outputs(per_token, head, batch.plan.batch_size, batch.plan.seq_len)
+        if train:
+            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, gradients))
+        return unnamed({name: value[:, :tokens] for name, value in found.items()})
+
+    def _forwards(self, batch: Batch, executor: Executor, head: TokenOutputs, tokens: int, train: bool) -> None:
+        assert self._executors is not None
+        longest = longest_document(batch.documents, tokens)
+        if not train:
+            with self._executors.once(executor):
+                executor.run(batch, head, longest=longest, train=False)
+            if not any(kept.is_pending for kept in self._executors.kept):  # their backwards need whole parameters
+                self._sync.finish()
+            return
+        self._executors.begin(batch.plan)
+        if self._transport.tp_size > 1:
+            share_random_state(self._transport)
+        executor.forwards(batch, head, longest=longest)
+
+    def _backwards(self, batch: Batch, executor: Executor, head: TokenOutputs, gradients: dict[str, Tensor]) -> None:
+        with self.failing_together(), self._gradients_added(), self._loss_parallel():
+            if self._transport.rank == self.plan.last_rank:
+                head.set_gradients(unnamed(gradients))
+            executor.backwards(batch)
+            self._sync.finish()
+
+    @contextmanager
+    def _gradients_added(self) -> Iterator[None]:
+        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``."""
+        held = list(self.parameters())
+        tied = set(self._tied.parameters)
+        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
+        with hooks_when_complete(held), earlier_gradients_set_aside(summed):
+            with summed_in_float32(held):
+                yield
+            self._tied.sum_gradients()

@@ -52,8 +52,16 @@ class PipelineConfig:
             raise ValueError("slices and plan both say how to cut sequences; give one of them")
         if self.slices is not None and self.slices < 1:
             raise ValueError(f"slices must be at least 1, got {self.slices}")
-        if self.memory is not None and self.plan != "auto":
-            raise ValueError("memory is a budget to plan for; it needs plan='auto'")
+        if self.order not in ORDERS:
+            raise ValueError(f"order is one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.plan != "auto" and (self.memory, self.seq_len) != (None, None):
+            raise ValueError("memory and seq_len are what to plan for; they need plan='auto'")
+        said = {"microbatch_size": self.microbatch_size, "recompute": self.recompute, "pp": self.pp}
+        if isinstance(self.plan, PlanResult):
+            said |= {"dp": self.dp > 1, "tp": self.tp > 1, "shard": self.shard}
+        twice = [name for name, value in said.items() if value]
+        if isinstance(self.plan, Plan | PlanResult) and twice:
+            raise ValueError(f"the plan says {' and '.join(twice)} already; leave them out, or change the plan")
 
     def layout(self, processes: int) -> Layout:
         """Of all processes."""
@@ -69,32 +77,34 @@ class PipelineConfig:
             )
         return found
 
-    def plan_for(self, decoder: Decoder, layout: Layout, rows: int, seq_len: int | None, recompute: Recompute) -> Plan:
+    def plan_for(
+        self, decoder: Decoder, layout: Layout, batch_size: int, seq_len: int | None, recompute: Recompute
+    ) -> Plan:
         """For batches of so many sequences. ``seq_len`` and ``recompute`` are for what this does not say itself."""
-        if isinstance(self.plan, PlanResult):
-            return self.plan.plan
-        if isinstance(self.plan, Plan):
-            return self.plan
+        if isinstance(self.plan, Plan | PlanResult):
+            return self.plan if isinstance(self.plan, Plan) else self.plan.plan
         recompute = self.recompute or recompute
         if self.plan == "auto":
-            return self._planned(decoder, layout, rows, self.seq_len or seq_len, recompute)
+            return self._planned(decoder, layout, batch_size, self.seq_len or seq_len, recompute)
         slices = self.slices or max(8, 4 * layout.pp)
-        size = self.microbatch_size or (rows if layout.pp == 1 else 1)
+        size = self.microbatch_size or (batch_size if layout.pp == 1 else 1)
         layers, head = decoder.products()
         chunks = ORDERS[self.order].chunks or 1
         return Plan.uniform(
-            batch_size=rows, seq_len=slices * max(NOMINAL, decoder.shortest), microbatch_size=min(size, rows),
-            boundaries=balance(layers, layout.pp * chunks, last=head), num_slices=slices, order=self.order,
-            chunks=chunks, recompute=recompute,
+            batch_size=batch_size, seq_len=slices * max(NOMINAL, decoder.shortest), num_slices=slices,
+            microbatch_size=min(size, batch_size), boundaries=balance(layers, layout.pp * chunks, last=head),
+            order=self.order, chunks=chunks, recompute=recompute,
         )  # fmt: skip
 
-    def _planned(self, decoder: Decoder, layout: Layout, rows: int, seq_len: int | None, recompute: Recompute) -> Plan:
+    def _planned(
+        self, decoder: Decoder, layout: Layout, batch_size: int, seq_len: int | None, recompute: Recompute
+    ) -> Plan:
         if seq_len is None:
             raise ValueError("plan='auto' must know how long sequences are; give PipelineConfig(seq_len=...)")
-        sizes: Sequence[int] = (self.microbatch_size or (rows if layout.pp == 1 else 1),)
+        sizes: Sequence[int] = (self.microbatch_size or (batch_size if layout.pp == 1 else 1),)
         profile = api.profile(decoder, seq_len=seq_len, microbatch_sizes=sizes, seconds=self.profile_seconds)
         found = api.plan(
-            decoder, profile, batch_size=rows * layout.dp, seq_len=seq_len, memory=self.memory, dp=layout.dp,
+            decoder, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, memory=self.memory, dp=layout.dp,
             pp=layout.pp, tp=layout.tp, shard=layout.shard, order=self.order, microbatch_size=sizes[0],
             recompute=self.recompute or (None if self.memory is not None else recompute),
         )  # fmt: skip

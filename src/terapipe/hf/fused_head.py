@@ -1,6 +1,9 @@
-"""Values for each token that TRL's trainers compute their losses and metrics from."""
+"""TRL's fused LM head: values for each token that its trainers compute losses and metrics from."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from terapipe.losses.objective import Targets
 from terapipe.losses.tokens import labels_of
 from terapipe.modeling.stage import IGNORE
 
-FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+TESTED = "tested with transformers 5.22, accelerate 1.15 and TRL 1.16"
 
 
 def scores(logits: Tensor, targets: Targets, *, temperature: float, wanted: Sequence[str]) -> dict[str, Tensor]:
@@ -31,3 +34,17 @@ def scores(logits: Tensor, targets: Targets, *, temperature: float, wanted: Sequ
         if "is_top1" in wanted:
             found["is_top1"] = scaled.argmax(-1) == labels
     return {name: value.masked_fill(~counts, 0) for name, value in found.items()}
+
+
+def fused_head(forward: Callable[..., Any]) -> Callable[[Tensor, Targets], dict[str, Tensor]]:
+    """What the head computes that TRL's ``add_fused_lm_head`` put into a model's forward. Its temperature and fields
+    are in the variables of that function only."""
+    known = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
+    if not {"temperature", "outputs", "cast_lm_head_to_fp32"} <= known.keys():
+        raise ValueError(
+            "the model was called with fused_lm_head=True, but its forward is not that of TRL's add_fused_lm_head; "
+            f"{TESTED}"
+        )
+    if known["cast_lm_head_to_fp32"]:
+        raise ValueError("cast_lm_head_to_fp32=True is not supported; leave it off")
+    return partial(scores, temperature=float(known["temperature"]), wanted=tuple(known["outputs"]))
