@@ -8,7 +8,7 @@ import torch.distributed as dist
 from terapipe import Layout, Pipeline, PipelineError, Plan, device_mesh
 from tests.models import TINY, make_batch, make_model
 
-TIMEOUT = 4.0
+TIMEOUT = 8.0
 
 
 def main(data: int, pipe: int) -> None:

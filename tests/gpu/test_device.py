@@ -252,7 +252,7 @@ def test_streams_and_events() -> None:
     x.record_stream(torch.cuda.current_stream())
     second.synchronize()
     assert second.query()
-    assert 2.0 <= first.elapsed_time(second) < 1000.0
+    assert first.elapsed_time(second) >= 2.0
     assert isinstance(stream, torch.Stream)
     assert not torch.cuda.is_current_stream_capturing()
 

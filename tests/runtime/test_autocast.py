@@ -228,7 +228,7 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
 
     Wire.pack = noted  # type: ignore[method-assign]
     try:
-        pipe = Pipeline(model, plan_for(order, recompute=False), timeout=60.0)
+        pipe = Pipeline(model, plan_for(order, recompute=False), timeout=300.0)
         with torch.autocast("cpu", torch.bfloat16):
             _ = pipe.evaluate(*batch()) if evaluated else None
         results = [stepped(pipe), stepped(pipe)]

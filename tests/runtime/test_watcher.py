@@ -1,6 +1,7 @@
 """The thread that notices failures on GPUs, by itself: transfers that do not end, silent ranks, failures elsewhere."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from terapipe.runtime import watcher
+from terapipe.runtime.environment import host_name
 from terapipe.runtime.watcher import Watcher
 
 LONG = 300.0
@@ -72,7 +74,7 @@ def alive(store: Any, stop: threading.Event) -> Callable[[], None]:
         beat = 0
         while not stop.wait(0.01):
             beat += 1
-            store.set("beat1", str(beat))
+            store.set("beat1", f"{beat} {os.getpid()} {host_name()}")
 
     return run
 
@@ -83,8 +85,8 @@ def test_a_transfer_that_does_not_end_is_told_with_its_peer() -> None:
     living.start()
     watching = owner.watched(store, 0.2)
     through = Transfer()
-    watching.watch(through, (1,), "the first")
     through.done = True
+    watching.watch(through, (1,), "the first")
     watching.watch(Transfer(), (1,), "the second")
     assert owner.event.wait(LONG)
     stop.set()
@@ -94,13 +96,37 @@ def test_a_transfer_that_does_not_end_is_told_with_its_peer() -> None:
     assert seconds > 0.2
 
 
-def test_a_silent_rank_is_dead_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "SILENCE", 0.2)
-    owner = Owner()
-    owner.watched(dist.HashStore(), LONG).watch(Transfer(), (1,), "a message")
+def ended() -> int:
+    """The number of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("patience", ["SILENCE", "BUSY"])
+def test_a_silent_rank_is_dead_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch, patience: str) -> None:
+    place = {"SILENCE": f"{ended()} {host_name()}", "BUSY": "1 elsewhere"}[patience]
+    monkeypatch.setattr(watcher, "SILENCE", LONG)
+    monkeypatch.setattr(watcher, "BUSY", LONG)
+    monkeypatch.setattr(watcher, patience, 0.2)
+    store, owner = dist.HashStore(), Owner()
+    store.set("beat1", f"1 {place}")
+    owner.watched(store, LONG).watch(Transfer(), (1,), "a message")
     assert owner.event.wait(LONG)
     kind, why, peers, _, is_dead = owner.said[0]
     assert (kind, why, peers, is_dead) == ("failed", "a message", (1,), True)
+
+
+def test_a_process_that_is_held_up_is_not_dead() -> None:
+    """Saving a large model may hold the interpreter for longer: nothing is heard, but the process is there."""
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    assert watcher._has_ended(f"1 {zombie.pid} {host_name()}")
+    zombie.wait()
+    assert watcher._has_ended(f"1 {zombie.pid} {host_name()}")
+    assert not watcher._has_ended(f"1 {os.getpid()} {host_name()}")
+    assert not watcher._has_ended(f"1 {zombie.pid} elsewhere")
+    assert not watcher._has_ended(""), "a rank that has not given a sign yet"
 
 
 def test_a_failure_elsewhere_is_heard() -> None:

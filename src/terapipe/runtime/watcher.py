@@ -6,20 +6,37 @@ is wrong it tells the transport, which aborts its communicators: whatever waits 
 raises what all ranks know.
 """
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from terapipe.runtime.environment import host_name
+
 BEAT = 0.5  # seconds between looks
 LEAVE = 2.0  # seconds that the end of the process waits for the thread
-SILENCE = 10.0  # seconds without a sign of life after which a process is taken for dead
+SILENCE = 10.0  # seconds without a sign of life after which a process that its host does not have is dead
+BUSY = 60.0  # and any other process: the interpreter may be held for a while, and a machine may be busy
+
+
+def _has_ended(beat: str) -> bool:
+    """Whether it came from a process of this host that is no more. False if that cannot be known."""
+    _, pid, host = beat.split(" ", 2) if beat else ("", "", "")
+    if host != host_name() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "XZ"  # dead, or a zombie
 
 
 def _end(stopped: threading.Event, thread: threading.Thread) -> None:
@@ -79,7 +96,7 @@ class Watcher:
         while not self._stopped.wait(BEAT):
             beat += 1
             try:
-                self._store.set(f"beat{self._rank}", str(beat))
+                self._store.set(f"beat{self._rank}", f"{beat} {os.getpid()} {host_name()}")
                 alarmed = self._look()
             except RuntimeError:  # the store went down with the rank that hosted it
                 alarmed = self._tell(self._failed, "the store of the job", (), 0.0, True)
@@ -115,7 +132,7 @@ class Watcher:
             known, since = self._beats.get(rank, (None, 0.0))
             if beat != known:
                 self._beats[rank] = beat, time.monotonic()
-            elif time.monotonic() - since > SILENCE:
+            elif time.monotonic() - since > (SILENCE if _has_ended(beat.decode()) else BUSY):
                 found.append(rank)
         return tuple(found)
 
