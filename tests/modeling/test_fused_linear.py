@@ -153,3 +153,25 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeferredGrad, "product", lambda self: self.left.t() @ self.right * 1.01)
     with pytest.raises(UnsupportedModelError, match="gradients differ"):
         Decoder(small_model(small_config("llama")))
+
+
+class Halved(Tensor):
+    """A tensor class with products of its own, as low precision training has them."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return 0.5 * found if function is nn.functional.linear else found
+
+
+def test_weights_with_products_of_their_own_are_left_alone() -> None:
+    linear, cache = nn.Linear(4, 3, bias=False), SliceCache(5)
+    weight = linear.weight.detach()
+    linear.weight = nn.Parameter(weight.as_subclass(Halved))
+    x = torch.randn(2, 5, 4)
+    cache.begin(0, 5)
+    with FusedLinears(linear, ()).over(cache):
+        out = linear(x)
+    out.sum().backward()
+    assert torch.allclose(out.as_subclass(Tensor), 0.5 * x @ weight.t())
+    assert torch.allclose(linear.weight.grad, 0.5 * x.sum((0, 1)).expand(3, 4))  # type: ignore[arg-type]

@@ -31,11 +31,13 @@ class _FusedLinear(nn.Linear):
 
 
 def _fuses(x: Tensor, weight: Tensor) -> bool:
-    """A frozen weight has no gradient. One that is computed from others (parametrizations), and one with hooks that
-    want to see each gradient (``register_hook``), are left to autograd."""
+    """A frozen weight has no gradient. One that is computed from others (parametrizations), one with hooks that want to
+    see each gradient (``register_hook``), and one of a tensor class with products of its own (low precision training)
+    are left to autograd."""
     if (
         not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled())
         or weight._backward_hooks
+        or type(weight) not in (nn.Parameter, Tensor, DTensor)
         or x.ndim < 2
     ):
         return False

@@ -27,10 +27,10 @@ class DeferredGrad(NamedTuple):
     """One slice's part of a weight's gradient, not yet multiplied out."""
 
     weight: Tensor
-    left: (
-        Tensor  # gradients of the layer's output, one row for each token; its input, if the weight is (inputs, outputs)
-    )
-    right: Tensor  # the layer's input, likewise; or those gradients
+    # Gradients of the layer's output, one row for each token, and its input. If the weight is (inputs, outputs), the
+    # other way round.
+    left: Tensor
+    right: Tensor
     to_main_grad: bool = False  # adds to a sum in float32, see main_grads.py
 
     def add(self) -> None:
