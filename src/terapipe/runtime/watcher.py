@@ -23,12 +23,12 @@ from terapipe.runtime.environment import host_name
 
 BEAT = 0.5  # seconds between looks
 LEAVE = 2.0  # seconds that the end of the process waits for the thread
-SILENCE = 10.0  # seconds without a sign of life after which a process that its host does not have is dead
-BUSY = 60.0  # and any other process: the interpreter may be held for a while, and a machine may be busy
+SILENCE = 10.0  # seconds without a sign of life after which a rank is dead whose process has ended on this host
+BUSY = 60.0  # the same for any other rank: its interpreter may be held, or its machine be busy
 
 
 def _has_ended(beat: str) -> bool:
-    """Whether it came from a process of this host that is no more. False if that cannot be known."""
+    """Whether the process that gave this sign of life has ended. False if it is on another host, or none was given."""
     _, pid, host = beat.split(" ", 2) if beat else ("", "", "")
     if host != host_name() or not Path("/proc/self/stat").exists():
         return False
