@@ -1,4 +1,5 @@
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tests.ranks import Ranks
 from tests.seldom import mark_seldom
 
 torch.set_num_threads(1)
+ENDING = 60.0  # seconds that processes have to end after what they served: a killed browser's helpers need a moment
 # The same examples every time; `make test-all` looks for others, from a seed that it prints.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", print_blob=True, deadline=None)
@@ -38,7 +40,9 @@ def _no_process_is_left() -> Iterator[None]:
     name, _, value = mark.partition("=")
     os.environ[name] = value
     yield
-    left = started_with(mark)
+    deadline = time.monotonic() + ENDING
+    while (left := started_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not left, f"tests left processes behind: {left}"
 
 
