@@ -23,7 +23,7 @@ ALLOWED = {
     "reporting": {"files", "planning", "recompute", "scheduling", "search"},
     "modeling": {"presets", "recompute"},
     "losses": {"modeling"},
-    "runtime": {"files", "presets", "planning", "scheduling", "modeling", "losses"},
+    "runtime": {"files", "presets", "planning", "recompute", "scheduling", "modeling", "losses"},
     "launch": {"planning", "runtime"},
     "doctor": {"api", "launch", "modeling", "planning", "presets", "reporting", "runtime"},
     "config": {"planning"},
@@ -33,12 +33,12 @@ ALLOWED = {
     },
     "cli": {
         "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",
-        "runtime", "launch", "doctor", "training", "verify", "recompute",
+        "runtime", "launch", "doctor", "training", "verify_types", "recompute",
     },
     "api": {"presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
     "__init__": {"api", "presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
     "hf": {"api", "losses", "planning", "modeling", "recompute", "runtime", "scheduling", "search"},
-    "verify": {"planning", "modeling", "runtime", "launch"},
+    "verify_types": {"planning", "modeling", "runtime", "launch"},
     "__main__": {"cli"},
 }  # fmt: skip
 # Imported inside functions only. Timelines and results have methods that draw them, and what draws imports them.

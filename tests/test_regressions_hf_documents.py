@@ -27,7 +27,7 @@ from terapipe.modeling.hf.structure import find_structure
 from terapipe.modeling.hf.verification import BOUND, verify
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.verify import config_of
+from terapipe.verify_types import config_of
 
 Starts = tuple[tuple[int, ...], ...]
 
@@ -251,7 +251,7 @@ def test_all_types_are_counted_and_confirmed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``verify --all`` never ran documents."""
-    monkeypatch.setattr("terapipe.verify.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
+    monkeypatch.setattr("terapipe.verify_types.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
     assert main(["verify", "--all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["whole"] == {"exact": 3, "refused": 1, "wrong": 0}

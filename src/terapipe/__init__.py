@@ -6,7 +6,7 @@ Importing this module never loads torch; the names that need it are loaded when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from terapipe.api import compare, document_planner, dry_run, estimate, plan, profile, simulate
+from terapipe.api import compare, document_planner, dry_run, estimate, plan, profile, simulate, verify
 from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from terapipe.modeling.cache import SliceCache
     from terapipe.modeling.gpt import GPT
     from terapipe.modeling.stage import Stage, fill_batch, next_token_labels
+    from terapipe.modeling.verification import Verification
     from terapipe.runtime.dry_run import DryRun
     from terapipe.runtime.failures import PipelineError
     from terapipe.runtime.mesh import device_mesh
@@ -45,6 +46,7 @@ _NEEDS_TORCH = {
     "Stage": "terapipe.modeling.stage",
     "fill_batch": "terapipe.modeling.stage",
     "device_mesh": "terapipe.runtime.mesh",
+    "Verification": "terapipe.modeling.verification",
     "attend": "terapipe.modeling.attention",
     "next_token_labels": "terapipe.modeling.stage",
 }
@@ -77,6 +79,7 @@ __all__ = [
     "SliceCache",
     "Stage",
     "Timeline",
+    "Verification",
     "attend",
     "balance",
     "compare",
@@ -94,6 +97,7 @@ __all__ = [
     "simulate",
     "split_layers",
     "validate",
+    "verify",
 ]
 
 

@@ -1,8 +1,8 @@
-"""The planner as functions: profile, plan, compare, estimate, simulate, document_planner, dry_run. The command line
-and the trainer use them.
+"""The library as functions: verify, profile, plan, compare, estimate, simulate, document_planner, dry_run. The command
+line and the trainer use them.
 
-Importing this module does not load torch. ``profile`` and ``dry_run`` load it, and so does planning for a model that is
-not a preset.
+Importing this module does not load torch. ``verify``, ``profile`` and ``dry_run`` load it, and so does planning for a
+model that is not a preset.
 """
 
 import time
@@ -34,6 +34,7 @@ from terapipe.search.table import CostTable, choose_by_table
 
 if TYPE_CHECKING:
     from terapipe.modeling.stage import Splittable
+    from terapipe.modeling.verification import Verification
     from terapipe.runtime.dry_run import DryRun
 
 Costs = Profile | Cluster | CostTable | str
@@ -74,6 +75,22 @@ def profile(
     sizes = tuple(microbatch_sizes)
     profiler = Profiler(built, layers=share, seq_len=seq_len, sizes=sizes, shape=shape, max_tokens=max_tokens)
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
+
+
+def verify(model: "Splittable", *, num_stages: int = 2, slice_lengths: Sequence[int] = (9, 1, 12, 7)) -> "Verification":
+    """Tests in this process whether a model of your own is exact: loss and gradients in slices and stages equal those
+    of the whole model.
+
+    - ``model``: a model that ``Pipeline`` takes. Its weights, gradients, buffers and modes stay as they are.
+    - ``num_stages``: number of stages to cut it into.
+    - ``slice_lengths``: tokens of the slices. Take others if your layers need longer slices or multiples of a length.
+
+    A model of up to 64M parameters is copied in float64, a larger one runs as it is. The result names what differs, in
+    which layer, and the likely mistake; ``Pipeline`` runs a shorter form of this check before the first step.
+    """
+    from terapipe.modeling.verification import verify as verify_model
+
+    return verify_model(model, num_stages=num_stages, slice_lengths=slice_lengths)
 
 
 def plan(

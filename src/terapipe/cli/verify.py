@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
     _load_transformers()
     _refuse_without_gpu(parsed.device)
     from terapipe.modeling.hf.comparison import lengths
-    from terapipe.verify import verify_model
+    from terapipe.verify_types import verify_model
 
     lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
     if parsed.all:
@@ -93,7 +93,7 @@ def _all(parsed: argparse.Namespace) -> int:
     from importlib import metadata
 
     from terapipe.modeling.hf.verification import BOUND
-    from terapipe.verify import count, count_uses, verify_all
+    from terapipe.verify_types import count, count_uses, verify_all
 
     results, wrong, with_dropout = [], Counter[str](), 0
     confirms = parsed.tp == 1 and parsed.device == "cpu"

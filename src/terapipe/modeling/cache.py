@@ -135,7 +135,15 @@ class SliceCache:
 
     def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
         """Output and log-sum-exps of the layer's first forward, if this is the second."""
-        return self._attention.pop((layer, self.context)) if self._checkpointed == "again" else None
+        if self._checkpointed != "again":
+            return None
+        out, lse = self._attention.pop((layer, self.context))
+        if out._version:  # autograd would notice if it had been saved there
+            raise RuntimeError(
+                f"the output of attend(layer={layer!r}) was changed in place, but the layer's recomputation needs it; "
+                "write out = out * 2 in place of out *= 2"
+            )
+        return out, lse
 
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
         """In the first forward of a layer that is computed again."""

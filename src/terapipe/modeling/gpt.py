@@ -150,6 +150,13 @@ class GPT(nn.Module):
         return self.config.layers
 
     @property
+    def is_verified(self) -> bool:
+        """Whether it is the model that the tests prove exact: no subclass, no other modules, no hooks."""
+        kinds = {GPT, Attention, Block, Linear, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleDict}
+        hooked = (m._forward_hooks or m._forward_pre_hooks for m in self.modules())
+        return all(type(m) in kinds for m in self.modules()) and not any(hooked)
+
+    @property
     def tied(self) -> tuple[str, ...]:
         return ("embedding.weight", "head.weight") if self.config.tied else ()
 

@@ -77,7 +77,8 @@ class Splittable(Protocol):
     - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
       recomputation ("selective", "full");
     - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
-      of batches that are filled up.
+      of batches that are filled up;
+    - ``is_verified``: True says that slices of it are known to be exact, and ``Pipeline`` need not check them.
     """
 
     @property

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from terapipe.losses.objective import Targets, labels_in
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Splittable
+from terapipe.modeling.verification import check_stage
 from terapipe.planning.slices import Plan
+from terapipe.recompute import Recompute
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Terms, agree, check_total, checksum, lone_checksums
@@ -24,11 +26,33 @@ from terapipe.runtime.transport import Transport
 class ModelChecks:
     """What a model may say of the batches that it is exact with; see Splittable."""
 
-    def __init__(self, model: object) -> None:
+    def __init__(self, model: Splittable) -> None:
+        self._model = model
+        self.is_verified: bool = getattr(model, "is_verified", False)  # before stages change the model's modules
         self._slices: Any = getattr(model, "check_slices", lambda shortest, recompute: None)
         self._step: Any = getattr(model, "check_step", lambda **_: None)
+        self._refused_modes: dict[Recompute, str] = {}  # of recomputation, and why
+        self._whole_only = False  # whether slices were never checked
+
+    def stage(self, stage: nn.Module, k: int, plan: Plan, *, own_loss: bool) -> None:
+        """Checks a stage of a model that nobody has verified yet. Raises ValueError if it would train wrongly."""
+        if self.is_verified:
+            return
+        self._whole_only = all(len(row) == 1 for row in plan.lengths)
+        first, last = k == 0, k == plan.num_stages - 1
+        self._refused_modes |= check_stage(
+            self._model, stage, first=first, last=last, own_loss=own_loss, plan_lengths=plan.lengths
+        )
 
     def plan(self, plan: Plan) -> None:
+        for mode, reason in self._refused_modes.items():
+            if mode in plan.recompute_modes:
+                raise ValueError(f"this model cannot be trained with recompute={mode!r}: {reason}; take another mode")
+        if self._whole_only and any(len(row) > 1 for row in plan.lengths):
+            raise ValueError(
+                "slices of this model were not checked, because the pipeline's own plan cuts no sequence; make the "
+                "Pipeline with a plan that has slices"
+            )
         self._slices(min(map(min, plan.lengths)), tuple(mode for mode in plan.recompute_modes if mode != "none"))
 
     def step(self, documents: Documents, *, training: bool, padded: bool) -> None:

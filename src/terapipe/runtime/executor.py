@@ -14,6 +14,7 @@ from torch import Tensor
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
+from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
@@ -21,7 +22,6 @@ from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.last_stage import OutputHead
-from terapipe.runtime.random_state import RandomState
 from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire

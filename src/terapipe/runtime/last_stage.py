@@ -1,5 +1,6 @@
 """What the last stage makes of its hidden states: losses and their gradients, or values for each token."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -8,13 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets
+from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets, labels_in
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import HasHead, Predictor, Stage
+from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.stage import IGNORE, HasHead, Predictor, Stage
 from terapipe.planning.slices import Slice
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.random_state import RandomState
 
 Metrics = dict[str, Tensor]
 
@@ -83,9 +84,25 @@ class TokenLosses(_Base):
         return self._gradients.pop(s)
 
     def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
+        whole = self._try(stage, batch, hidden, few)
+        if few.length == 1:
+            return
+        one, two = (few._replace(context=few.context + i, length=1) for i in range(2))
+        again = self._try(stage, batch, hidden, few)
+        parts = sum(self._try(stage, batch, hidden[:, :1], s) for s in (one, two))
+        # A loss that draws random numbers differs from call to call, and cannot be compared.
+        same = math.isclose(whole, parts, rel_tol=0.05, abs_tol=1e-6)
+        if math.isclose(whole, again) and math.isfinite(parts) and not same:
+            raise ValueError(
+                "the loss of a slice must be the sum over its tokens, so that losses of slices add up, got "
+                f"{whole:.4g} for two tokens that have {parts:.4g} in sum when each is alone; do not take a mean "
+                "(reduction='sum'): the step divides by the number of labels in the whole batch"
+            )
+
+    def _try(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> float:
         with self._autocast.on():
             returned = self._slice_loss(stage, hidden, batch.cut(few))
-        scalar(returned, hidden.requires_grad)
+        return scalar(returned, hidden.requires_grad)[0].item()
 
 
 class _TwoPhases(_Base):
@@ -288,13 +305,22 @@ def _joined(parts: Sequence[Any], dim: int) -> Any:
     return tree_unflatten([torch.cat(columns, dim) for columns in zip(*leaves, strict=True)], form)
 
 
+def _first_pair(batch: Batch) -> int:
+    """Where the first two neighboring labels lie that count; 0 if there are none."""
+    labels = labels_in(batch.targets)
+    if labels is None or labels.ndim != 2 or labels.shape[1] < 2:
+        return 0
+    counted = labels[0] != IGNORE
+    return int((counted[:-1] & counted[1:]).int().argmax())
+
+
 def try_out(
     output_head: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype, *, train: bool
 ) -> None:
     """Calls an objective with made-up hidden states of a few tokens, to refuse what it returns before anything is
     sent. Nothing changes by it."""
     device = next(iter(tree_leaves(batch.targets))).device
-    few = Slice(0, 0, 0, 1, 0, min(2, batch.plan.seq_len))
+    few = Slice(0, 0, 0, 1, _first_pair(batch), min(2, batch.plan.seq_len))
     hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device)
     output_head._autocast = Autocast.current(device)
     with RandomState.now(device).restored(), torch.set_grad_enabled(train):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from terapipe.losses.objective import Objective, Targets
 from terapipe.modeling.main_grads import summed_in_float32
+from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
 from terapipe.runtime.admission import Admission, ModelChecks
@@ -31,7 +32,7 @@ from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.mesh import ALL, DP, TP
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.objective import PipelineObjective
-from terapipe.runtime.random_state import RandomState, share_random_state
+from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.token_outputs import OutputBroadcast, TokenOutputSteps
 from terapipe.runtime.transport import Transport
@@ -70,6 +71,9 @@ class Pipeline(TokenOutputSteps):
     ``loss_fn(logits, targets)`` returns the sum over a slice's tokens; a ``losses.SequenceLoss`` sees whole sequences.
     ``fused_weight_grads``: linear layers (``nn.Linear``, ``Conv1D`` of transformers) add gradients of their weights to
     ``.grad`` in place, and orders with split backwards put them off; turned off, autograd computes them all at once.
+    ``verify``: a model of your own is checked on a few made-up tokens before it trains, see ``terapipe.verify``; what
+    would give other gradients than the whole model is refused by name. ``GPT`` and Hugging Face models are checked
+    elsewhere.
     ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them.
     """
 
@@ -84,6 +88,7 @@ class Pipeline(TokenOutputSteps):
         shard: bool = False,
         vary: Vary = "refuse",
         fused_weight_grads: bool = True,
+        verify: bool = True,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
@@ -96,10 +101,11 @@ class Pipeline(TokenOutputSteps):
         with self.failing_together():
             self._check(model)
             checks = ModelChecks(model)
-            checks.plan(plan)
             self._tile = 1
             self._transport.connect(_pairs(plan))
-            self.stages.update(self._make_stages(model))
+            checks.is_verified |= not verify
+            self.stages.update(self._make_stages(model, checks, own_loss=loss_fn is None))
+            checks.plan(plan)
             self._sync = gradient_sync(self.stages, self._transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
@@ -124,14 +130,22 @@ class Pipeline(TokenOutputSteps):
         self._generation = Generation(self.plan, self._sync, executors, self._transport)
         self._broadcast_outputs = OutputBroadcast(self._transport, self.plan.last_rank)
 
-    def _make_stages(self, model: Splittable) -> dict[int, nn.Module]:
+    def _make_stages(self, model: Splittable, checks: ModelChecks, *, own_loss: bool) -> dict[int, nn.Module]:
+        """Those of this rank, checked. Where operators are split, the check runs on whole stages before."""
         cuts, parts = self.plan.boundaries, self._transport.tp_size
         tp: tuple[TensorParallel, ...] = ()
         if parts > 1:
             even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
             tp = (TensorParallel(self._transport.submesh(TP), sequence_parallel=even),)
             self._tile = parts if even else 1
-        return {k: model.stage(cuts[k], cuts[k + 1], self.device, *tp) for k in self.plan.stages_of(self.rank)}
+        stages = {}
+        for k in self.plan.stages_of(self.rank):
+            if tp and not checks.is_verified:
+                checks.stage(model.stage(cuts[k], cuts[k + 1], self.device), k, self.plan, own_loss=own_loss)
+            stages[k] = model.stage(cuts[k], cuts[k + 1], self.device, *tp)
+            if not tp:
+                checks.stage(stages[k], k, self.plan, own_loss=own_loss)
+        return stages
 
     def _vocabulary(self) -> Vocabulary:
         """What the stages here say of it; all of them know both numbers, those of a user's own model may know none."""

@@ -1,43 +1,13 @@
-"""The state of the random generators: a forward computed again draws the same dropout masks, a resumed run goes on."""
+"""Random generators of several ranks: those that share operators draw the same numbers, a resumed run goes on."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import NamedTuple, Self
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from terapipe.modeling.random_state import RandomState
 from terapipe.runtime.mesh import TP
 from terapipe.runtime.transport import Transport
-
-
-class RandomState(NamedTuple):
-    """Of the CPU's generator and, if the stage runs elsewhere, of its device's. As in torch.utils.checkpoint, tensors
-    of other devices are not expected to draw."""
-
-    device: torch.device
-    cpu: Tensor
-    accelerator: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> Self:
-        module = None if device.type == "cpu" else torch.get_device_module(device)
-        return cls(device, torch.get_rng_state(), module and module.get_rng_state(device))
-
-    def set(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.accelerator is not None:
-            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside, random numbers are drawn from this state; outside, they go on as if nothing had been drawn."""
-        outside = RandomState.now(self.device)
-        self.set()
-        try:
-            yield
-        finally:
-            outside.set()
 
 
 def share_random_state(transport: Transport) -> None:

@@ -1,0 +1,154 @@
+"""Stages of a model computed slice by slice in one process, without a schedule: what verification runs."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.linear import accumulate_deferred
+from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.sliced_stage import SlicedStage
+from terapipe.modeling.stage import Stage
+from terapipe.recompute import Recompute
+
+SliceLoss = Callable[[Tensor, int, int], Tensor]  # of a slice's last hidden states, its first token and its end
+Sums = dict[str, Tensor]  # for auxiliary losses, by their names
+
+
+class ChainResult(NamedTuple):
+    """What a run computed, beside the gradients in ``.grad`` of the parameters."""
+
+    loss: float
+    output: Tensor  # hidden states of the last stage, of all tokens
+    input_gradient: Tensor | None  # if the first stage's input is floating
+    attached: bool  # whether the output of every stage has a gradient
+
+
+class StageChain:
+    """The forwards of all slices in order, each through all stages, then the backwards in reverse.
+
+    ::
+
+        forwards    stage 0, slice 0    stage 1, slice 0    stage 0, slice 1    stage 1, slice 1
+        backwards   stage 1, slice 1    stage 0, slice 1    stage 1, slice 0    stage 0, slice 0
+
+    Weight gradients come last, as in orders with split backwards.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = [SlicedStage(stage) for stage in stages]
+        self.caches: list[SliceCache] = []  # of the last run
+
+    def run(
+        self,
+        x: Tensor,
+        lengths: Sequence[int],
+        loss: SliceLoss,
+        *,
+        mode: Recompute = "none",
+        watch: Callable[[SliceCache], None] = lambda cache: None,
+    ) -> ChainResult:
+        """Forward and backward of one microbatch.
+
+        - ``x``: token ids, or hidden states for a first stage that is not the model's first.
+        - ``lengths``: tokens of each slice; one length is the whole sequence.
+        - ``loss``: called with each slice's hidden states; its values are summed.
+        - ``mode``: what backwards compute again.
+        - ``watch``: called with each new cache, for checks that look into it.
+
+        Sums for auxiliary losses are added to the loss, so that their gradients are computed too.
+        """
+        size = x.shape[0]
+        self.caches = [each.stage.make_cache(size, sum(lengths)) for each in self._stages]
+        for cache in self.caches:
+            watch(cache)
+        starts = [0, *accumulate(lengths)][:-1]
+        slices = [_Slice(start, length) for start, length in zip(starts, lengths, strict=True)]
+        parts = _split_tokens(self._stages[0].stage, x, size, lengths)
+        total, outputs = 0.0, []
+        for one, part in zip(slices, parts, strict=True):
+            hidden = part.detach().requires_grad_(part.is_floating_point())
+            for k in range(len(self._stages)):
+                hidden = one.forward(self._stages[k], self.caches[k], hidden, mode)
+            outputs.append(hidden.detach())
+            value = loss(hidden, one.start, one.start + one.length)
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.item() + one.total_of_sums()
+            one.inputs.append(hidden)
+        for one in reversed(slices):
+            for k in reversed(range(len(self._stages))):
+                one.backward(self._stages[k], self.caches[k], k, mode)
+        for cache in self.caches:
+            accumulate_deferred(cache.pop_deferred())
+        output, gradient = self._join(outputs, [one.inputs[0] for one in slices], size)
+        return ChainResult(total, output, gradient, all(one.attached for one in slices))
+
+    def _join(self, outputs: list[Tensor], inputs: list[Tensor], size: int) -> tuple[Tensor, Tensor | None]:
+        dim = token_dim(self._stages[-1].stage, size)
+        if not inputs[0].is_floating_point():
+            return torch.cat(outputs, dim), None
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        return torch.cat(outputs, dim), torch.cat(gradients, token_dim(self._stages[0].stage, size))
+
+
+class _Slice:
+    """What is kept of a slice between its forwards and its backwards."""
+
+    def __init__(self, start: int, length: int) -> None:
+        self.start, self.length = start, length
+        self.inputs: list[Tensor] = []  # of each stage, at last of the loss
+        self._outputs: list[Tensor] = []
+        self._sums: list[Sums] = []
+        self._random: list[RandomState] = []
+        self.attached = True
+
+    def forward(self, sliced: SlicedStage, cache: SliceCache, x: Tensor, mode: Recompute) -> Tensor:
+        """Returns the input of what follows: a leaf, as if it had been received from another rank."""
+        cache.begin(self.start, self.length)
+        self._random.append(RandomState.now(x.device))
+        with torch.set_grad_enabled(mode != "full"):
+            out = sliced.forward(x, cache, selective=mode == "selective")
+        self.inputs.append(x)
+        self._outputs.append(out)
+        self._sums.append(cache.pop_sums())
+        return out.detach().requires_grad_()
+
+    def total_of_sums(self) -> float:
+        return sum(sums.detach().sum().item() for by_name in self._sums for sums in by_name.values())
+
+    def backward(self, sliced: SlicedStage, cache: SliceCache, k: int, mode: Recompute) -> None:
+        cache.begin(self.start, self.length)
+        out, sums = self._outputs[k], self._sums[k]
+        if mode == "full":
+            with self._random[k].restored():
+                out = sliced.forward(self.inputs[k], cache)
+            sums = cache.pop_sums()
+        self.attached &= out.requires_grad
+        gradient = self.inputs[k + 1].grad
+        if gradient is None:
+            gradient = torch.zeros_like(out)
+        cache.defer = True
+        others = [(x, torch.ones_like(x)) for x in sums.values() if x.requires_grad]
+        if out.requires_grad or others:  # a first stage may have nothing to train
+            sliced.backward(cache, out, gradient, others)
+
+
+def token_dim(stage: Stage, size: int) -> int:
+    """The dimension of hidden states that grows with the tokens of a slice."""
+    few, many = stage.hidden_shape(size, 16), stage.hidden_shape(size, 32)
+    return next(dim for dim, (a, b) in enumerate(zip(few, many, strict=True)) if a != b)
+
+
+def _split_tokens(stage: Stage, x: Tensor, size: int, lengths: Sequence[int]) -> Sequence[Tensor]:
+    if not x.is_floating_point():
+        return torch.split(x, list(lengths), 1)
+    dim = token_dim(stage, size)
+    return torch.split(x, [stage.hidden_shape(size, length)[dim] for length in lengths], dim)
+
+
+def device_of(stage: Stage) -> torch.device:
+    parameters = cast(nn.Module, stage).parameters()
+    return next((p.device for p in parameters), torch.device("cpu"))
