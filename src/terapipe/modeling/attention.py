@@ -122,7 +122,7 @@ class _Attend(torch.autograd.Function):
         q, out, lse, sinks = ctx.saved_tensors
         store, seen, seq_len, scores, kernel, cache = ctx.call[:6]
         context, end = seen.context, seen.end
-        if not cache.is_in_backward and (context > 0 or end < seq_len):
+        if cache.is_in_forward and (context > 0 or end < seq_len):
             raise ValueError(
                 "gradients inside a layer (torch.autograd.grad in its forward) must not go through attention: a "
                 f"token's keys and values get gradients from all later slices, and this slice holds tokens {context} "

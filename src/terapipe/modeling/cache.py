@@ -86,6 +86,7 @@ class SliceCache:
         # Outputs and log-sum-exps of attention by layer and start of the slice, for layers that are computed again.
         self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
         self._checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
+        self.is_in_forward = False  # whether a slice's forward is running
         self._task: int | None = None  # autograd's number of the running backward of a slice
 
     def begin(self, context: int, length: int) -> None:
@@ -177,7 +178,7 @@ class SliceCache:
                 roots.append(state)
                 gradients.append(found)
         # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
-        handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
+        handles = [root.register_hook(self._note_task) for root in roots]
         try:
             torch.autograd.backward(roots, gradients)
         finally:
@@ -190,15 +191,10 @@ class SliceCache:
         self._task = torch._C._current_graph_task_id()
 
     @property
-    def is_in_backward(self) -> bool:
-        """Whether ``backward`` is running, whatever else autograd does inside of it."""
-        return self._task is not None
-
-    @property
     def is_own_backward(self) -> bool:
         """Whether autograd is at work for ``backward`` itself, not for another backward such as
         ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
-        return self._task is not None and torch._C._current_graph_task_id() == self._task
+        return torch._C._current_graph_task_id() == self._task
 
     def clear(self) -> None:
         self._left.clear()

@@ -27,7 +27,8 @@ class _Fused(nn.Module):
     """What the classes here have in common: copies of their modules, and pickles, are of the module's own class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        create, (kind, *rest), *state = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(1)  # later protocols compare the class with the module's
+        create, (kind, *rest), *state = reduced
         return create, (_plain[kind], *rest), *state
 
 

@@ -29,6 +29,7 @@ class SlicedStage:
     def forward(self, x: Tensor, cache: SliceCache, *, selective: bool = False) -> Tensor:
         """The cache's current slice. With ``selective`` each layer keeps its input and attention's output only."""
         with self._over(cache), self._checkpointed(cache) if selective else nullcontext():
+            cache.is_in_forward = True
             try:
                 return self.stage(x, cache)
             except RuntimeError as error:
@@ -40,6 +41,8 @@ class SlicedStage:
                     f"{error}; compute it from detached inputs under torch.enable_grad(), or recompute 'selective' or "
                     "'none'"
                 ) from error
+            finally:
+                cache.is_in_forward = False
 
     def backward(
         self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()

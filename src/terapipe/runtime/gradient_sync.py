@@ -177,31 +177,35 @@ def tensor_hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[N
         gradients = [p.grad for p in ready]
         for p in ready:
             p.grad = None
-            p._backward_hooks.clear()
-            p._backward_hooks.update(hooks[p])
+            _set_tensor_hooks(p, hooks[p])
         if ready:  # by autograd itself, which checks what hooks return, and knows hooks for several parameters
             torch.autograd.backward(ready, gradients)
         for p in ready:
-            hooks[p] = dict(p._backward_hooks)  # without those that removed themselves
+            hooks[p] = dict(p._backward_hooks or {})  # without those that removed themselves
 
 
 @contextmanager
 def _tensor_hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, dict[int, Any]]]:
-    hooks, others = {}, {}
-    for p in parameters:
-        own = {key: hook for key, hook in (p._backward_hooks or {}).items() if not isinstance(hook, GradientSum)}
-        if own:
-            hooks[p] = own
-            others[p] = {key: hook for key, hook in p._backward_hooks.items() if key not in own}
-            p._backward_hooks.clear()
-            p._backward_hooks.update(others[p])
+    every = {p: dict(p._backward_hooks) for p in parameters if p._backward_hooks}
+    rest = {p: {key: hook for key, hook in all_.items() if isinstance(hook, GradientSum)} for p, all_ in every.items()}
+    hooks: dict[nn.Parameter, dict[int, Any]] = {}
+    for p, all_ in every.items():
+        hooks[p] = {key: hook for key, hook in all_.items() if key not in rest[p]}
+        _set_tensor_hooks(p, rest[p])
     try:
         yield hooks
     finally:
-        for p, own in hooks.items():  # in place: autograd, and the handles that remove hooks, refer to it
-            every = {**others[p], **p._backward_hooks, **own}
-            p._backward_hooks.clear()
-            p._backward_hooks.update(sorted(every.items()))  # in the order in which they were registered
+        for p, mine in hooks.items():
+            together = {**rest[p], **(p._backward_hooks or {}), **mine}
+            _set_tensor_hooks(p, dict(sorted(together.items())))  # in the order in which they were registered
+
+
+def _set_tensor_hooks(parameter: nn.Parameter, hooks: Mapping[int, Any]) -> None:
+    """In place: autograd, and the handles that remove hooks, refer to the dictionary."""
+    registered = parameter._backward_hooks
+    assert registered is not None
+    registered.clear()
+    registered.update(hooks)
 
 
 @contextmanager
