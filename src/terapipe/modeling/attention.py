@@ -120,8 +120,14 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse, sinks = ctx.saved_tensors
-        store, seen, seq_len, scores, kernel = ctx.call[:5]
+        store, seen, seq_len, scores, kernel, cache = ctx.call[:6]
         context, end = seen.context, seen.end
+        if cache.is_in_forward and (context > 0 or end < seq_len):
+            raise ValueError(
+                "gradients inside a layer (torch.autograd.grad in its forward) must not go through attention: a "
+                f"token's keys and values get gradients from all later slices, and this slice holds tokens {context} "
+                f"to {end} of {seq_len}; differentiate what happens within tokens only, or take one slice"
+            )
         dq, dk, dv = _Sum(q), *(_Sum(own) for own in store.read(EVERY, slice(context, end)))
         earlier = _EarlierGradients(store, context, is_first=end == seq_len)
         for part in kernel.backward(grad, q, out, lse, store, seen, scores):

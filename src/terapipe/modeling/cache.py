@@ -1,8 +1,8 @@
 """What outlives a slice: keys and values of attention, any other state that a layer carries on, and their gradients."""
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Literal, Self
 
@@ -86,6 +86,8 @@ class SliceCache:
         # Outputs and log-sum-exps of attention by layer and start of the slice, for layers that are computed again.
         self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
         self._checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
+        self.is_in_forward = False  # whether a slice's forward is running
+        self._task: int | None = None  # autograd's number of the running backward of a slice
 
     def begin(self, context: int, length: int) -> None:
         if length < 1 or context < 0 or context + length > self.seq_len:
@@ -105,7 +107,9 @@ class SliceCache:
 
     def add_sums(self, name: str, sums: Tensor) -> None:
         """Adds a layer's sums over the current slice's tokens, a vector, to those of an auxiliary loss of the stage:
-        see auxiliary.py."""
+        see auxiliary.py. A layer that is computed again adds nothing."""
+        if self._checkpointed == "again":
+            return
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def pop_sums(self) -> dict[str, Tensor]:
@@ -118,15 +122,7 @@ class SliceCache:
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Around a layer's forward, and around the one that its backward begins with: attention keeps its output in the
         first and does not compute it in the second."""
-        return self._checkpointing("first"), self._checkpointing("again")
-
-    @contextmanager
-    def _checkpointing(self, which: Literal["first", "again"]) -> Iterator[None]:
-        before, self._checkpointed = self._checkpointed, which
-        try:
-            yield
-        finally:
-            self._checkpointed = before
+        return _Checkpointing(self, "first"), _Checkpointing(self, "again")
 
     @property
     def is_checkpointed(self) -> bool:
@@ -134,10 +130,13 @@ class SliceCache:
         return bool(self._checkpointed)
 
     def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
-        """Output and log-sum-exps of the layer's first forward, if this is the second."""
+        """Output and log-sum-exps of the layer's first forward, if this is another one. They are let go of in the
+        slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before that, too."""
         if self._checkpointed != "again":
             return None
-        out, lse = self._attention.pop((layer, self.context))
+        out, lse = self._attention[layer, self.context]
+        if self.is_own_backward:
+            del self._attention[layer, self.context]
         if out._version:  # autograd would notice if it had been saved there
             raise RuntimeError(
                 f"the output of attend(layer={layer!r}) was changed in place, but the layer's recomputation needs it; "
@@ -168,7 +167,7 @@ class SliceCache:
 
     def set_state(self, name: Hashable, state: Tensor) -> Tensor:
         """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
-        if torch.is_grad_enabled() and state.requires_grad:
+        if torch.is_grad_enabled() and state.requires_grad and self._checkpointed != "again":
             self._made.setdefault(self.end, {})[name] = state
         # There may be one already, if this forward is one that a backward begins with.
         return self._left.setdefault((name, self.end), state.detach().requires_grad_(state.is_floating_point()))
@@ -183,8 +182,24 @@ class SliceCache:
             if found is not None:
                 roots.append(state)
                 gradients.append(found)
-        torch.autograd.backward(roots, gradients)
+        # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
+        handles = [root.register_hook(self._note_task) for root in roots]
+        try:
+            torch.autograd.backward(roots, gradients)
+        finally:
+            self._task = None
+            for handle in handles:
+                handle.remove()
         self._sums = {}  # what layers added that were computed again within it
+
+    def _note_task(self, _: Tensor) -> None:
+        self._task = torch._C._current_graph_task_id()
+
+    @property
+    def is_own_backward(self) -> bool:
+        """Whether autograd is at work for ``backward`` itself, not for another backward such as
+        ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
+        return torch._C._current_graph_task_id() == self._task
 
     def clear(self) -> None:
         self._left.clear()
@@ -238,6 +253,22 @@ class SliceCache:
         if self._positions is None or self._positions.device != device:
             self._positions = on_device(_positions(self._starts, self.seq_len), device)
         return self._positions[:, self.context : self.end]
+
+
+class _Checkpointing(AbstractContextManager[None]):
+    """Says which forward of a checkpointed layer is running. torch.utils.checkpoint enters it several times: a layer is
+    computed again for its backward, and for each ``torch.autograd.grad`` inside of it."""
+
+    def __init__(self, cache: SliceCache, which: Literal["first", "again"]) -> None:
+        self._cache, self._which = cache, which
+        self._before: list[Literal["", "first", "again"]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._cache._checkpointed)
+        self._cache._checkpointed = self._which
+
+    def __exit__(self, *_: object) -> None:
+        self._cache._checkpointed = self._before.pop()
 
 
 def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:

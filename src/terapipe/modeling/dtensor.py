@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
@@ -29,6 +29,17 @@ def fill(x: Tensor, whole: Tensor) -> None:
     if isinstance(x, DTensor):
         whole = distribute_tensor(whole.to(x.device), x.device_mesh, x.placements, src_data_rank=None).to_local()
     to_local(x).copy_(whole)
+
+
+class GradientSum:
+    """A hook for a parameter that all devices hold and of whose gradient each knows a part. It belongs to how a stage
+    computes gradients, so it is called for each slice, not once per step as the hooks of users are."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False).full_tensor()
 
 
 class Replicated(ParallelStyle):

@@ -13,17 +13,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.linear import project
+from terapipe.modeling.linear import can_project, project
 
 # The cache of the slice that is being computed. Per process, not per thread: on a GPU, the backward recomputes layers
 # in a thread of its own.
 _current: list[SliceCache] = []
 
 
-class _FusedLinear(nn.Linear):
+class _Fused(nn.Module):
+    """What the classes here have in common: copies of their modules, and pickles, are of the module's own class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(1)  # later protocols compare the class with the module's
+        create, (kind, *rest), *state = reduced
+        return create, (_plain[kind], *rest), *state
+
+
+class _FusedLinear(_Fused, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not _fuses(x, self.weight):
             return super().forward(x)
@@ -31,29 +40,11 @@ class _FusedLinear(nn.Linear):
 
 
 def _fuses(x: Tensor, weight: Tensor) -> bool:
-    """A frozen weight has no gradient. One that is computed from others (parametrizations), one with hooks that want to
-    see each gradient (``register_hook``), and one of a tensor class with products of its own (low precision training)
-    are left to autograd."""
-    if (
-        not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled())
-        or weight._backward_hooks
-        or type(weight) not in (nn.Parameter, Tensor, DTensor)
-        or x.ndim < 2
-    ):
-        return False
-    return _fits(x, weight) if isinstance(x, DTensor) or isinstance(weight, DTensor) else True
+    """A frozen weight has no gradient."""
+    return weight.requires_grad and torch.is_grad_enabled() and can_project(x, weight)
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Split as torch's ColwiseParallel or RowwiseParallel split it."""
-    if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-        return False
-    inputs, weights = x.placements, weight.placements
-    by_rows = weights == (Shard(1),) and inputs in ((Shard(x.ndim - 1),), (Shard(-1),))
-    return by_rows or (weights == (Shard(0),) and inputs == (Replicate(),))
-
-
-class _FusedConv1D(nn.Module):
+class _FusedConv1D(_Fused):
     """Of transformers, for GPT-2: a linear layer whose weight is (inputs, outputs)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -63,41 +54,51 @@ class _FusedConv1D(nn.Module):
         return project(x, self.weight, self.bias, _current[-1], inputs_first=True)
 
 
+_fused: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _FusedLinear}
+_plain: dict[type[nn.Module], type[nn.Module]] = {_FusedLinear: nn.Linear}
+
+
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     """What modules of this very class become; subclasses may compute something else."""
-    if kind is nn.Linear:
-        return _FusedLinear
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        if kind not in _conv1d:
-            _conv1d[kind] = type("Conv1D", (_FusedConv1D, kind), {})
-        return _conv1d[kind]
-    return None
-
-
-_conv1d: dict[type[nn.Module], type[nn.Module]] = {}
+    if kind not in _fused and kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        _fused[kind] = type("Conv1D", (_FusedConv1D, kind), {})
+        _plain[_fused[kind]] = kind
+    return _fused.get(kind)
 
 
 class FusedLinears:
     """The linear layers of a stage. Those of compiled layers are left as they are: compiled code knows their class."""
 
     def __init__(self, stage: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        compiled = {m for block in blocks if getattr(block.forward, "_compiled_layer", False) for m in block.modules()}
-        kinds = {module: _fused_class(type(module)) for module in stage.modules() if module not in compiled}
+        self._stage, self._blocks = stage, list(blocks)
+        self._find()
+
+    def _find(self) -> None:
+        layers = [block for block in self._blocks if getattr(block.forward, "_compiled_layer", False)]
+        compiled = {module for layer in layers for module in layer.modules()}
+        kinds = {module: _fused_class(type(module)) for module in self._stage.modules() if module not in compiled}
         self._modules = [module for module, kind in kinds.items() if kind is not None]
-        self._plain = [type(module) for module in self._modules]
-        self._fused = [kinds[module] for module in self._modules]
+        self._own = [type(module) for module in self._modules]
+        self._other = [kind for kind in kinds.values() if kind is not None]
 
     @contextmanager
     def over(self, cache: SliceCache) -> Iterator[None]:
         """Inside, they work on this cache's slice."""
+        if list(map(type, self._modules)) != self._own:  # parametrizations, for one, give modules classes of their own
+            self._find()
         _current.append(cache)
         try:
-            self._become(self._fused)
+            _become(self._modules, self._other)
             yield
         finally:
-            self._become(self._plain)
+            if list(map(type, self._modules)) == self._other:
+                _become(self._modules, self._own)
+            else:
+                changed = [module for module in self._modules if type(module) in _plain]
+                _become(changed, [_plain[type(module)] for module in changed])
             _current.pop()
 
-    def _become(self, kinds: Iterable[type[nn.Module] | None]) -> None:
-        # Twice per slice for many modules, so without a loop in Python and without nn.Module's own __setattr__.
-        deque(map(object.__setattr__, self._modules, repeat("__class__"), kinds), maxlen=0)
+
+def _become(modules: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]) -> None:
+    # Twice per slice for many modules, so without a loop in Python and without nn.Module's own __setattr__.
+    deque(map(object.__setattr__, modules, repeat("__class__"), kinds), maxlen=0)

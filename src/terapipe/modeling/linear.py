@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.autocast import autocast_dtype, autocasted
 from terapipe.modeling.cache import SliceCache
@@ -34,6 +33,8 @@ class DeferredGrad(NamedTuple):
     to_main_grad: bool = False  # adds to a sum in float32, see main_grads.py
 
     def add(self) -> None:
+        if not self.weight.requires_grad:  # frozen since the forward: autograd adds nothing then
+            return
         if self.to_main_grad:
             add_product(self.weight, self.left, self.right)
             return
@@ -63,14 +64,37 @@ def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
 
 
 class Linear(nn.Linear):
-    """With a cache, the weight's gradient goes to ``.grad`` alone: ``torch.autograd.grad`` and ``register_hook`` do not
-    see it. ``register_post_accumulate_grad_hook`` is called whenever something was added. Split by torch's
-    ColwiseParallel or RowwiseParallel it works on its local part."""
+    """With a cache, the backward of a slice (``SliceCache.backward``) adds the weight's gradient to ``.grad`` in place.
+    ``register_post_accumulate_grad_hook`` is called whenever something was added. Any other backward, such as
+    ``torch.autograd.grad`` inside a layer, gets it from autograd. Split by torch's ColwiseParallel or RowwiseParallel
+    it works on its local part."""
 
     def forward(self, x: Tensor, cache: SliceCache | None = None) -> Tensor:
-        if cache is None:
+        if cache is None or not can_project(x, self.weight):
             return super().forward(x)
         return project(x, self.weight, self.bias, cache)
+
+
+def can_project(x: Tensor, weight: Tensor) -> bool:
+    """Weights that are computed from others (parametrizations) have no ``.grad`` to add to; tensor classes with
+    products of their own (low precision training) and the transforms of torch.func know better how to multiply."""
+    if (
+        not weight.is_leaf
+        or type(weight) not in (nn.Parameter, Tensor, DTensor)
+        or x.ndim < 2
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    return _fits(x, weight) if isinstance(x, DTensor) or isinstance(weight, DTensor) else True
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Split as torch's ColwiseParallel or RowwiseParallel split it."""
+    if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
+        return False
+    inputs, weights = x.placements, weight.placements
+    by_rows = weights == (Shard(1),) and inputs in ((Shard(x.ndim - 1),), (Shard(-1),))
+    return by_rows or (weights == (Shard(0),) and inputs == (Replicate(),))
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, cache: SliceCache, *, inputs_first: bool = False) -> Tensor:
@@ -121,12 +145,14 @@ class _Keep(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _Project(torch.autograd.Function):
+    """Its backward adds the weight's gradient in place only where that is what its caller wants: in the backward of the
+    slice. Elsewhere it returns it, and may itself be differentiated."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         if call.kept is None:
@@ -135,6 +161,7 @@ class _Project(torch.autograd.Function):
         local = to_local(weight) if call.dtype is None else call.cache.cast(weight, call.dtype)
         local = local.t() if call.inputs_first else local
         ctx.weight, ctx.local, ctx.call = weight, local, call
+        ctx.version = weight._version if ctx.needs_input_grad[0] else None
         # Of F.linear the output would be a view, which models may not change in place behind a Function.
         out = x.new_empty(*x.shape[:-1], local.shape[0])
         rows, flat = x.flatten(0, -2), out.flatten(0, -2)
@@ -145,17 +172,32 @@ class _Project(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         kept, weight, cache = ctx.call.kept, ctx.weight, ctx.call.cache
         (x,) = ctx.saved_tensors if kept is None else kept[0].saved_tensors
         want_x, want_weight, want_bias, _ = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        if want_x and weight._version != ctx.version:
+            raise changed_weight("a weight", weight, ctx.version)
+        rows, local, returned = grad.flatten(0, -2), ctx.local, None
+        if torch.is_grad_enabled():  # somebody will differentiate this: by the weight, too
+            local = to_local(weight) if ctx.call.dtype is None else to_local(weight).to(ctx.call.dtype)
+            local = local.t() if ctx.call.inputs_first else local
         if want_weight:
             left, right = (x.flatten(0, -2), rows) if ctx.call.inputs_first else (rows, x.flatten(0, -2))
             deferred = DeferredGrad(weight, left, right, cache.main_grads and is_half(weight))
-            if cache.defer:
+            if not cache.is_own_backward or weight._backward_hooks:
+                returned = laid_out_like(weight, deferred.product().to(weight.dtype))
+            elif cache.defer:
                 cache.deferred.append(deferred)
             else:
                 deferred.add()
-        return grad @ ctx.local if want_x else None, None, rows.sum(0) if want_bias else None, None
+        return grad @ local if want_x else None, returned, rows.sum(0) if want_bias else None, None
+
+
+def changed_weight(name: str, weight: Tensor, version: int) -> RuntimeError:
+    """What autograd raises for tensors that it saved."""
+    return RuntimeError(
+        f"{name} of shape {tuple(weight.shape)}, which a slice's backward needs, has been modified by an inplace "
+        f"operation since the slice's forward: it is at version {weight._version}, expected version {version}; change "
+        "weights between steps only, and in no layer's forward"
+    )

@@ -29,7 +29,20 @@ class SlicedStage:
     def forward(self, x: Tensor, cache: SliceCache, *, selective: bool = False) -> Tensor:
         """The cache's current slice. With ``selective`` each layer keeps its input and attention's output only."""
         with self._over(cache), self._checkpointed(cache) if selective else nullcontext():
-            return self.stage(x, cache)
+            cache.is_in_forward = True
+            try:
+                return self.stage(x, cache)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+                raise ValueError(
+                    "a layer must not differentiate (torch.autograd.grad in its forward) what was computed outside of "
+                    f"torch.enable_grad(), since evaluation and recompute 'full' compute forwards without gradients: "
+                    f"{error}; compute it from detached inputs under torch.enable_grad(), or recompute 'selective' or "
+                    "'none'"
+                ) from error
+            finally:
+                cache.is_in_forward = False
 
     def backward(
         self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
@@ -64,8 +77,16 @@ class _Checkpointed:
     def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
         self._forward, self._cache = forward, cache
 
+    def __reduce__(self) -> Any:
+        """A block that is copied while its slice is computed gets the plain forward."""
+        return _itself, (self._forward,)
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*arguments, **named)
         contexts = self._cache.checkpoint_contexts
         return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward

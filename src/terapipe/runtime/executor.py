@@ -13,7 +13,7 @@ from torch import Tensor
 
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.cache import SliceCache, longest_document
-from terapipe.modeling.linear import DeferredGrad, accumulate_deferred
+from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
@@ -118,6 +118,8 @@ class Executor:
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}  # of stages that compute something again ...
+        self._versions: dict[Key, list[int]] = {}  # ... and their versions in the forward
         self._gradients: dict[Key, Tensor] = {}
         self._deferred: dict[Key, list[DeferredGrad]] = {}
         self._sums: dict[Key, Sums] = {}  # for auxiliary losses
@@ -231,6 +233,8 @@ class Executor:
             self._random[k, s] = RandomState.now(self._transport.device)
         with torch.set_grad_enabled(self._train and mode != "full"), self._autocast.on():
             out = self._sliced[k].forward(x, cache, selective=mode == "selective")
+        if mode != "none":
+            self._note_versions(k, s)
         self._add_sums(k, s, cache.pop_sums())
         if k == self._last_stage:
             self._output_head.forward(s, out)
@@ -258,6 +262,8 @@ class Executor:
         cache.defer = action.op is Op.I
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)
+        if self._modes[k, s] != "none":
+            self._check_versions(k, s)
         if self._modes[k, s] == "full":  # writes the same keys and values to the cache again
             with self._random.pop((k, s)).restored(), self._autocast.on():
                 out = self._sliced[k].forward(x, cache)
@@ -276,6 +282,17 @@ class Executor:
         if s.number == 0:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
+
+    def _note_versions(self, k: int, s: Slice) -> None:
+        if k not in self._parameters:  # after a forward: FSDP has gathered them
+            self._parameters[k] = list(self._stages[k].named_parameters())
+        self._versions[k, s] = [p._version for _, p in self._parameters[k]]
+
+    def _check_versions(self, k: int, s: Slice) -> None:
+        """What is computed again must be computed with the same weights. Autograd sees the second time only."""
+        for (name, p), version in zip(self._parameters[k], self._versions.pop((k, s)), strict=True):
+            if p._version != version:
+                raise changed_weight(name, p, version)
 
     def _weights(self, run: Run) -> None:
         start = self._clock.mark()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.auxiliary import AuxiliaryLoss, auxiliary_losses
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.dtensor import GradientSum, to_local
 from terapipe.modeling.main_grads import (
     add_to_main_grad,
     is_half,
@@ -139,7 +139,7 @@ def gradients_put_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Whatever happens inside, gradients are as before, and no hook is called for them."""
     held = list(parameters)
     earlier = [p.grad for p in held]
-    with _hooks_set_aside(held):
+    with _hooks_set_aside(held), _tensor_hooks_set_aside(held):
         try:
             for p in held:
                 p.grad = None
@@ -162,6 +162,50 @@ def hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         if p.requires_grad and p.grad is not None:
             for hook in mine.values():
                 hook(p)
+
+
+@contextmanager
+def tensor_hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Calls what ``Tensor.register_hook`` registered once, at the end, with the step's gradient, which it may replace.
+
+    Autograd would call it for each slice, with a part of the gradient. The gradients of an earlier step must be set
+    aside. After a failure nothing is called.
+    """
+    with _tensor_hooks_set_aside(parameters) as hooks:
+        yield
+        ready = [p for p in hooks if p.requires_grad and p.grad is not None]
+        gradients = [p.grad for p in ready]
+        for p in ready:
+            p.grad = None
+            _set_tensor_hooks(p, hooks[p])
+        if ready:  # by autograd itself, which checks what hooks return, and knows hooks for several parameters
+            torch.autograd.backward(ready, gradients)
+        for p in ready:
+            hooks[p] = dict(p._backward_hooks or {})  # without those that removed themselves
+
+
+@contextmanager
+def _tensor_hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, dict[int, Any]]]:
+    every = {p: dict(p._backward_hooks) for p in parameters if p._backward_hooks}
+    rest = {p: {key: hook for key, hook in all_.items() if isinstance(hook, GradientSum)} for p, all_ in every.items()}
+    hooks: dict[nn.Parameter, dict[int, Any]] = {}
+    for p, all_ in every.items():
+        hooks[p] = {key: hook for key, hook in all_.items() if key not in rest[p]}
+        _set_tensor_hooks(p, rest[p])
+    try:
+        yield hooks
+    finally:
+        for p, mine in hooks.items():
+            together = {**rest[p], **(p._backward_hooks or {}), **mine}
+            _set_tensor_hooks(p, dict(sorted(together.items())))  # in the order in which they were registered
+
+
+def _set_tensor_hooks(parameter: nn.Parameter, hooks: Mapping[int, Any]) -> None:
+    """In place: autograd, and the handles that remove hooks, refer to the dictionary."""
+    registered = parameter._backward_hooks
+    assert registered is not None
+    registered.clear()
+    registered.update(hooks)
 
 
 @contextmanager

@@ -59,7 +59,8 @@ class Pipeline(TokenOutputSteps):
     ``named_parameters``, ``get_submodule`` and torch.distributed.checkpoint's ``get_state_dict`` know these. It is not
     called itself: ``step``, ``evaluate`` and ``next_token_logits`` are. Under ``torch.autocast`` they compute what the
     plain model computes under it. A hook of ``register_post_accumulate_grad_hook`` is called once per step, at its end,
-    when the parameter's gradient is complete: summed over slices, replicas and tied copies.
+    when the parameter's gradient is complete: summed over slices, replicas and tied copies. One of
+    ``Tensor.register_hook`` is called once, too, with what the step adds, and may return another gradient.
 
     ``mesh`` is what ``device_mesh(layout)`` made: replicas of the pipeline (``dp``), its ranks (``pp``), devices that
     share each operator (``tp``); or a mesh of your own, whose dimensions ``mesh_dims={"pp": "stage", ...}`` names; or

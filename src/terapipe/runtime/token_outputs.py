@@ -15,7 +15,11 @@ from terapipe.modeling.main_grads import is_half, summed_in_float32
 from terapipe.planning.slices import Plan
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.forwards import Forwards
-from terapipe.runtime.gradient_sync import earlier_gradients_set_aside, hooks_when_complete
+from terapipe.runtime.gradient_sync import (
+    earlier_gradients_set_aside,
+    hooks_when_complete,
+    tensor_hooks_when_complete,
+)
 from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
 from terapipe.runtime.random_state import share_random_state
@@ -164,8 +168,8 @@ class TokenOutputSteps(Forwards):
         """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``."""
         held = list(self.parameters())
         tied = set(self._tied.parameters)
-        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
-        with hooks_when_complete(held), earlier_gradients_set_aside(summed):
+        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p) or p._backward_hooks]
+        with hooks_when_complete(held), earlier_gradients_set_aside(summed), tensor_hooks_when_complete(held):
             with summed_in_float32(held):
                 yield
             self._tied.sum_gradients()

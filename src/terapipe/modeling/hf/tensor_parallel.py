@@ -4,13 +4,12 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, get_kv_heads_per_rank
 
-from terapipe.modeling.dtensor import laid_out_like, to_local
+from terapipe.modeling.dtensor import GradientSum, laid_out_like, to_local
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.structure import ModelStructure, shared_names, text_config
 
@@ -87,10 +86,7 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     Transformers would reduce the accumulated gradient after each backward, which counts earlier slices several times.
     This reduces what each backward adds.
     """
-    plain, hooked = module.forward, set()
-
-    def total(gradient: Tensor) -> Tensor:
-        return DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
+    plain, hooked, total = module.forward, set(), GradientSum(mesh)
 
     def forward(*arguments: Any, **named: Any) -> Any:
         for p in module.parameters(recurse=False):
