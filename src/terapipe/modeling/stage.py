@@ -1,6 +1,6 @@
 """What the runtime asks of a model: that it can be taken apart into stages, and what a stage can do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -68,6 +68,20 @@ class HasVocabulary(Protocol):
     @property
     def vocabulary(self) -> tuple[int | None, int | None]:
         """Token ids must be below the first number, labels below the second."""
+
+
+class WeightSource(Protocol):
+    """Where the weights of a model can be read again. As a string, a name of it for messages."""
+
+    def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of the named weights that it has, as they are there, for a stage of these layers."""
+
+
+@runtime_checkable
+class HasSource(Protocol):
+    """What a whole model may also be, so that checkpoints leave out what is frozen and can be read again."""
+
+    def weight_source(self) -> WeightSource | None: ...
 
 
 @runtime_checkable
