@@ -86,16 +86,20 @@ class HasSource(Protocol):
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A whole model that can be taken apart. It may also have
+    """A whole model that a ``Pipeline`` can take apart into stages: ``GPT``, ``hf.Decoder``, or a class of your own
+    with the three members below. Nothing need be inherited. It may also have
 
     - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
       recomputation ("selective", "full");
     - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
-      of batches that are filled up.
+      of batches that are filled up;
+    - ``weight_source()``, which returns where its weights can be read again (see ``HasSource``), so that checkpoints
+      leave out what is frozen.
     """
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """The layers that a plan's boundaries count."""
 
     @property
     def tied(self) -> tuple[str, ...]:
