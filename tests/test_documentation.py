@@ -16,6 +16,7 @@ from terapipe.cli import parser
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+FORWARDS = ("terapipe.runtime.token_outputs", "terapipe.runtime.forwards")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -39,6 +40,26 @@ def test_architecture_names_no_file_that_is_gone() -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", page)
     assert named
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "src/terapipe" / name).exists())] == []
+
+
+# The API reference
+
+
+def test_the_overview_lists_every_public_name() -> None:
+    """It says that what it does not list is not public."""
+    page = (DOCS / "api/index.md").read_text(encoding="utf-8")
+    public = {"": terapipe.__all__, "hf.": hf.__all__, "losses.": losses.__all__}
+    names = [f"`{prefix}{name}`" for prefix, exported in public.items() for name in exported]
+    assert [name for name in names if name not in page] == []
+
+
+def test_every_public_method_of_pipeline_is_in_the_reference() -> None:
+    """Those of its own base classes, too, which the site shows only if they are listed."""
+    (listed,) = re.findall(r"inherited_members: \[(.*)\]", (DOCS / "api/pipeline.md").read_text(encoding="utf-8"))
+    shown = {*vars(terapipe.Pipeline), *listed.split(", ")}
+    bases = [c for c in terapipe.Pipeline.__mro__ if c.__module__ in FORWARDS]
+    assert len(bases) == len(FORWARDS)
+    assert [name for c in bases for name in vars(c) if not name.startswith("_") and name not in shown] == []
 
 
 # Links

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,13 @@ README = Path(__file__).parent.parent / "README.md"
 
 def programs() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def program(heading: str) -> str:
+    """The one below this heading."""
+    section = README.read_text(encoding="utf-8").partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return str(code)
 
 
 def lines(code: str) -> int:
@@ -37,9 +46,14 @@ def test_a_newcomers_script_profiles_plans_trains_and_reports(tmp_path: Path) ->
     assert "<html" in (tmp_path / "step.html").read_text(encoding="utf-8")
 
 
+def test_one_device_needs_no_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(program("One device"), {})
+    assert re.fullmatch(r"loss \d\.\d{3}\n", capsys.readouterr().out)
+
+
 @pytest.mark.exhaustive
 def test_the_hugging_face_example_leaves_a_folder(tmp_path: Path) -> None:
-    code = programs()[1]
+    code = program("A Hugging Face model")
     assert lines(code) <= 15
     run(code, tmp_path)
     assert {"config.json", "model.safetensors"} <= {f.name for f in (tmp_path / "trained").iterdir()}
@@ -48,3 +62,15 @@ def test_the_hugging_face_example_leaves_a_folder(tmp_path: Path) -> None:
 def test_the_run_file_is_read() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert parse(text).model.preset == "gpt-small"
+
+
+def test_the_diff_imports_what_it_uses_and_names_the_extra() -> None:
+    text = README.read_text(encoding="utf-8")
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    names = dict(re.findall(r"^\+ from (\S+) import (\w+)$", diff, re.MULTILINE))
+    assert names
+    assert all(hasattr(import_module(module), name) for module, name in names.items())
+    assert f"+ trainer = {names['terapipe.hf.trl']}(" in diff
+    extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(requirement.startswith("trl") for requirement in extras["trl"])
+    assert "pip install '.[hf,trl]'" in text

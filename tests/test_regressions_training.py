@@ -76,6 +76,16 @@ timeout = 300
 GPT = "model.preset=layers=2,hidden=16,heads=4"
 
 
+# The end of a run
+
+
+def test_the_last_step_is_evaluated(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """README's run, 20 steps with evaluations every 100, ended without any."""
+    config = told(tmp_path, GPT, "data.eval_share=0.2", "evaluation.every=2", "evaluation.batches=1")
+    ranks(1)(train, config)
+    assert [row["step"] for row in read(config.folder) if "eval_loss" in row] == [2, 3]
+
+
 # One run per folder
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from terapipe.modeling.auxiliary import AuxiliaryLoss
     from terapipe.modeling.cache import SliceCache
     from terapipe.modeling.gpt import GPT
-    from terapipe.modeling.stage import Stage, fill_batch, next_token_labels
+    from terapipe.modeling.stage import Splittable, Stage, fill_batch, next_token_labels
     from terapipe.modeling.verification import Verification
     from terapipe.runtime.dry_run import DryRun
     from terapipe.runtime.failures import PipelineError
@@ -43,6 +43,7 @@ _NEEDS_TORCH = {
     "Pipeline": "terapipe.runtime.pipeline",
     "PipelineError": "terapipe.runtime.failures",
     "SliceCache": "terapipe.modeling.cache",
+    "Splittable": "terapipe.modeling.stage",
     "Stage": "terapipe.modeling.stage",
     "fill_batch": "terapipe.modeling.stage",
     "device_mesh": "terapipe.runtime.mesh",
@@ -77,6 +78,7 @@ __all__ = [
     "Schedule",
     "Slice",
     "SliceCache",
+    "Splittable",
     "Stage",
     "Timeline",
     "Verification",

@@ -35,6 +35,25 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: terapipe")
+    assert "train a model as described in run.toml" in printed.out
+    assert not printed.err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("trian", "; did you mean 'train'? See"), ("repro", "; did you mean 'reproduce'? See"), ("x", ". See")],
+)
+def test_a_wrong_verb_is_told_the_right_one(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "run.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"{said.partition(', got')[0]}, got '{word}'{hint} terapipe --help\n"
+    assert "doctor, train, profile" in said
+
+
 def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "plan", *BIG, *LAYOUT, "--order", "terapipe")
     keys = {"step_time", "order", "layout", "sizes", "lengths", "idle", "peak_bytes", "seconds_to_plan"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from terapipe.runtime.checkpoint.reader import Reader
 from tests.hf import runs
 from tests.hf.runs import Run, causal, tuned
 from tests.hf.test_trainer import check
@@ -79,6 +80,27 @@ def test_lora(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     saved = PeftModel.from_pretrained(runs.model(), tmp_path / "two" / "final")
     name = "base_model.model.model.layers.3.mlp.down_proj.lora_B.default.weight"
     assert torch.allclose(saved.get_parameter(name), wanted.weights[name])
+
+
+def adapter_on(folder: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(6)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), lora)
+
+
+def test_checkpoints_of_lora_hold_the_adapter(tmp_path: Path) -> None:
+    runs.model().save_pretrained(tmp_path / "base")
+    model = partial(adapter_on, tmp_path / "base")
+    wanted = causal(str(tmp_path / "once"), {"slices": 5}, model=model, **SAVING)
+    saved = tmp_path / "once" / "checkpoint-3"
+    names = Reader(saved / "pipeline").index.state_dict_metadata
+    assert names
+    assert all("lora_" in name for name in names)
+    found = causal(str(tmp_path / "again"), {"slices": 5}, str(saved), model=model)
+    assert all(torch.equal(found.weights[name], wanted.weights[name]) for name in wanted.weights)
 
 
 def test_lora_with_dropout_recomputed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from terapipe.hf import Decoder, UnsupportedModelError, split_layers
 from terapipe.modeling.cache import KeyValueStore
 from terapipe.modeling.hf.comparison import lengths
+from terapipe.modeling.hf.refusals import switch_checkpointing
 from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.modeling.hf.verification import verify
 from terapipe.planning.slices import Plan
@@ -51,6 +52,24 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeyValueStore, "grad", lambda self, start, end: (nothing, nothing))
     result = verify("llama", small_config("llama"))
     assert result.backend == "cache"  # which does not use it
+
+
+def test_names_that_transformers_has_given_up_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 5.23 gradient checkpointing is activation checkpointing, and every Decoder warned of the old name."""
+
+    def warn(*arguments: object) -> None:
+        raise FutureWarning("deprecated")
+
+    called = list[str]()
+    monkeypatch.setattr(PreTrainedModel, "is_gradient_checkpointing", property(warn))
+    for verb, on in (("enable", True), ("disable", False)):
+        monkeypatch.setattr(PreTrainedModel, f"gradient_checkpointing_{verb}", warn)
+        new = f"activation_checkpointing_{verb}"
+        monkeypatch.setattr(PreTrainedModel, new, lambda self, name=new: called.append(name), raising=False)
+        model = small_model(small_config("llama"))
+        Decoder(model, backend="attention")
+        switch_checkpointing(model, on)
+    assert called == ["activation_checkpointing_enable", "activation_checkpointing_disable"]
 
 
 @pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])

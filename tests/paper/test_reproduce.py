@@ -1,6 +1,7 @@
 """The paper's tables, simulated: how near they come, and that the planner is never worse than the published schemes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < found["mean_error"] < 0.2
     assert "TeraPipe, reproduced" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("has_extra", [True, False])
+def test_figures_need_no_extra(
+    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_extra: bool
+) -> None:
+    """Without the extra ``png``, nothing at all was written."""
+    monkeypatch.setattr("terapipe.cli.reproduce.rows", lambda: rows)
+    monkeypatch.setattr(
+        "terapipe.cli.reproduce.sweep", lambda planned: [{"slices": 8, "published": 2.0, "simulated": planned}]
+    )
+    if not has_extra:
+        monkeypatch.setitem(sys.modules, "resvg_py", None)
+    assert main(["reproduce", "--out", str(tmp_path)]) == 0
+    kind = "png" if has_extra else "svg"
+    names = {"report.html", *(f"{name}.{kind}" for name in ("step-times", "speed-ups", "sweep"))}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 @pytest.mark.exhaustive

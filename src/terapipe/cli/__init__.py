@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import terapipe
@@ -19,7 +21,16 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        wrong = re.fullmatch(r"argument VERB: invalid choice: '(.*)' \(choose from .*\)", message, re.DOTALL)
+        message = f"{_unknown_verb(wrong[1])} See" if wrong else f"{message}; see"
+        self.exit(2, f"{self.prog}: {message} {self.prog} --help\n")
+
+
+def _unknown_verb(word: str) -> str:
+    names = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+    likely = get_close_matches(word, names, 1)
+    hint = f"; did you mean {likely[0]!r}?" if likely else "."
+    return f"the verb must be one of {', '.join(names)}, got {word!r}{hint}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,9 +39,15 @@ def parser() -> argparse.ArgumentParser:
         description="Token-level pipeline parallelism for PyTorch. `terapipe VERB --help` explains a verb.",
     )
     root.add_argument("--version", action="version", version=f"terapipe {terapipe.__version__}")
-    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = root.add_subparsers(dest="verb", metavar="VERB")
     for verb in VERBS:
         verb.add(verbs)
+
+    def help_alone(parsed: argparse.Namespace) -> int:
+        root.print_help()
+        return 0
+
+    root.set_defaults(run=help_alone)  # of a verb, its own
     return root
 
 

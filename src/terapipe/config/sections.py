@@ -193,7 +193,7 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Evaluation during training, by the same pipeline."""
 
-    every: int = key(100, "steps between evaluations; 0: never")
+    every: int = key(100, "steps between evaluations; the last step is evaluated, too; 0: never")
     batches: int = key(8, "batches of evaluation data to use, the same each time; 0: all")
     sample: int = key(0, "tokens of text to generate at each evaluation; 0: none")
     prompt: str = key("", "prompt of the generated text; default: the beginning of the evaluation data")

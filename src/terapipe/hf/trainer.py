@@ -31,7 +31,7 @@ from terapipe.hf.accelerator import PipelineAccelerator
 from terapipe.hf.fused_head import TESTED
 from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.pipelined import PipelinedModel, pipelined, unpatched
-from terapipe.modeling.hf.refusals import refuse_unfit, without_wrapper
+from terapipe.modeling.hf.refusals import refuse_unfit, switch_checkpointing, without_wrapper
 from terapipe.modeling.hf.structure import is_classifier
 from terapipe.planning.layout import Layout
 from terapipe.runtime.environment import rank_and_size
@@ -110,7 +110,7 @@ class PipelineMixin:
     def _stop_checkpointing(self) -> None:
         """Trainer switches it on in the model; the plan recomputes instead."""
         if self._trainer.args.gradient_checkpointing:
-            without_wrapper(self._trainer.model).gradient_checkpointing_disable()
+            switch_checkpointing(without_wrapper(self._trainer.model), False)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Of this rank's parameters, under their names in the whole model."""

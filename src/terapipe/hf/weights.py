@@ -1,6 +1,5 @@
 """Weights of a model that several processes share: the same on all of them at first, gathered from the stages later."""
 
-import hashlib
 from itertools import chain
 
 import torch
@@ -8,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from terapipe.runtime.checkpoint.frozen import digest_of
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
 
@@ -17,7 +17,7 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
     DistributedDataParallel. All processes must call it together."""
     named = dict(chain(model.named_parameters(), model.named_buffers()))
     real = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
-    mine = {name: _digest(tensor) for name, tensor in real.items()}
+    mine = {name: digest_of(tensor) for name, tensor in real.items()}
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if any(other.keys() != mine.keys() for other in everyone):
@@ -26,12 +26,6 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
     for name, tensor in real.items():
         if any(other[name] != mine[name] for other in everyone):
             _take_over(tensor, device)
-
-
-def _digest(tensor: Tensor) -> str:
-    """Of all of it: of an embedding that was made larger, a few new rows may be all that differs."""
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw, digest_size=16).hexdigest()}"
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """What the runtime asks of a model: that it can be taken apart into stages, and what a stage can do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -70,19 +70,37 @@ class HasVocabulary(Protocol):
         """Token ids must be below the first number, labels below the second."""
 
 
+class WeightSource(Protocol):
+    """Where the weights of a model can be read again. As a string, a name of it for messages."""
+
+    def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of the named weights that it has, as they are there, for a stage of these layers."""
+
+
+@runtime_checkable
+class HasSource(Protocol):
+    """What a whole model may also be, so that checkpoints leave out what is frozen and can be read again."""
+
+    def weight_source(self) -> WeightSource | None: ...
+
+
 @runtime_checkable
 class Splittable(Protocol):
-    """A whole model that can be taken apart. It may also have
+    """A whole model that a ``Pipeline`` can take apart into stages: ``GPT``, ``hf.Decoder``, or a class of your own
+    with the three members below. Nothing need be inherited. It may also have
 
     - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
       recomputation ("selective", "full");
     - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
       of batches that are filled up;
-    - ``is_verified``: True says that slices of it are known to be exact, and ``Pipeline`` need not check them.
+    - ``is_verified``: True says that slices of it are known to be exact, and ``Pipeline`` need not check them;
+    - ``weight_source()``, which returns where its weights can be read again (see ``HasSource``), so that checkpoints
+      leave out what is frozen.
     """
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """The layers that a plan's boundaries count."""
 
     @property
     def tied(self) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ class FittedCost:
         for kind in ("forward", "backward"):
             if not any(s.kind == kind and not s.context and not s.held_out for s in self.profile.samples):
                 raise ValueError(
-                    f"the profile has no {kind} without context to start from; run `terapipe profile` again"
+                    f"the profile has no {kind} without context to start from; measure again with terapipe.profile"
                 )
 
     @cached_property

@@ -28,19 +28,35 @@ class Order:
 
     The last five fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
     results of training stay exact.
+
+    Attributes:
+        name: As in ``Plan.order`` and on the command line.
+        title: A name for tables and pictures.
+        build: A pure function from a plan to the computations (``Action``) of each rank, in the order in which the rank
+            is to do them. Sends and receives follow from them.
+        sliced: Whether microbatches may be cut into slices.
+        placement: How stages are laid over the ranks where each has several: ``"loop"`` begins again at the first rank,
+            ``"v"`` goes back from the last one.
+        chunks: The only number of stages per rank that the order supports; None for any.
+        unsliced_twin: The name of the same order for whole sequences, if there is one.
+        one_rank: Whether to try it on a single rank, where all orders take the same time.
+        tried_chunks: Numbers of stages per rank that the search tries.
+        bubble: The idle time relative to that of a flush, which is (ranks - 1) / chunks slices.
+        in_flight: How many microbatches have live activations at the peak, of an ``InFlight``: a tuple of
+            ``microbatches``, ``slices`` of each, ``ranks`` and ``chunks``.
     """
 
-    name: str  # as in Plan.order and on the command line
-    title: str  # for display
-    build: Callable[["Plan"], Any]  # pure function: the computations (Action) of each rank, in order
-    sliced: bool = True  # whether microbatches may be cut into slices
-    placement: Literal["loop", "v"] = "loop"  # v: every second chunk is placed on the ranks in reverse
-    chunks: int | None = None  # the only number of stages per rank that the order supports; None: any
-    unsliced_twin: str | None = None  # the same order for whole sequences
-    one_rank: bool = False  # whether to try it on a single rank, where all orders take the same time
-    tried_chunks: tuple[int, ...] = (1,)  # stages per rank that the search tries
-    bubble: float = 1.0  # idle time relative to a flush, which idles for (ranks - 1) / chunks slices
-    in_flight: Callable[[InFlight], float] = all_microbatches  # microbatches with live activations at the peak
+    name: str
+    title: str
+    build: Callable[["Plan"], Any]
+    sliced: bool = True
+    placement: Literal["loop", "v"] = "loop"
+    chunks: int | None = None
+    unsliced_twin: str | None = None
+    one_rank: bool = False
+    tried_chunks: tuple[int, ...] = (1,)
+    bubble: float = 1.0
+    in_flight: Callable[[InFlight], float] = all_microbatches
 
     def check(self, plan: "Plan") -> None:
         """Raises ValueError if the order does not support the plan."""

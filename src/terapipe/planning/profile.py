@@ -75,7 +75,7 @@ class Profile:
         if len(self.hosts) != self.ranks:
             raise ValueError(
                 f"a profile names the host of every rank, got {len(self.hosts)} hosts and {self.ranks} ranks; "
-                "run `terapipe profile` again"
+                "measure again with terapipe.profile"
             )
         if self.dtype not in ELEMENT:
             raise ValueError(f"a profile is of one of {', '.join(ELEMENT)}, got {self.dtype!r}")
@@ -116,11 +116,14 @@ class Profile:
             data = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
-                f"a profile must be whole JSON, this one is damaged or cut off: {error}; run `terapipe profile` again"
+                f"a profile must be whole JSON, this one is damaged or cut off: {error}; measure again with "
+                "terapipe.profile"
             ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"this version reads profiles of format {FORMAT}, got {got!r}; run `terapipe profile`")
+            raise ValueError(
+                f"this version reads profiles of format {FORMAT}, got {got!r}; measure again with terapipe.profile"
+            )
         try:
             if not isinstance(data["machine"], dict) or not isinstance(data["versions"], dict):
                 raise TypeError("machine or versions")
@@ -139,7 +142,7 @@ class Profile:
                 hosts=tuple(map(str, data.get("hosts", ()))),
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this profile lacks or misnames {error}; run `terapipe profile` again") from None
+            raise ValueError(f"this profile lacks or misnames {error}; measure again with terapipe.profile") from None
 
     def check_model(self, config: GPTConfig) -> None:
         """Raises ValueError if the profile is of another model. ``max_seq_len`` may differ: it costs no time."""

@@ -236,6 +236,15 @@ def require_png() -> None:
         _extra(name)
 
 
+def has_png() -> bool:
+    """Whether the ``png`` extra is installed."""
+    try:
+        require_png()
+    except ValueError:
+        return False
+    return True
+
+
 def _extra(name: str) -> ModuleType:
     try:
         return import_module(name)

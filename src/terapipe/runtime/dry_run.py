@@ -78,7 +78,10 @@ def dry_run(model: Splittable, plan: Plan, layout: Layout, rank: int, *, state: 
     """Two steps of this rank of the pipeline, forward and backward. The model must be on the meta device. ``state`` is
     the number of bytes that the optimizer keeps for a parameter."""
     if layout.shard:
-        raise ValueError("a dry run does not know sharded replicas (FSDP2); leave out --shard")
+        raise ValueError(
+            "a dry run does not know sharded replicas (FSDP2); take a layout with shard=False, on the command line one "
+            "without --shard"
+        )
     began, device = time.perf_counter(), fake_device()
     counter = MemoryCounter(device)
     waits: tuple[str, ...] = ()

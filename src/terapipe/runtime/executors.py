@@ -83,8 +83,10 @@ class Executors:
     def once(self, executor: Executor) -> Iterator[None]:
         """For work whose shape hardly comes again: nothing is kept for it, and nothing else is let go."""
         kept, self.current = self.current, executor
-        yield
-        self.current = kept
+        try:
+            yield
+        finally:
+            self.current = kept
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from terapipe.losses.objective import Objective, Targets
 from terapipe.modeling.main_grads import summed_in_float32
 from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.stage import IGNORE, HasVocabulary, Splittable, TensorParallel
+from terapipe.modeling.stage import IGNORE, HasSource, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
 from terapipe.runtime.admission import Admission, ModelChecks
+from terapipe.runtime.checkpoint.frozen import FrozenBase
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
 from terapipe.runtime.checkpoint.writer import ensure_channel
 from terapipe.runtime.environment import device_of
@@ -107,6 +108,7 @@ class Pipeline(TokenOutputSteps):
             checks.is_verified |= not verify
             self.stages.update(self._make_stages(model, checks, own_loss=loss_fn is None))
             checks.plan(plan)
+            self._base = self._frozen_base(model)
             self._sync = gradient_sync(self.stages, self._transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
@@ -147,6 +149,11 @@ class Pipeline(TokenOutputSteps):
             if not tp:
                 checks.stage(stages[k], k, self.plan, own_loss=own_loss)
         return stages
+
+    def _frozen_base(self, model: Splittable) -> FrozenBase:
+        source = model.weight_source() if isinstance(model, HasSource) else None
+        cuts = self.plan.boundaries
+        return FrozenBase(source, [(cuts[k], cuts[k + 1]) for k in self.stages], self._transport)
 
     def _vocabulary(self) -> Vocabulary:
         """What the stages here say of it; all of them know both numbers, those of a user's own model may know none."""
@@ -331,14 +338,19 @@ class Pipeline(TokenOutputSteps):
         *,
         extra: Mapping[str, Tensor] | None = None,
         notes: Mapping[str, Any] | None = None,
+        frozen: bool = False,
     ) -> None:
         """A checkpoint of the whole model, and of the optimizer's state, that loads in any layout. All ranks call it
         together, with a folder that all of them see. What the folder held before is replaced when all is written.
 
         ``extra`` are further tensors of this rank, under names that no other rank uses; ``notes`` is what JSON can
         hold, the same on all ranks. If it cannot be written, all ranks raise the same OSError, and may go on training.
+
+        Frozen weights are left out if the model was loaded from files that still have these values: what is saved of an
+        adapter is the adapter. ``load`` then wants a model with the same frozen weights. With ``frozen``, everything is
+        saved.
         """
-        self._checkpoint(optimizer).save(Path(folder), extra or {}, notes)
+        self._checkpoint(optimizer).save(Path(folder), extra or {}, notes, frozen)
 
     def save_in_background(
         self,
@@ -347,11 +359,12 @@ class Pipeline(TokenOutputSteps):
         *,
         extra: Mapping[str, Tensor] | None = None,
         notes: Mapping[str, Any] | None = None,
+        frozen: bool = False,
     ) -> Saving:
         """As ``save``, of the state at this moment: it is copied to the host's memory, and written while training goes
         on. Another save waits until this one is done. ``result()`` of what is returned waits for it and raises what
         went wrong; it must be called before the process ends."""
-        return self._checkpoint(optimizer).begin(Path(folder), extra or {}, notes, copy=True)
+        return self._checkpoint(optimizer).begin(Path(folder), extra or {}, notes, frozen, copy=True)
 
     def load(
         self,
@@ -362,23 +375,26 @@ class Pipeline(TokenOutputSteps):
         verify: bool = True,
     ) -> Loaded:
         """What ``save`` wrote, in this or any other layout; nothing in it is run, whoever wrote it. Learning rate and
-        the like stay as they are. An optimizer of which nothing was saved begins anew.
+        the like stay as they are. An optimizer of which nothing was saved begins anew. Frozen weights that were left
+        out are compared with those of the model, and a model with others is refused.
 
         Fills the ``extra`` tensors that the checkpoint has in the same shape, and leaves the others. Returns the notes,
         a dictionary, whose ``found`` names the extra tensors that were there.
 
-        With ``verify``, all files are first compared with their checksums. If one is damaged or missing, all ranks
-        raise the same ValueError, and model and optimizer are as before.
+        With ``verify``, all files are first compared with their checksums. If one is damaged or missing, or frozen
+        weights are others, all ranks raise the same ValueError, and model and optimizer are as before.
         """
         wrong = verify_files(Path(folder), self._transport) if verify else ""
         if wrong:
             raise ValueError(wrong)
+        checkpoint = self._checkpoint(optimizer)
+        checkpoint.check_base(Path(folder))
         with self.failing_together():
-            return self._checkpoint(optimizer).load(Path(folder), extra or {})
+            return checkpoint.load(Path(folder), extra or {})
 
     def _checkpoint(self, optimizer: Optimizer | None) -> Checkpoint:
         buffers = persistent_buffers(self.stages.values())
-        return Checkpoint(self.named_parameters(), buffers, self._tied, optimizer, self._transport)
+        return Checkpoint(self.named_parameters(), buffers, self._tied, optimizer, self._transport, self._base)
 
     # Looking back
 

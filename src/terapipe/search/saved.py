@@ -49,7 +49,7 @@ class SavedPlan:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"what was saved beside this plan lacks or misnames {error}; plan again") from None
         if layout is not None and layout.pp != plan.num_ranks:
-            raise ValueError(f"the plan is for {plan.num_ranks} ranks, its layout has pipe {layout.pp}; plan again")
+            raise ValueError(f"the plan is for {plan.num_ranks} ranks, its layout has pp={layout.pp}; plan again")
         return saved
 
     def source(self) -> Source:

@@ -288,9 +288,10 @@ class Trainer:
         self._log.row({"step": self.step if step is None else step, "event": event, "message": message})
 
     def _evaluate_if_due(self) -> bool:
-        """Whether the loss is the lowest so far."""
-        every = self._config.evaluation.every
-        self._eval_loss = self._evaluator.run(self.step) if every and self.step % every == 0 else None
+        """Whether the loss is the lowest so far. The last step is always evaluated: a run ends with its result."""
+        every, is_last = self._config.evaluation.every, self.step == self._config.optimizer.steps
+        due = bool(every) and (is_last or self.step % every == 0)
+        self._eval_loss = self._evaluator.run(self.step) if due else None
         if self._eval_loss is None or not self._eval_loss < self._best:  # also false for NaN
             return False
         self._best = self._eval_loss

@@ -13,7 +13,13 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from terapipe.modeling.auxiliary import SumsOver
 from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
 from terapipe.modeling.hf.decoder_stage import DecoderStage
-from terapipe.modeling.hf.refusals import refuse_reentrant, refuse_unfit, untrainable, without_wrapper
+from terapipe.modeling.hf.refusals import (
+    is_checkpointing,
+    refuse_reentrant,
+    refuse_unfit,
+    untrainable,
+    without_wrapper,
+)
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.router_losses import FLAG, refuse_capacity, router_losses, with_router_logits
 from terapipe.modeling.hf.shrink import shrunken, small_model
@@ -28,6 +34,7 @@ from terapipe.modeling.hf.verification import (
     verify,
 )
 from terapipe.modeling.hf.weights import (
+    FolderSource,
     PretrainedWeights,
     RandomWeights,
     StageWeights,
@@ -93,7 +100,7 @@ class Decoder:
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
             self._check_routers()
-        if model.is_gradient_checkpointing:
+        if is_checkpointing(model):
             refuse_reentrant(model)
             self._check_checkpointing()
 
@@ -226,9 +233,11 @@ class Decoder:
         decoder._weights = weights
         return decoder
 
-    def planning_spec(self) -> ModelSpec:
-        from terapipe.modeling.hf.decoder import shape_of
+    def weight_source(self) -> FolderSource | None:
+        """The folder that the weights came from, if one is known."""
+        return FolderSource.of(self.model, self._weights, self.structure)
 
+    def planning_spec(self) -> ModelSpec:
         return ModelSpec(shape_of(self), self.shortest, self.recompute_modes)
 
     @property

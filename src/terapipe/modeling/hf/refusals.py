@@ -72,6 +72,18 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
+def is_checkpointing(model: nn.Module) -> bool:
+    """Whether transformers' activation checkpointing is on, under either of the names that it has had."""
+    return any(getattr(module, FLAG, False) for module in model.modules())
+
+
+def switch_checkpointing(model: Any, on: bool) -> None:
+    """The old names of these methods are deprecated since transformers 5.23, and the new ones are not in 5.22."""
+    verb = "enable" if on else "disable"
+    old, new = f"{FLAG}_{verb}", f"activation_checkpointing_{verb}"
+    getattr(model, new if hasattr(model, new) else old)()
+
+
 def refuse_reentrant(model: nn.Module) -> None:
     """A reentrant checkpoint sees only a layer's arguments, so a stage's input would get no gradient."""
     for module in model.modules():
@@ -99,8 +111,8 @@ class LateCheckpointing:
     def refuse(self) -> None:
         if not self._enabled and any(getattr(module(), FLAG, False) for module in self._watched):
             raise UnsupportedModelError(
-                "gradient checkpointing was switched on after the pipeline was made; switch it on before, or call "
-                "Decoder.recompute_layers()"
+                "gradient checkpointing was switched on after the pipeline was made; switch it on before, or make a "
+                'plan with recompute="full"'
             )
 
 

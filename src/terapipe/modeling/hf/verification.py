@@ -32,6 +32,7 @@ from terapipe.modeling.hf.comparison import (
     lengths,
     reference,
 )
+from terapipe.modeling.hf.refusals import switch_checkpointing
 from terapipe.modeling.hf.rope import depends_on_length, with_original_length
 from terapipe.modeling.hf.router_losses import with_balance, with_router_logits
 from terapipe.modeling.hf.shrink import HEAD_COUNTS, KV_HEADS, small_model
@@ -264,7 +265,7 @@ def recomputed_error(config: PretrainedConfig, structure: ModelStructure, kind: 
         model = _small(config, torch.float64, kind)
         batch = Batch.of(model)
         expected = reference(model, batch)
-        model.gradient_checkpointing_enable()
+        switch_checkpointing(model, True)
         return max(errors(expected, SlicedModel(model, structure, "attention")(batch, lengths(4, 1))).values())
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
@@ -190,6 +193,64 @@ class PretrainedWeights:
                     f"by its config.json {self.folder} has one weight for {' and '.join(names)}, but the saved ones "
                     "differ; set tie_word_embeddings to false in config.json"
                 )
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """The folder that a model's weights came from, to read them once more: frozen ones need not be saved then."""
+
+    weights: PretrainedWeights
+    kind: type[PreTrainedModel]
+    structure: ModelStructure
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, weights: Weights, structure: ModelStructure) -> "FolderSource | None":
+        """None where no folder is known. That it has a model's weights as they are now is for the caller to compare:
+        a name is kept in the configuration, even of a model that was made with other weights."""
+        if not isinstance(weights, PretrainedWeights):
+            folder = None if any(p.is_meta for p in model.parameters()) else _folder_of(str(model.name_or_path or ""))
+            if folder is None:
+                return None
+            weights = PretrainedWeights(folder, model.dtype)
+        return cls(weights, type(model), structure)
+
+    def __str__(self) -> str:
+        return str(self.weights.folder)
+
+    def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """By the configuration in the folder: the model's own may have been changed, by a larger vocabulary, say."""
+        model = meta_model(self.weights.config(), self.weights.dtype, self.kind)
+        with _no_progress_bar():
+            filled = self.weights.fill(model, StageWeights(model, self.structure, first, last))
+        there = {name: p for name, p in filled.named_parameters(remove_duplicate=False) if not p.is_meta}
+        originals = {name: _INSIDE_ADAPTERS.sub("", name) for name in names}
+        return {name: there[original] for name, original in originals.items() if original in there}
+
+
+_INSIDE_ADAPTERS = re.compile(r"(?<=\.)(base_layer|original_module|token_adapter)\.")  # where peft puts what it wraps
+
+
+def _folder_of(name: str) -> Path | None:
+    """A folder, or what was downloaded from the Hub under this name."""
+    if not name or Path(name).is_dir():
+        return Path(name).resolve() if name else None
+    try:
+        config = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):  # not there, or no name that the Hub knows
+        return None
+    return Path(config).parent if config else None
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """In the middle of training."""
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 # How a stage's part is loaded. ``from_pretrained`` builds the model on the meta device, looks at its state dict for the

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-INDEX, NOTES = ".metadata", "notes.json"
+INDEX, NOTES, FROZEN = ".metadata", "notes.json", "frozen.json"
 
 _CLASSES: tuple[type, ...] = (
     Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata,
@@ -50,16 +50,28 @@ class TensorsOnly(DefaultLoadPlanner):
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    path = folder / NOTES
+    return _read_object(folder / NOTES)
+
+
+def read_frozen(folder: Path) -> tuple[str, dict[str, str]]:
+    """The source of the frozen weights that a checkpoint leaves out, and a digest of each."""
+    content = _read_object(folder / FROZEN)
+    weights = content.get("weights", {})
+    if not isinstance(weights, dict) or not all(isinstance(digest, str) for digest in weights.values()):
+        raise ValueError(f"{folder / FROZEN} must name the weights that the checkpoint leaves out, with digests")
+    return str(content.get("source", "")), weights
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        notes = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} must be JSON, got: {error}") from None
-    if not isinstance(notes, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(notes).__name__}")
-    return notes
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
 
 
 def reason(error: BaseException) -> str:

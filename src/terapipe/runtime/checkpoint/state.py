@@ -22,7 +22,17 @@ from torch.optim import Optimizer
 from terapipe.files import beside
 from terapipe.modeling.dtensor import to_local
 from terapipe.runtime.checkpoint import manifest
-from terapipe.runtime.checkpoint.reader import INDEX, Reader, TensorsOnly, read_notes, reason
+from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
+from terapipe.runtime.checkpoint.reader import (
+    FROZEN,
+    INDEX,
+    NOTES,
+    Reader,
+    TensorsOnly,
+    read_frozen,
+    read_notes,
+    reason,
+)
 from terapipe.runtime.checkpoint.staging import Staging, State
 from terapipe.runtime.checkpoint.writer import Saving as Saving
 from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
@@ -143,7 +153,9 @@ class Checkpoint:
         tied: TiedWeights,
         optimizer: Optimizer | None,
         transport: Transport,
+        base: FrozenBase,
     ) -> None:
+        self._base = base
         self._tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         for name, tensor in chain(((tied.canonical(name), p) for name, p in parameters), buffers):
@@ -153,32 +165,38 @@ class Checkpoint:
         self._optimizer_state = None if optimizer is None else OptimizerState(optimizer, self._tensors)
         self._transport = transport
 
-    def _state(self, extra: Mapping[str, Tensor]) -> State:
+    def _state(self, extra: Mapping[str, Tensor], left_out: Iterable[str]) -> State:
         """Tensors only: all else would be saved as pickles."""
         moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
-        parts = {"model": self._tensors, PART: moments, "extra": extra}
+        weights = {name: x for name, x in self._tensors.items() if name not in left_out}
+        parts = {"model": weights, PART: moments, "extra": extra}
         return {part: {name: x.detach() for name, x in tensors.items()} for part, tensors in parts.items() if tensors}
 
     # Saving
 
-    def save(self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None) -> None:
-        saving = self.begin(folder, extra, notes, copy=False)
+    def save(self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool) -> None:
+        saving = self.begin(folder, extra, notes, frozen, copy=False)
         self._wait(saving)
         saving.result()
 
     def begin(
-        self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, *, copy: bool
+        self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool, *, copy: bool
     ) -> Saving:
-        """With ``copy``, tensors may be changed as soon as it returns."""
+        """With ``copy``, tensors may be changed as soon as it returns. With ``frozen``, nothing is left out."""
         folder, channel = folder.absolute(), known_channel(self._transport)
         self._wait(channel.latest if channel is not None else None)
         if self._transport.global_rank == min(self._transport.hosts):
             shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
+        left_out: Digests = {} if frozen else self._base.left_out(self._tensors)
         state: State = {}
         staging = Staging() if channel is None else channel.staging
-        text, names, problem = "", [], None
+        texts, names, problem = dict[str, str](), [], None
         try:
-            text, names, state = _as_json(notes), list(extra), self._state(_checked(extra))
+            if notes is not None:
+                texts[NOTES] = _as_json(notes)
+            if left_out:
+                texts[FROZEN] = _as_json({"source": self._base.source, "weights": left_out})
+            names, state = list(extra), self._state(_checked(extra), left_out)
             if copy:
                 state = staging.copy(state)
             elif self._transport.device.type == "cuda":
@@ -188,7 +206,7 @@ class Checkpoint:
         ready = self._agree(problem, names, channel is not None)
         channel = channel if channel is not None and ready else new_channel(self._transport)
         channel.staging = staging
-        return begin(channel, state, folder, text, self._transport)
+        return begin(channel, state, folder, texts, self._transport)
 
     def _wait(self, saving: Saving | None) -> None:
         """Until it is done on all ranks; one that is stuck or gone is noticed."""
@@ -214,6 +232,13 @@ class Checkpoint:
 
     # Loading
 
+    def check_base(self, folder: Path) -> None:
+        """Refuses a checkpoint of another frozen base, on all ranks alike. Nothing is changed, and all can go on."""
+        found = _place(folder)
+        source, left_out = ("", {}) if found is None else read_frozen(found)
+        if left_out:
+            self._base.check(folder, left_out, source, self._tensors)
+
     @torch.no_grad()
     def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
         """Into tensors as they are; every rank reads what it holds."""
@@ -225,7 +250,7 @@ class Checkpoint:
         there = {name: x for name, x in extra.items() if _fits(saved.get(f"extra.{name}"), x)}
         if self._optimizer_state is not None:
             self._optimizer_state.prepare(saved)
-        state = self._state(there)
+        state = self._state(there, read_frozen(found)[1])
         self._read(state, reader)
         if self._optimizer_state is not None:
             self._optimizer_state.finish(state.get(PART, {}))
@@ -290,9 +315,7 @@ def _checked(extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return extra
 
 
-def _as_json(notes: Mapping[str, Any] | None) -> str:
-    if notes is None:
-        return ""
+def _as_json(notes: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(notes), indent=1) + "\n"
     except (TypeError, ValueError) as error:

@@ -3,7 +3,7 @@
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,6 @@ from torch.futures import Future as TorchFuture
 
 from terapipe.files import beside, flush, put_in_place, recover
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
-from terapipe.runtime.checkpoint.reader import NOTES
 from terapipe.runtime.checkpoint.staging import Staging
 from terapipe.runtime.failures import is_connection_error
 from terapipe.runtime.mesh import ALL
@@ -109,11 +108,15 @@ def ensure_channel(transport: Transport) -> None:
         new_channel(transport)
 
 
-def begin(channel: Channel, state: dict[str, Any], folder: Path, notes: str, transport: Transport) -> Saving:
+def begin(
+    channel: Channel, state: dict[str, Any], folder: Path, texts: Mapping[str, str], transport: Transport
+) -> Saving:
+    """``texts`` are further files, by name; the first rank writes them."""
+
     def work() -> None:
         try:
             channel.staging.wait()
-            _write(state, folder, notes, channel.group)
+            _write(state, folder, texts, channel.group)
         except RuntimeError:
             _channels.pop(_key(transport), None)  # ranks may be out of step
             raise
@@ -122,7 +125,7 @@ def begin(channel: Channel, state: dict[str, Any], folder: Path, notes: str, tra
     return channel.latest
 
 
-def _write(state: dict[str, Any], folder: Path, notes: str, group: dist.ProcessGroup | None) -> None:
+def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Beside, then renamed by the first rank: a crash at any moment leaves the old one or the new one whole."""
     partial = beside(folder, "partial")
     is_main = group is None or dist.get_rank(group) == 0
@@ -133,7 +136,7 @@ def _write(state: dict[str, Any], folder: Path, notes: str, group: dist.ProcessG
         _save(state, writer, group)
         sums = _gathered(writer.sums, group)
         if is_main:
-            _finish(folder, partial, notes, sums)
+            _finish(folder, partial, texts, sums)
     except CheckpointException as error:
         failures = {rank: cause for rank, (cause, _) in error.failures.items()}
     except Exception as error:
@@ -160,13 +163,13 @@ def _gathered(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str
     return {name: x for part in found for name, x in part.items()}
 
 
-def _finish(folder: Path, partial: Path, notes: str, sums: dict[str, Sum]) -> None:
-    if notes:
-        with SummedFile(partial / NOTES) as file:
-            file.write(notes.encode())
+def _finish(folder: Path, partial: Path, texts: Mapping[str, str], sums: dict[str, Sum]) -> None:
+    for name, text in texts.items():
+        with SummedFile(partial / name) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        sums = {**sums, NOTES: file.sum}
+        sums = {**sums, name: file.sum}
     write_manifest(partial, sums)
     flush(partial)
     put_in_place(folder, partial)
