@@ -26,7 +26,7 @@ def all_microbatches(work: InFlight) -> float:
 class Order:
     """An entry of ``ORDERS``. To add an order, write its ``build`` function and ``register`` it.
 
-    The last five fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
+    The last six fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
     results of training stay exact.
     """
 
@@ -41,6 +41,7 @@ class Order:
     tried_chunks: tuple[int, ...] = (1,)  # stages per rank that the search tries
     bubble: float = 1.0  # idle time relative to a flush, which idles for (ranks - 1) / chunks slices
     in_flight: Callable[[InFlight], float] = all_microbatches  # microbatches with live activations at the peak
+    deferred: bool = False  # whether weight halves of backwards wait, and keep memory of their own
 
     def check(self, plan: "Plan") -> None:
         """Raises ValueError if the order does not support the plan."""

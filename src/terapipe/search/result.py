@@ -28,7 +28,7 @@ class PlanResult:
     """The chosen plan and its prediction. ``print`` it for an explanation; give ``plan`` to ``Pipeline``."""
 
     estimate: PlanEstimate
-    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, fastest first
+    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, sliced and not, that fits; fastest first
     request: Request
     source: Source | None = None  # of the costs; None: a cost table
     price: float | None = None  # with a limit on distinct lengths: step time relative to that without the limit
