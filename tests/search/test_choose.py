@@ -14,7 +14,7 @@ from terapipe.search import evaluator as evaluator_module
 from terapipe.search.candidates import candidates
 from terapipe.search.choose import best_of, choose, compare, finish, rows_of
 from terapipe.search.cuts import Grid, improve, ramped, uniform
-from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front, preference
+from terapipe.search.evaluator import PlanEvaluator, pareto_front, preference
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import ClusterSource
 from tests.costs import SimpleCost, SimpleMemory, SimpleSource

@@ -95,8 +95,10 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     )
     batch.add_argument("--seq-len", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
     batch.add_argument(
-        "--memory", metavar="BYTES", help="memory budget per device, such as 16GiB (default: its memory, less a "
-        "reserve for context, NCCL and fragmentation with --cluster)"
+        "--memory",
+        metavar="BYTES",
+        help="memory budget per device, such as 16GiB (default: its memory, less a "
+        "reserve for context, NCCL and fragmentation with --cluster)",
     )
     fixed = parser.add_argument_group("layout, order and slices", "Chosen by the planner if left out.")
     fixed.add_argument("--dp", type=int, metavar="N", help="number of data parallel replicas")

@@ -90,9 +90,8 @@ def budget_title(result: "PlanResult | Comparison") -> str:
     if result.budget is None:
         return ""
     text, device = f"{units.memory(result.budget)} per device", described_device(result.source)
-    if device is None or result.budget == device.memory:
+    if device is None or (usable := usable_memory(device)) == device.memory:
         return text
-    usable = usable_memory(device)
     if result.request.budget is not None:
         too_much = result.budget > usable
         return text + (f", more than the {units.memory(usable)} that are usable" if too_much else "")

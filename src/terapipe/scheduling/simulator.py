@@ -8,7 +8,16 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.planning.cost import Array, Cost, GradientBytes, LinkBehavior, Memory, StageSpec, stage_specs, with_recompute
+from terapipe.planning.cost import (
+    Array,
+    Cost,
+    GradientBytes,
+    LinkBehavior,
+    Memory,
+    StageSpec,
+    stage_specs,
+    with_recompute,
+)
 from terapipe.planning.slices import Plan
 from terapipe.recompute import Recompute
 from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule

@@ -1,7 +1,7 @@
 """The search: simulates the promising candidates of every order, refines the best of each, and chooses the fastest
 that fits."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -34,10 +34,8 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
     """The plan with the shortest simulated step that fits the memory budget, and the best of every other row."""
     pool = candidates(source, request)
     rows = [e for e in best_rows(pool, source, request, progress) if e.fits and e.name != EQUAL]
-    rows.sort(key=preference)
-    # Whole sequences are simpler, so they win unless slicing gains more than WORTH.
-    chosen = next((e for e in rows if not e.sliced and e.step_time <= WORTH * rows[0].step_time), rows[0])
-    runners_up = tuple(e for e in rows if e is not chosen)
+    chosen = pick(rows)
+    runners_up = tuple(sorted((e for e in rows if e is not chosen), key=preference))
     if request.distinct is None or request.fixed_slices:
         return PlanResult(chosen, runners_up, request, source)
     limited = with_few_lengths(evaluator_of(pool, chosen), chosen, request.distinct)
@@ -48,6 +46,14 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         )
     limited = replace(limited, name=chosen.name)
     return PlanResult(limited, runners_up, request, source, limited.step_time / chosen.step_time)
+
+
+def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
+    """The row to run: the fastest that fits. Whole sequences are simpler, so they win unless slicing gains more than
+    ``WORTH``."""
+    best = min(rows, key=preference)
+    whole = [e for e in rows if e.fits and not e.sliced and e.step_time <= WORTH * best.step_time]
+    return min(whole, key=preference, default=best)
 
 
 def compare(
@@ -108,7 +114,9 @@ def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
             yield Row(name, sliced, True)
 
 
-def best_rows(pool: list[Candidate], source: Source, request: Request, progress: Progress = silent) -> list[PlanEstimate]:
+def best_rows(
+    pool: list[Candidate], source: Source, request: Request, progress: Progress = silent
+) -> list[PlanEstimate]:
     """The best plan of every row. Raises ValueError if none of them fits the memory budget."""
     rows, found = list(rows_of(pool)), dict[str, PlanEstimate]()
     for i, row in enumerate(rows):

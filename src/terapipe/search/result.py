@@ -33,7 +33,7 @@ class PlanResult:
     source: Source | None = None  # of the costs; None: a cost table
     price: float | None = None  # with a limit on distinct lengths: step time relative to that without the limit
     seconds: float = 0.0  # time that planning took
-    reserve: float | None = None  # step time relative to that of the same order and layout with all of a device's memory
+    reserve: float | None = None  # step time relative to that with all memory of a device, same order and layout
 
     @property
     def plan(self) -> Plan:
