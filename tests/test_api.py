@@ -88,6 +88,16 @@ def test_a_profile_is_planned_with_its_own_ranks_and_dtype() -> None:
         tp.plan("gpt3-1b", profile, batch_size=1, seq_len=2048)
 
 
+def test_measured_costs_are_compared_in_the_layouts_of_their_ranks() -> None:
+    """With two sequences on two ranks, replicas stand beside the pipelines."""
+    profile = made()
+    rows = {row.title: row for row in tp.compare(None, profile, batch_size=2, seq_len=2048)}
+    assert rows["data parallel"].layout == tp.Layout(2, 1, 1)
+    assert rows["1f1b"].layout == rows["terapipe-1f1b"].layout == tp.Layout(1, 2, 1)
+    best = tp.plan(None, profile, batch_size=2, seq_len=2048)
+    assert rows[best.estimate.title] == best.estimate
+
+
 def test_what_costs_cannot_say_is_refused() -> None:
     with pytest.raises(ValueError, match="says nothing of the model"):
         tp.plan(None, CLUSTER, batch_size=1, seq_len=64)

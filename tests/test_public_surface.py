@@ -28,7 +28,7 @@ VERBS = {
     "train": "--print-config",
     "profile": "--model --dtype --seq-len --ranks --sizes --seconds --out",
     "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save --dry-run",
-    "compare": f"{SOURCE} {REQUEST} --json --html --svg --png",
+    "compare": f"{SOURCE} {REQUEST} --same-layout --json --html --svg --png",
     "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",
     "reproduce": None,
     "verify": "--all --stages --num-slices --tp --device --json",

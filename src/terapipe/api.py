@@ -114,6 +114,7 @@ def plan(
     distinct: int | None = None,
     devices: int | None = None,
     layers_only: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> PlanResult:
     """Chooses the fastest plan that fits into memory, by simulation. Arguments that are None are chosen.
 
@@ -121,7 +122,8 @@ def plan(
       folder. It may be None if ``costs`` is a Profile or a CostTable.
     - ``costs``: a Profile, a Cluster or its name (``"dgx-h100:8"``), or a CostTable.
     - ``batch_size``: sequences per step, over all replicas.
-    - ``memory``: memory budget per device, in bytes or as ``"80GiB"``. By default all memory of the device.
+    - ``memory``: memory budget per device, in bytes or as ``"80GiB"``. By default what a plan can use of the device's
+      memory: less a reserve for context, NCCL and fragmentation on a described cluster.
     - ``dp``, ``pp``, ``tp``, ``shard``: the layout, see ``Layout``. ``shard`` is never chosen by the planner.
     - ``order``: the order of forwards and backwards, a key of ``ORDERS``.
     - ``num_slices`` or ``slice_lengths``: cut every sequence into equal slices, or into slices of these lengths.
@@ -133,6 +135,7 @@ def plan(
     - ``distinct``: maximum number of different slice lengths.
     - ``devices``: number of ranks to plan for, if a Profile was measured on another number.
     - ``layers_only``: ignore embedding, head and loss, as the TeraPipe paper does (with a Cluster).
+    - ``progress``: called with the completed share, between 0 and 1.
     """
     spec = model_spec(model)
     request = _request(
@@ -155,7 +158,20 @@ def plan(
     )
     if isinstance(costs, CostTable):
         return timed(lambda: choose_by_table(costs, request))
-    return timed(lambda: choose(source_of(spec, costs, request, devices, layers_only), request))
+    source = source_of(spec, costs, request, devices, layers_only)
+    return timed(lambda: _with_price_of_reserve(choose(source, request, progress)))
+
+
+def _with_price_of_reserve(result: PlanResult) -> PlanResult:
+    """The result with its step time relative to that with all memory, if part of it was left for other things."""
+    request, source, layout = result.request, result.source, result.layout
+    if request.budget is not None or not isinstance(source, ClusterSource):
+        return result
+    memory = source.cluster.host.device.memory
+    if memory == source.budget or (result.plan.recompute == "none" and result.peak_bytes < 0.9 * (source.budget or 0)):
+        return result
+    whole = request.fixed(budget=memory, dp=layout.dp, pp=layout.pp, tp=layout.tp, order=result.plan.order)
+    return replace(result, reserve=max(1.0, result.step_time / choose(source, whole).step_time))
 
 
 def compare(
@@ -174,8 +190,15 @@ def compare(
     tile: int | None = None,
     devices: int | None = None,
     layers_only: bool = False,
+    same_layout: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Comparison:
-    """Finds the best plan of every order on the same devices. Arguments as for ``plan``."""
+    """Finds the best plan of every order on the same devices, each with the layout, microbatches, chunks and
+    recomputation that suit it best. Orders that can be sliced have a row with slices and one with whole sequences.
+
+    ``same_layout`` asks another question: how the orders compare in the layout of the fastest one. The other arguments
+    are as for ``plan``.
+    """
     if isinstance(costs, CostTable):
         raise ValueError("a cost table knows one kind of stage and no memory; compare with a Cluster or a Profile")
     spec = model_spec(model)
@@ -194,8 +217,8 @@ def compare(
         tile=tile,
     )
     source = source_of(spec, costs, request, devices, layers_only)
-    rows = tuple(compare_orders(source, request))
-    return Comparison(rows, request.budget or source.budget, source.name, time.perf_counter() - began)
+    rows = tuple(compare_orders(source, request, same_layout=same_layout, progress=progress))
+    return Comparison(rows, request, source, same_layout, time.perf_counter() - began)
 
 
 def estimate(

@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from terapipe import Plan, Timeline, schedule
+from terapipe import Plan, Timeline, __version__, schedule
 from terapipe.cli import main
 from terapipe.planning.profile import Profile
+from terapipe.reporting.plans import HEADER
 from terapipe.scheduling.simulator import simulate
 from tests.costs import SimpleCost
 from tests.planning.test_fitted import made
@@ -101,6 +103,36 @@ def test_compare_prints_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert chart.read_text().startswith("<svg")
     assert main(["compare", *SMALL, *FOUR]) == 0
     assert "terapipe, equal slices" in capsys.readouterr().out
+
+
+def test_a_comparison_says_what_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page lacked the ratio, the batch, the budget, that it is simulated, and the version."""
+    page = tmp_path / "page.html"
+    assert main(["compare", *SMALL, *FOUR, "--html", str(page)]) == 0
+    shown, written = capsys.readouterr(), unescape(page.read_text())
+    for name in HEADER:
+        assert name in shown.out
+        assert f"<th scope='col'>{name}</th>" in written
+    for fact in ("simulated", "1 seq of 2048 tokens", "16 GiB, 2.97 GiB less for driver", "the best for each row"):
+        assert fact in shown.out, fact
+        assert fact in written, fact
+    assert __version__ in written
+    assert "times as fast as the best with whole sequences (" in shown.out
+    assert shown.err == ""  # progress is for terminals
+    assert main(["compare", *SMALL, "--same-layout", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len({tuple(row["layout"].items()) for row in rows}) == 1
+
+
+def test_microbatches_are_written_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan said "sequences x microbatches", its table "microbatches x sequences"."""
+    eight = [word if word != "1" else "8" for word in SMALL]
+    assert main(["plan", *eight, *FOUR, "--order", "1f1b", "--microbatch-size", "2"]) == 0
+    assert "microbatches  4 x 2 seq" in capsys.readouterr().out
+    rows = printed(capsys, "compare", *eight, *FOUR, "--microbatch-size", "2")
+    assert rows[0]["sizes"] == [2] * 4
+    assert main(["compare", *eight, *FOUR, "--microbatch-size", "2"]) == 0
+    assert "4 x 2 seq" in capsys.readouterr().out
 
 
 def test_simulate_writes_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

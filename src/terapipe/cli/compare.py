@@ -13,6 +13,7 @@ from terapipe.cli.options import (
     check_outputs,
     console,
     costs_of,
+    progress_of,
     refuse_with,
     request_of,
 )
@@ -24,11 +25,14 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "compare",
         help="compare the best plans of all orders by time and memory",
-        description="Finds the best plan of every order on the same devices, and prints their step time, idle share, "
-        "peak memory, and whether they fit.",
+        description="Finds the best plan of every order on the same devices, each in the layout that suits it best, "
+        "with slices and with whole sequences. Prints their step time, idle share, peak memory, and whether they fit.",
     )
     add_source(parser)
     add_request(parser)
+    parser.add_argument(
+        "--same-layout", action="store_true", help="put every order into the layout of the fastest one instead"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON list instead of text")
     output.add_argument("--html", metavar="FILE", type=Path, help="write a page with table and chart")
@@ -41,7 +45,10 @@ def run(parsed: argparse.Namespace) -> int:
     check_outputs(parsed)
     refuse_with("compare, which tries all orders and slicings", parsed, *CUTS)
     given = {name: value for name, value in request_of(parsed).items() if name not in CUTS}
-    comparison = api.compare(parsed.model, costs_of(parsed), **given)
+    with progress_of("comparing") as progress:
+        comparison = api.compare(
+            parsed.model, costs_of(parsed), **given, same_layout=parsed.same_layout, progress=progress
+        )
     if parsed.html:
         comparison.to_html(parsed.html, parsed.model or "The profiled model")
     if parsed.svg:

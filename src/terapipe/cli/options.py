@@ -1,11 +1,13 @@
 """What verbs share: options, their conversion to arguments of the library, and the console."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from terapipe.api import Costs
 from terapipe.planning.hardware import HOSTS, Cluster
@@ -93,7 +95,10 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     )
     batch.add_argument("--seq-len", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
     batch.add_argument(
-        "--memory", metavar="BYTES", help="memory budget per device, such as 16GiB (default: all of its memory)"
+        "--memory",
+        metavar="BYTES",
+        help="memory budget per device, such as 16GiB (default: its memory, less a "
+        "reserve for context, NCCL and fragmentation with --cluster)",
     )
     fixed = parser.add_argument_group("layout, order and slices", "Chosen by the planner if left out.")
     fixed.add_argument("--dp", type=int, metavar="N", help="number of data parallel replicas")
@@ -147,6 +152,16 @@ def orders_help() -> str:
     """The orders with their titles, for the end of a help text."""
     titles = {order.name: order.title + ("" if order.sliced else ", whole sequences") for order in ORDERS.values()}
     return "orders:\n" + "\n".join(f"  {name:18s}  {title}" for name, title in titles.items())
+
+
+@contextmanager
+def progress_of(verb: str) -> Iterator[Callable[[float], None]]:
+    """A bar on the terminal, gone in the end. Nothing if errors go elsewhere."""
+    columns = (TextColumn(verb), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda share: bar.update(task, completed=share)
 
 
 def costs_of(parsed: argparse.Namespace) -> Costs:

@@ -18,6 +18,7 @@ from terapipe.cli.options import (
     console,
     costs_of,
     orders_help,
+    progress_of,
     refuse_with,
     request_of,
 )
@@ -86,7 +87,8 @@ def add(verbs: Verbs) -> None:
 def run(parsed: argparse.Namespace) -> int:
     _refuse_ignored(parsed)
     check_outputs(parsed)
-    result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed))
+    with progress_of("planning") as progress:
+        result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed), progress=progress)
     dry = api.dry_run(parsed.model or result.model_config, result) if parsed.dry_run else None
     hosts = hosts_of(_machine(result.source), result.layout.devices)
     launch = _launch(parsed, result, hosts)

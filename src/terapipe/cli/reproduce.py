@@ -23,6 +23,7 @@ from terapipe.paper.reproduce import (
     orders,
     outcome,
     rows,
+    source_of,
     sweep,
 )
 from terapipe.reporting import charts, html, svg, units
@@ -40,15 +41,19 @@ class Section(NamedTuple):
 GROWN = (5, 8, 10)  # settings, one of each model in which slicing matters
 
 
+CUT = "microbatches and slices"
+
+
 def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
+    room = f"the {units.memory(source_of(SETTINGS[0]).budget)} of a V100 that are usable"
     if question:
-        header = ("setting", "order", "step", "idle", "peak memory", "cut")
+        header = ("setting", "order", "step", "idle", "peak memory", "dp x pp x tp", CUT)
         rows = [row for setting in SETTINGS for row in _orders(setting)]
-        yield Section("The ten settings with every order, within 16 GiB", header, rows)
+        yield Section(f"The ten settings with every order in its own best layout, within {room}", header, rows)
     if grow:
-        header = ("setting", "order", "tokens/s", "batch", "peak memory", "cut")
+        header = ("setting", "order", "tokens/s", "batch", "peak memory", "dp x pp x tp", CUT)
         rows = [row for number in GROWN for row in _grown(SETTINGS[number - 1])]
-        yield Section("With batches up to sixteen times as large, as far as 16 GiB permit", header, rows)
+        yield Section(f"With batches up to sixteen times as large, as far as {room} permit", header, rows)
     if what_if:
         header = ("model, cluster, batch x tokens", "way", "step", "x", "peak memory", "how")
         outcomes = [outcome(case) for case in CASES]
@@ -58,13 +63,12 @@ def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
 
 def picture(outcomes: Sequence[Outcome]) -> str:
     """Step times relative to the planned one. What does not fit has no bar."""
-    names = ("planned", "best 1F1B", "FSDP, sequences over devices (estimate)")
+    names = ("planned", "best with whole sequences", "best 1F1B", "FSDP, sequences over devices (estimate)")
     ratios = {}
     for each in outcomes:
-        case, planned = each.case, each.planned.step_time
-        one_f_one_b = each.best_1f1b.step_time / planned if each.best_1f1b else 0.0
-        other = each.others[0].step_time / planned if each.others else 0.0
-        ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = (1.0, one_f_one_b, other)
+        case, ways = each.case, (each.planned, each.whole, each.best_1f1b, each.others[0] if each.others else None)
+        steps = [way.step_time / each.planned.step_time if way else 0.0 for way in ways]
+        ratios[f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"] = steps
     return charts.groups(
         ratios, names, "Step time relative to the planned one", lambda x: f"{x:.2f}" if x else "none fits"
     )
@@ -73,21 +77,26 @@ def picture(outcomes: Sequence[Outcome]) -> str:
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
     for i, c in enumerate(orders(setting)):
         first = "" if i else f"({setting.number}) {setting.model}"
-        yield first, c.name, units.seconds(c.step_time), units.share(c.idle), units.memory(c.peak_bytes), cut(c.plan)
+        yield first, c.title, units.seconds(c.step_time), units.share(c.idle), *_how(c)
 
 
 def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
     for i, c in enumerate(largest_throughput(setting).values()):
         first = "" if i else f"({setting.number}) {setting.model}"
-        batch_size = str(c.plan.batch_size * c.layout.dp)
-        yield first, c.name, f"{c.tokens_per_second:,.0f}", batch_size, units.memory(c.peak_bytes), cut(c.plan)
+        yield first, c.title, f"{c.tokens_per_second:,.0f}", str(c.plan.batch_size * c.layout.dp), *_how(c)
+
+
+def _how(c: PlanEstimate) -> tuple[str, str, str]:
+    peak = units.memory(c.peak_bytes) + ("" if c.fits else ", does not fit")
+    return peak, f"{c.layout.dp} x {c.layout.pp} x {c.layout.tp}", cut(c.plan)
 
 
 def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
-    case, planned, usual = outcome.case, outcome.planned, outcome.best_1f1b
+    case, planned = outcome.case, outcome.planned
     first = f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"
     yield (first, *_row("planned", planned, planned))
-    yield ("", *_row("best 1F1B", usual, planned)) if usual else ("", "best 1F1B", "none fits", "", "", "")
+    for name, way in (("best with whole sequences", outcome.whole), ("best 1F1B", outcome.best_1f1b)):
+        yield ("", *_row(name, way, planned)) if way else ("", name, "none fits", "", "", "")
     for e in outcome.others:
         step, peak = units.seconds(e.step_time), units.memory(e.peak_bytes)
         yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note
@@ -95,7 +104,7 @@ def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 def _row(name: str, estimate: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:
     layout = estimate.layout
-    how = f"{estimate.plan.order}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(estimate.plan)}"
+    how = f"{estimate.title}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(estimate.plan)}"
     ratio = f"{estimate.step_time / best.step_time:.2f}"
     return name, units.seconds(estimate.step_time), ratio, units.memory(estimate.peak_bytes), how
 
@@ -117,7 +126,7 @@ def add(verbs: Verbs) -> None:
         help="write report.html and its figures to this folder, as PNG with the extra png and as SVG without",
     )
     parser.add_argument(
-        "--question", action="store_true", help="also simulate all other orders in the ten settings (a minute)"
+        "--question", action="store_true", help="also simulate all orders in the ten settings (minutes)"
     )
     parser.add_argument(
         "--grow", action="store_true", help="also simulate batches as large as memory permits (minutes)"

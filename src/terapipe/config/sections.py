@@ -138,7 +138,7 @@ class PlanConfig:
     microbatch_size: int = key(0, "sequences in a microbatch; 0: any, with dpo one pair")
     chunks: int = key(0, "model chunks per rank (interleaving); 0: any")
     tile: int = key(8, "slice lengths are multiples of this number of tokens", positive=True)
-    memory: str = key("", "memory budget of a device, such as 16GiB; default: all of its memory")
+    memory: str = key("", "memory budget of a device, such as 16GiB; default: what is usable of its memory")
     drift: float = key(
         0.2, "report when step times differ from the prediction by more than this share; 0: never report"
     )

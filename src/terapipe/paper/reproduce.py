@@ -12,7 +12,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
 from terapipe.presets import PRESETS
-from terapipe.search.choose import choose, compare
+from terapipe.search.choose import choose, compare, pick
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import Request
@@ -204,12 +204,12 @@ GROWTH = (1, 2, 4, 8, 16)
 
 
 def orders(setting: Setting, growth: int = 1) -> list[PlanEstimate]:
-    """The best plan of every order in the published layout, within a V100's memory and with recomputation allowed.
+    """The best plan of every order on the published hosts, each in its own best layout, within what is usable of a
+    V100's memory and with recomputation allowed.
 
     GPipe needs much memory, which 1F1B avoids. This study answers whether 1F1B, slices, or both together are best.
     """
-    request = request_of(setting).fixed(batch_size=setting.batch_size * growth, budget=None, recompute=None)
-    return compare(source_of(setting), request)
+    return compare(source_of(setting), Request(setting.batch_size * growth, TOKENS))
 
 
 def largest_throughput(setting: Setting) -> dict[str, PlanEstimate]:
@@ -217,9 +217,9 @@ def largest_throughput(setting: Setting) -> dict[str, PlanEstimate]:
     best: dict[str, PlanEstimate] = {}
     for growth in GROWTH:
         for choice in orders(setting, growth):
-            known = best.get(choice.name)
+            known = best.get(choice.title)
             if choice.fits and (known is None or choice.tokens_per_second > known.tokens_per_second):
-                best[choice.name] = choice
+                best[choice.title] = choice
     return best
 
 
@@ -244,6 +244,7 @@ CASES = (
     Case("llama3-8b", "dgx-h100:8", 1, 1048576),
     Case("llama3-70b", "dgx-a100:8", 16, 8192),
     Case("llama3-70b", "dgx-h100:8", 4, 32768),
+    Case("llama3-70b", "dgx-h100:8", 8, 32768),
     Case("llama3-70b", "dgx-h100:16", 1, 131072),
     Case("llama3-405b", "dgx-h100:64", 64, 8192),
     Case("llama3-405b", "dgx-h100:64", 4, 131072),
@@ -253,17 +254,18 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
+    """All of them in their own best layouts."""
+
     case: Case
     planned: PlanEstimate
-    best_1f1b: PlanEstimate | None  # in any layout; None if none fits
+    whole: PlanEstimate | None  # the fastest of all orders with whole sequences; None if none fits
+    best_1f1b: PlanEstimate | None  # None if none fits
     others: list[Estimate]
 
 
 def outcome(case: Case) -> Outcome:
-    request = Request(case.batch_size, case.seq_len, tile=max(8, case.seq_len // 1024))
-    planned = choose(case.source, request).estimate
-    try:
-        best_1f1b = choose(case.source, request.fixed(order="1f1b")).estimate
-    except ValueError:
-        best_1f1b = None
-    return Outcome(case, planned, best_1f1b, estimates(case.source, request))
+    request = Request(case.batch_size, case.seq_len)
+    rows = [row for row in compare(case.source, request) if row.fits]
+    whole = min((row for row in rows if not row.sliced), key=lambda row: row.step_time, default=None)
+    best_1f1b = next((row for row in rows if row.name == "1f1b"), None)
+    return Outcome(case, pick(rows), whole, best_1f1b, estimates(case.source, request))

@@ -37,10 +37,25 @@ class Device:
     state: int = 12  # bytes of optimizer state per parameter: float32 copy and Adam's two moments
     causal: bool = True  # whether attention skips masked blocks; otherwise it computes whole rectangles
     tile: int = 8  # tokens; slice lengths that are multiples of it use the device well
+    accelerator: bool = True  # whether a context and NCCL take part of its memory, see ``usable_memory``
 
     def rate(self, width: float) -> float:
         """FLOP/s of a matmul of this width. Narrow ones do not fill the device."""
         return self.peak * self.achieved * width / (width + self.half_width)
+
+
+# What a plan cannot have of an accelerator's memory. Typical values, not measured on the device at hand.
+REPORTED = 0.989  # of the data sheet's memory: a card of 80 GiB reports 79.1 GiB, one of 40 GiB 39.6, of 16 GiB 15.8
+CONTEXT = 3 << 28  # bytes of the CUDA context with loaded kernels, and of cuBLAS's workspaces: 0.5 to 1 GiB
+COLLECTIVES = 3 << 29  # bytes of NCCL's buffers for pipeline, tensor and data parallel groups: 1 to 2 GiB
+FRAGMENTED = 0.04  # of the rest: gaps between tensors that torch's allocator cannot fill, 3 to 5 %
+
+
+def usable_memory(device: Device) -> int:
+    """Bytes that a plan may use: the data sheet's, less what driver, CUDA context, NCCL and fragmentation take."""
+    if not device.accelerator:
+        return device.memory
+    return max(0, int((device.memory * REPORTED - CONTEXT - COLLECTIVES) * (1 - FRAGMENTED)))
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,7 @@ def this_cpu() -> Host:
     rate = 2 * 1024**3 / _best(lambda: a @ b) / cores
     bandwidth = 2 * block.nbytes / _best(block.copy)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
-    device = Device(rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, element=4, summed=4, state=8)
+    device = Device(rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, element=4, summed=4, state=8, accelerator=False)
     link = Link(bandwidth / 6, 50e-6)  # a message through a socket is copied several times
     return Host(device, cores, link, Link(1.25 * GB, 50e-6))
 

@@ -26,7 +26,7 @@ def all_microbatches(work: InFlight) -> float:
 class Order:
     """An entry of ``ORDERS``. To add an order, write its ``build`` function and ``register`` it.
 
-    The last five fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
+    The last seven fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
     results of training stay exact.
 
     Attributes:
@@ -44,6 +44,7 @@ class Order:
         bubble: The idle time relative to that of a flush, which is (ranks - 1) / chunks slices.
         in_flight: How many microbatches have live activations at the peak, of an ``InFlight``: a tuple of
             ``microbatches``, ``slices`` of each, ``ranks`` and ``chunks``.
+        deferred: Whether weight halves of backwards wait, and keep memory of their own.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Order:
     tried_chunks: tuple[int, ...] = (1,)
     bubble: float = 1.0
     in_flight: Callable[[InFlight], float] = all_microbatches
+    deferred: bool = False
 
     def check(self, plan: "Plan") -> None:
         """Raises ValueError if the order does not support the plan."""

@@ -1,6 +1,6 @@
 """HTML elements and a self-contained page around them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -13,10 +13,18 @@ def asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, wrapped: bool = False) -> str:
+    """``wrapped`` breaks the last column into lines, so that a wide table fits the page."""
     head = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
+    kind = " class='wrapped'" if wrapped else ""
+    return f"<div class='scroll'><table{kind}><tr>{head}</tr>{body}</table></div>"
+
+
+def facts(values: Mapping[str, str]) -> str:
+    """A box of names and values."""
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
+    return f"<dl class='facts'>{rows}</dl>" if rows else ""
 
 
 def page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from terapipe.planning.slices import Plan
 from terapipe.reporting.html import asset, page, table
+from terapipe.reporting.html import facts as facts_list
 from terapipe.reporting.style import (
     CAUSES,
     DARKEST,
@@ -280,7 +281,7 @@ def report(
     if not runs:
         raise ValueError("a report needs at least one run to show")
     parts = [
-        ("", _facts(facts)),
+        ("", facts_list(facts)),
         *first,
         ("Timeline", _timeline(runs)),
         (comparison_heading(runs), comparison(runs)),
@@ -289,11 +290,6 @@ def report(
         ("Slices", slice_bars(runs)),
     ]
     return page(title, lead, [part for part in parts if part[1]] + list(sections))
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-    return f"<dl class='facts'>{rows}</dl>" if rows else ""
 
 
 def _timeline(runs: Sequence[RunView]) -> str:

@@ -1,6 +1,7 @@
 """Plans and comparisons for people: what was chosen, why, and next to what."""
 
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from io import StringIO
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from terapipe.planning.hardware import Cluster, Device, usable_memory
 from terapipe.planning.slices import Plan
 from terapipe.recompute import recompute_title
 from terapipe.reporting import charts, html, units
@@ -15,8 +17,9 @@ from terapipe.reporting import charts, html, units
 if TYPE_CHECKING:
     from terapipe.search.evaluator import PlanEstimate
     from terapipe.search.result import Comparison, PlanResult
+    from terapipe.search.source import Source
 
-WIDTH = 150  # columns, where there is no terminal
+WIDTH = 170  # columns, where there is no terminal
 
 
 def explain(result: "PlanResult") -> str:
@@ -34,13 +37,14 @@ def as_text(parts: Iterator[RenderableType]) -> str:
 def explanation(result: "PlanResult") -> Iterator[RenderableType]:
     estimate = result.estimate
     yield f"[bold]{estimate.title}[/] on {estimate.layout}: [bold]{units.seconds(estimate.step_time)}[/] per step"
-    for name, value in described(estimate).items():
-        yield f"  {name:13s} {value}"
+    for name, value in (described(estimate) | {"budget": budget_title(result)}).items():
+        if value:
+            yield f"  {name:13s} {value}"
     if why := reasons(result):
         yield "\nWhy:"
         yield from (f"  - {reason}" for reason in why)
     if result.runners_up:
-        yield "\nRunners-up, the best of every other order (the slowest are not refined):"
+        yield "\nRunners-up, the best of every other order, each in its own best layout:"
         yield table(result.runners_up, estimate)
 
 
@@ -49,7 +53,7 @@ def described(estimate: "PlanEstimate") -> dict[str, str]:
     out = {
         "order": plan.order,
         "layers": "stages of " + runs([b - a for a, b in pairwise(plan.boundaries)]),
-        "microbatches": runs(plan.sizes) + (" sequences" if plan.batch_size > 1 else " sequence"),
+        "microbatches": microbatches(plan),
         "slices": slices(plan),
         "recompute": recompute_title(plan.recompute),
         "idle": units.share(estimate.idle),
@@ -70,9 +74,35 @@ def slices(plan: Plan) -> str:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Equal neighbors together: 120 x 4, 112 x 6."""
+    """Equal neighbors together, as everywhere the count first: 4 x 120, 6 x 112."""
     grouped = [(value, len(list(group))) for value, group in groupby(numbers)]
-    return ", ".join(f"{value} x {count}" if count > 1 else str(value) for value, count in grouped)
+    return ", ".join(f"{count} x {value}" if count > 1 else str(value) for value, count in grouped)
+
+
+def microbatches(plan: Plan) -> str:
+    """Number of microbatches x sequences in each: 8 x 1 seq."""
+    grouped = [(value, len(list(group))) for value, group in groupby(plan.sizes)]
+    return ", ".join(f"{count} x {value}" for value, count in grouped) + " seq"
+
+
+def budget_title(result: "PlanResult | Comparison") -> str:
+    """The memory budget, and what it leaves of the device's memory."""
+    if result.budget is None:
+        return ""
+    text, device = f"{units.memory(result.budget)} per device", described_device(result.source)
+    if device is None or (usable := usable_memory(device)) == device.memory:
+        return text
+    if result.request.budget is not None:
+        too_much = result.budget > usable
+        return text + (f", more than the {units.memory(usable)} that are usable" if too_much else "")
+    taken = f"{units.memory(device.memory - usable)} less for driver, context, NCCL, fragmentation"
+    return f"{text}: {units.memory(device.memory)}, {taken}"
+
+
+def described_device(source: "Source | None") -> Device | None:
+    """The device of a described cluster."""
+    cluster = getattr(source, "cluster", None)
+    return cluster.host.device if isinstance(cluster, Cluster) else None
 
 
 def reasons(result: "PlanResult") -> list[str]:
@@ -97,12 +127,18 @@ def reasons(result: "PlanResult") -> list[str]:
         out.append("with less recomputation it would not fit, or be slower")
     if result.source is not None and result.source.tensor_degrees() == [estimate.layout.tp] != [1]:
         out.append("tensor parallelism was not measured: the step is predicted as long as it would be without")
+    if result.reserve is not None:
+        out.append(
+            f"{result.reserve - 1:.1%} slower than this order and layout would be with all memory of a device, "
+            "and room to start"
+        )
     if result.price is not None:
         out.append(f"the limit on distinct lengths costs {result.price - 1:.1%}")
     return out
 
 
-HEADER = ("", "step", "x", "tokens/s", "idle", "peak memory", "fits", "layout", "cut")
+HEADER = ("", "step", "x", "tokens/s", "idle", "peak memory", "fits", "dp x pp x tp", "microbatches and slices")
+TEXT = ("", "dp x pp x tp", "microbatches and slices")  # columns that are no numbers
 
 
 def table(
@@ -112,31 +148,31 @@ def table(
     fastest = best or min(rows, key=lambda e: e.step_time)
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     for name in HEADER:
-        drawn.add_column(name, justify="left" if name in ("", "layout", "cut") else "right", no_wrap=True)
+        drawn.add_column(name, justify="left" if name in TEXT else "right", no_wrap=name != HEADER[-1])
     for e in rows:
-        fits = "yes" if e.fits else "[red]no[/]"
-        star = " *" if marked and id(e) in marked else ""
-        ratio = f"{e.step_time / fastest.step_time:.2f}"
-        name, step, *rest = _cells(e)
-        drawn.add_row(name + star, step, ratio, *rest[:3], fits, *rest[3:])
+        name, *cells = _cells(e, fastest)
+        drawn.add_row(name + (" *" if marked and id(e) in marked else ""), *cells, style="" if e.fits else "dim")
     return drawn
 
 
-def _cells(e: "PlanEstimate") -> tuple[str, ...]:
+def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
+    """As in ``HEADER``."""
     return (
         e.title,
         units.seconds(e.step_time),
+        f"{e.step_time / fastest.step_time:.2f}",
         f"{e.tokens_per_second:,.0f}",
         units.share(e.idle),
         units.memory(e.peak_bytes) if e.peak_bytes else "?",
+        "yes" if e.fits else "no",
         f"{e.layout.dp} x {e.layout.pp} x {e.layout.tp}",
         cut(e.plan),
     )
 
 
 def cut(plan: Plan) -> str:
-    """Microbatches times slices, in a few words."""
-    slices = f"{len(plan.sizes)} x {plan.sizes[0]} seq"
+    """Microbatches and slices, in a few words."""
+    slices = microbatches(plan)
     if len(plan.lengths[0]) > 1:
         slices += f" in {len(plan.lengths[0])} slices"
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -147,11 +183,33 @@ def cut(plan: Plan) -> str:
 
 
 def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
-    yield table(comparison.rows, marked={id(e) for e in comparison.front})
+    yield table(comparison.rows, comparison.fastest, {id(e) for e in comparison.front})
     yield "\n[dim]* no other that fits is both faster and smaller[/]"
-    if comparison.budget:
-        seconds = f"compared in {comparison.seconds:.1f} s"
-        yield f"[dim]budget: {units.memory(comparison.budget)} per device; {seconds}[/]"
+    yield from (f"[dim]{name}: {value}[/]" for name, value in _facts(comparison).items())
+    if factor := _factor(comparison):
+        yield f"\n{factor}"
+
+
+def _facts(comparison: "Comparison") -> dict[str, str]:
+    request, described = comparison.request, described_device(comparison.source) is not None
+    costs = "by data sheets and typical utilization" if described else "by measured times of slices"
+    return {
+        "simulated": f"{costs}, in {comparison.seconds:.1f} s",
+        "batch": f"{request.batch_size} seq of {request.seq_len} tokens",
+        "budget": budget_title(comparison) or "not known",
+        "layouts": "all in that of the fastest" if comparison.same_layout else "the best for each row",
+    }
+
+
+def _factor(comparison: "Comparison") -> str:
+    """How the fastest compares with the fastest that does not slice, which is what others have."""
+    best, whole = comparison.fastest, comparison.unsliced
+    if whole is None or not best.fits:
+        return ""
+    if whole is best:
+        return f"{best.title} is fastest: slicing does not pay here"
+    ratio, name = whole.step_time / best.step_time, whole.plan.order if whole.layout.pp > 1 else whole.title
+    return f"{best.title} is {ratio:.2f} times as fast as the best with whole sequences ({name})"
 
 
 def comparison_text(comparison: "Comparison") -> str:
@@ -165,8 +223,20 @@ def comparison_chart(comparison: "Comparison") -> str:
 
 
 def comparison_page(comparison: "Comparison", model: str) -> str:
-    lead = f"{model} on {comparison.where}: {comparison.fastest.title} is fastest of what fits."
-    header = ("", "step time", "tokens/s", "idle", "peak memory", "layout dp x pp x tp", "cut", "fits")
-    cells = [(*_cells(e), "yes" if e.fits else "no") for e in comparison.rows]
-    sections = [("Time against memory", comparison_chart(comparison)), ("All of them", html.table(header, cells))]
+    """Everything that the command prints, with the chart."""
+    lead = f"{model} on {comparison.where}, simulated. {_factor(comparison) or comparison.fastest.title}."
+    cells = [_cells(e, comparison.fastest) for e in comparison.rows]
+    facts = {"model": model, "cluster": comparison.where, **_facts(comparison), "terapipe": _version()}
+    sections = [
+        ("", html.facts(facts)),
+        ("Time against memory", comparison_chart(comparison)),
+        ("All of them", html.table(HEADER, cells, wrapped=True)),
+    ]
     return html.page("Orders compared", lead, sections)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("terapipe")
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return "not installed"

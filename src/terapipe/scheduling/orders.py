@@ -122,6 +122,7 @@ register(
         terapipe_deferred,
         tried_chunks=(1, 2),
         bubble=2 / 3,  # weight gradients fill a third of the drain
+        deferred=True,
     )
 )
 register(
@@ -132,6 +133,7 @@ register(
         placement="v",
         chunks=2,
         bubble=1 / 2,  # ranks only idle for the first and the last slice, which may be short
+        deferred=True,
     )
 )
 register(
@@ -153,6 +155,7 @@ register(
         chunks=1,
         bubble=1 / 3,  # a rank waits for input halves only, and weight halves fill the drain
         in_flight=_one_f_one_b_in_flight,
+        deferred=True,
     )
 )
 register(
@@ -163,9 +166,18 @@ register(
         chunks=1,
         bubble=1 / 3,
         in_flight=partial(_one_f_one_b_in_flight, lead=2),
+        deferred=True,
     )
 )
-register(Order("interleaved", "interleaved 1F1B", interleaved, tried_chunks=(2, 4), in_flight=_interleaved_in_flight))
+register(
+    Order(
+        "interleaved",
+        "interleaved 1F1B",
+        interleaved,
+        tried_chunks=(2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24),
+        in_flight=_interleaved_in_flight,
+    )
+)
 
 
 def computations(plan: Plan) -> Computations:

@@ -45,9 +45,16 @@ class Program:
     def num_ranks(self) -> int:
         return len(self.lists)
 
-    def places_of(self, rank: int) -> Places:
-        """Indices of one rank's computations, as listed, for tables by stage, op (as in ``COMPUTATIONS``) and slice."""
-        return _places(self.numbering, self.lists[rank])
+    @property
+    def starts(self) -> Ints:
+        """The index of each rank's first computation in the concatenated lists, then the number of computations."""
+        return self._starts
+
+    @cached_property
+    def listed_places(self) -> Places:
+        """Indices of all computations, one rank's list after the other, for tables by stage, op (as in
+        ``COMPUTATIONS``) and slice."""
+        return _places(self.numbering, np.concatenate(self.lists))
 
     # In topological order
 
@@ -205,23 +212,25 @@ def run(program: Program, seconds: Sequence[float], delays: Sequence[float], lin
     and every transfer occupies it for its delay less the latency. A rank that cannot overlap transfers with
     computation is blocked while it sends.
     """
+    overlapped, latency = [link.overlapped for link in links], [link.latency for link in links]
     clock = [0.0] * program.num_ranks
     free = [0.0] * len(links)  # when each link is free again
-    starts, ends, arrivals = [], [], [0.0] * len(seconds)
+    starts, ends, arrivals = [], [], [0.0] * (len(seconds) + 1)  # the last one is that of need -1: no input
     for i, (rank, need, link, duration, delay) in enumerate(zip(*program.columns, seconds, delays, strict=True)):
-        start = clock[rank]
-        if need >= 0 and arrivals[need] > start:
-            start = arrivals[need]
+        start, arrived = clock[rank], arrivals[need]
+        if arrived > start:
+            start = arrived
         end = start + duration
         starts.append(start)
         ends.append(end)
         if link >= 0:
-            overlapped, latency = links[link]
-            if overlapped:
-                departure = free[link] if free[link] > end else end
-                arrivals[i] = departure + delay
-                free[link] = departure + delay - latency
+            if overlapped[link]:
+                busy = free[link]
+                arrived = (busy if busy > end else end) + delay
+                free[link] = arrived - latency[link]
+                arrivals[i] = arrived
             else:
                 end = arrivals[i] = end + delay
         clock[rank] = end
+    arrivals.pop()
     return Times(starts, ends, arrivals)

@@ -8,7 +8,16 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.planning.cost import Array, Cost, LinkBehavior, Memory, StageSpec, stage_specs, with_recompute
+from terapipe.planning.cost import (
+    Array,
+    Cost,
+    GradientBytes,
+    LinkBehavior,
+    Memory,
+    StageSpec,
+    stage_specs,
+    with_recompute,
+)
 from terapipe.planning.slices import Plan
 from terapipe.recompute import Recompute
 from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule
@@ -60,7 +69,7 @@ def program(plan: Plan) -> Program:
     return _program(Shape.of(plan))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)  # the search asks for the same shapes again, with other lengths, modes of recomputation, layouts
 def _program(shape: Shape) -> Program:
     plan = shape.plan()
     with _gc_disabled():
@@ -151,30 +160,39 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
 def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     """Peak bytes of each rank."""
     during, change = _tables(plan, memory)
-    model_state = _model_state(plan, memory)
-    peak_bytes = []
-    for rank in range(program.num_ranks):
-        stages, ops, slices = program.places_of(rank)
-        gradients = _gradient_changes(stages, ops, plan, memory)
-        changes = change[stages, ops, slices] + gradients
-        extras = during[stages, ops, slices] + np.maximum(gradients, 0.0)
-        before = np.cumsum(changes) - changes
-        peak_bytes.append(round(model_state[rank] + float(np.max(before + extras, initial=0.0))))
-    return peak_bytes
+    places, starts = program.listed_places, program.starts[:-1]
+    gradients = _gradient_changes(places.stages, places.ops, plan, memory)
+    changes = change[places] + gradients
+    extras = during[places] + np.maximum(gradients, 0.0)
+    before = np.cumsum(changes) - changes
+    lengths = np.diff(program.starts)
+    before -= np.repeat(before[starts], lengths)  # every rank starts at 0
+    most = np.maximum(np.maximum.reduceat(before + extras, starts), 0.0)
+    return [round(state + peak) for state, peak in zip(_model_state(plan, memory), most.tolist(), strict=True)]
 
 
 def _gradient_changes(stages: Indices, ops: Indices, plan: Plan, memory: Memory) -> Array:
-    """By how much the gradients of weights grow in each of a rank's computations: at a stage's first B or W (on the
-    last stage at the first F, which computes the head's), and at its last computation."""
+    """By how much the gradients of weights grow in each computation: at a stage's first B or W (on the last stage at
+    the first F, which computes the head's), and at its last computation."""
     specs, changes = stage_specs(plan.boundaries), np.zeros(len(stages))
     adding = (ops == COMPUTATIONS.index(Op.B)) | (ops == COMPUTATIONS.index(Op.W))
-    for k in set(stages.tolist()):
-        size = memory.gradients(specs[k])
-        grown = np.flatnonzero((stages == k) & (adding | specs[k].last))
-        if len(grown):  # else there are forwards only
-            changes[grown[0]] += size.during - size.before
-            changes[grown[-1]] += size.after - size.during
+    adding |= np.array([spec.last for spec in specs])[stages]
+    grown = np.flatnonzero(adding)  # nothing if there are forwards only
+    for indices, grow in ((grown[::-1], _first_growth), (grown, _last_growth)):
+        at = np.full(len(specs), -1)
+        at[stages[indices]] = indices  # of several, the last one stays
+        sizes = {spec: grow(memory.gradients(spec)) for spec in set(specs)}
+        for k in np.flatnonzero(at >= 0).tolist():
+            changes[at[k]] += sizes[specs[k]]
     return changes
+
+
+def _first_growth(gradients: GradientBytes) -> float:
+    return gradients.during - gradients.before
+
+
+def _last_growth(gradients: GradientBytes) -> float:
+    return gradients.after - gradients.during
 
 
 def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]]:
@@ -197,8 +215,8 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
 
 def _model_state(plan: Plan, memory: Memory) -> list[float]:
     stages = stage_specs(plan.boundaries)
-    held = [memory.model_state(stage) + memory.gradients(stage).before for stage in stages]
-    return [sum(held[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+    held = {stage: memory.model_state(stage) + memory.gradients(stage).before for stage in set(stages)}
+    return [sum(held[stages[k]] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
 
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:

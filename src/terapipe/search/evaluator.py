@@ -158,13 +158,12 @@ class PlanEvaluator:
         """Simulates one step of the plan."""
         return self._simulated(plan, self._peak(plan))
 
-    def better(self, rival: PlanEstimate | None, plan: Plan) -> PlanEstimate:
-        """The plan evaluated, or ``rival`` if that is as good. If memory decides, the plan is not simulated."""
+    def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
+        """The plan evaluated, or None if memory alone makes ``rival`` better: it is then not simulated."""
         peak = self._peak(plan)
         if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
-            return rival
-        estimate = self._simulated(plan, peak)
-        return estimate if rival is None else min(rival, estimate, key=preference)
+            return None
+        return self._simulated(plan, peak)
 
     def _peak(self, plan: Plan) -> int:
         return max(peaks(program(plan), plan, self.memory))

@@ -43,8 +43,10 @@ def _relaxed(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
 
 def _with(plan: Plan, mode: Recompute, counts: list[int]) -> Plan:
     """On each rank, so many slices at the end of each microbatch have the mode."""
+    left = [len(plan.grid[s.microbatch]) - s.number for s in plan.slices]  # this slice and those after it
     stages = []
     for k in range(plan.num_stages):
-        last = [s.number >= len(plan.grid[s.microbatch]) - counts[plan.rank_of(k)] for s in plan.slices]
-        stages.append(tuple(mode if late else own for late, own in zip(last, plan.recompute_of(k), strict=True)))
+        count = counts[plan.rank_of(k)]
+        modes = plan.recompute_of(k)
+        stages.append(tuple(mode if n <= count else own for n, own in zip(left, modes, strict=True)))
     return replace(plan, recompute=tuple(stages))

@@ -28,11 +28,12 @@ class PlanResult:
     """The chosen plan and its prediction. ``print`` it for an explanation; give ``plan`` to ``Pipeline``."""
 
     estimate: PlanEstimate
-    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, fastest first
+    runners_up: tuple[PlanEstimate, ...]  # the best of every other order, sliced and not, that fits; fastest first
     request: Request
     source: Source | None = None  # of the costs; None: a cost table
     price: float | None = None  # with a limit on distinct lengths: step time relative to that without the limit
     seconds: float = 0.0  # time that planning took
+    reserve: float | None = None  # step time relative to that with all memory of a device, same order and layout
 
     @property
     def plan(self) -> Plan:
@@ -103,7 +104,9 @@ class PlanResult:
 
     def to_dict(self) -> dict[str, Any]:
         price = {} if self.price is None else {"price_of_distinct": self.price}
-        return {**self.estimate.to_dict(), **price, "seconds_to_plan": self.seconds}
+        if self.reserve is not None:
+            price["price_of_reserve"] = self.reserve
+        return {**self.estimate.to_dict(), "budget": self.budget, **price, "seconds_to_plan": self.seconds}
 
     def __str__(self) -> str:
         from terapipe.reporting.plans import explain
@@ -118,12 +121,23 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The best plan of every order. ``print`` shows a table."""
+    """The best plan of every order, with slices and with whole sequences. ``print`` shows a table."""
 
     rows: tuple[PlanEstimate, ...]
-    budget: int | None  # memory budget per device in bytes, if known
-    where: str  # name of the cluster or machine
+    request: Request
+    source: Source
+    same_layout: bool = False  # whether all are in one layout, instead of each in its best one
     seconds: float = 0.0  # time that the comparison took
+
+    @property
+    def budget(self) -> int | None:
+        """Memory budget per device in bytes, if known."""
+        return self.request.budget or self.source.budget
+
+    @property
+    def where(self) -> str:
+        """Name of the cluster or machine."""
+        return self.source.name
 
     def __iter__(self) -> Iterator[PlanEstimate]:
         return iter(self.rows)
@@ -140,6 +154,11 @@ class Comparison:
     def fastest(self) -> PlanEstimate:
         """The fastest plan that fits."""
         return min(self.rows, key=lambda e: (not e.fits, e.step_time))
+
+    @property
+    def unsliced(self) -> PlanEstimate | None:
+        """The fastest plan with whole sequences that fits, if there is one."""
+        return min((e for e in self.rows if e.fits and not e.sliced), key=lambda e: e.step_time, default=None)
 
     def to_svg(self, path: str | Path | None = None) -> str:
         """A chart of step time against peak memory, also written to ``path`` if given."""

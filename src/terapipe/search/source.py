@@ -6,7 +6,7 @@ from typing import Protocol
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, Memory
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.hardware import Cluster
+from terapipe.planning.hardware import Cluster, usable_memory
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.profile import STATE, Profile
@@ -27,7 +27,7 @@ class Source(Protocol):
 
     @property
     def budget(self) -> int | None:
-        """Memory of a device in bytes, if known."""
+        """Usable memory of a device in bytes, if known."""
 
     def cost(self, layout: Layout) -> Cost: ...
 
@@ -67,7 +67,7 @@ class ClusterSource:
 
     @property
     def budget(self) -> int:
-        return self.cluster.host.device.memory
+        return usable_memory(self.cluster.host.device)
 
     def cost(self, layout: Layout) -> Cost:
         return AnalyticCost(self.config, self.cluster, layout, ends=self.ends)

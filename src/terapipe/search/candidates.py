@@ -1,0 +1,154 @@
+"""Candidates: every kind of plan that the search may simulate, with its step time and bytes by cheap formulas."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from terapipe.planning.cost import Array, StageSpec, stage_specs
+from terapipe.planning.order import ORDERS, InFlight, Order, order_named
+from terapipe.recompute import MODES, Recompute
+from terapipe.search.evaluator import PlanEvaluator
+from terapipe.search.request import Request, layouts
+from terapipe.search.source import Source
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of slices to start from
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kind of plan to simulate. ``estimate``, ``peak`` and ``promise`` only decide what is simulated first."""
+
+    estimate: float  # step time by the formula
+    peak: float  # rough number of bytes
+    promise: float  # step time by the formula if memory to spare is spent on less recomputation
+    evaluator: PlanEvaluator
+    order: str
+    size: int  # sequences per microbatch
+    count: int  # slices per sequence
+    chunks: int  # stages per rank
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it is too large for memory even if the rough estimate is twice too high."""
+        budget = self.evaluator.budget
+        return budget is not None and self.peak > 2 * budget
+
+    @property
+    def work(self) -> int:
+        """Computations in one step, to which the time of a simulation is proportional."""
+        microbatches = -(-self.evaluator.batch_size // self.size)
+        return 2 * microbatches * self.count * self.evaluator.layout.pp * self.chunks
+
+
+def candidates(source: Source, request: Request) -> list[Candidate]:
+    """All candidates, the most promising first."""
+    pool: list[Candidate] = []
+    for layout in layouts(source, request):
+        lighter: dict[tuple[object, ...], Candidate] = {}  # the same with less recomputation
+        for recompute in _recompute(request):
+            own = list(_of_evaluator(PlanEvaluator(source, request, layout, recompute)))
+            keys = [(c.order, c.size, c.count, c.chunks) for c in own]
+            own = [_promising(c, lighter.get(key)) for c, key in zip(own, keys, strict=True)]
+            lighter = dict(zip(keys, own, strict=True))
+            pool += own
+    return sorted(pool, key=lambda candidate: (candidate.promise, candidate.count, candidate.chunks))
+
+
+def _recompute(request: Request) -> tuple[Recompute, ...]:
+    """The modes to try, the one that recomputes least first."""
+    if request.recompute is not None:
+        return (request.recompute,)
+    return tuple(mode for mode in MODES if mode in request.recompute_modes)
+
+
+def _promising(candidate: Candidate, lighter: Candidate | None) -> Candidate:
+    """Slices that recompute less share the memory that is left, so time falls in proportion."""
+    budget = candidate.evaluator.budget
+    if lighter is None or budget is None or not candidate.peak <= budget < lighter.peak:
+        return candidate
+    share = (budget - candidate.peak) / (lighter.peak - candidate.peak)
+    return replace(candidate, promise=candidate.estimate - share * (candidate.estimate - lighter.estimate))
+
+
+def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
+    kinds = set(stage_specs(evaluator.boundaries()))
+    per_step = max(evaluator.cost.per_step([stage]) for stage in kinds)
+    memory, pp = evaluator.memory, evaluator.layout.pp
+    model_state = max(memory.model_state(stage) + memory.gradients(stage).during for stage in kinds)
+    counts = _counts(evaluator)
+    choices = [list(_orders(evaluator, count)) for count in counts]
+    for size in _sizes(evaluator):
+        microbatches = -(-evaluator.batch_size // size)
+        kept, deferred = _microbatch_bytes(evaluator, size)
+        for count, chosen, total in zip(counts, choices, _totals(evaluator, size, counts), strict=True):
+            for order, chunks in chosen:
+                bubble = (pp - 1) * total / count / chunks * order.bubble
+                in_flight = order.in_flight(InFlight(microbatches, count, pp, chunks))
+                peak = model_state + (max(kept, deferred) if order.deferred else kept) * in_flight
+                seconds = total * microbatches + bubble + per_step
+                yield Candidate(seconds, peak, seconds, evaluator, order.name, size, count, chunks)
+
+
+def _totals(evaluator: PlanEvaluator, size: int, counts: list[int]) -> list[float]:
+    """The seconds of a microbatch in so many equal slices, for every number. All slices are computed at once."""
+    lengths = [_even(evaluator.request, count) for count in counts]
+    contexts = [np.cumsum(each) - each for each in lengths]
+    seconds = evaluator.seconds(size, np.concatenate(lengths), np.concatenate(contexts))
+    starts = np.cumsum([0, *(len(each) for each in lengths[:-1])])
+    totals: list[float] = np.add.reduceat(seconds, starts).tolist()
+    return totals
+
+
+def _even(request: Request, count: int) -> Array:
+    if request.slice_lengths is not None:
+        return np.array(request.slice_lengths, dtype=np.float64)
+    return np.full(count, request.seq_len / count)
+
+
+def _sizes(evaluator: PlanEvaluator) -> list[int]:
+    fixed = evaluator.request.microbatch_size
+    if fixed is not None:
+        if fixed > evaluator.batch_size:
+            raise ValueError(
+                f"a microbatch of {fixed} sequences does not fit into a replica's batch of {evaluator.batch_size}; "
+                "lower microbatch_size or dp"
+            )
+        return [fixed]
+    return [size for size in (2**i for i in range(20)) if size <= evaluator.batch_size]
+
+
+def _counts(evaluator: PlanEvaluator) -> list[int]:
+    request, tile = evaluator.request, evaluator.tile
+    if request.slice_lengths is not None:
+        return [len(request.slice_lengths)]
+    if request.num_slices is not None:
+        return [request.num_slices]
+    return [n for n in COUNTS if n * tile <= max(request.seq_len, tile)]
+
+
+def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]:
+    request, pp = evaluator.request, evaluator.layout.pp
+    for order in [order_named(request.order)] if request.order else ORDERS.values():
+        if not order.sliced and count > 1:
+            continue
+        if request.order is None and ((order.unsliced_twin and count == 1) or (pp == 1 and not order.one_rank)):
+            continue
+        for chunks in _chunks(order, request):
+            if pp * chunks <= evaluator.source.layers and (chunks == 1 or pp > 1):
+                yield order, chunks
+
+
+def _chunks(order: Order, request: Request) -> tuple[int, ...]:
+    """Stages per rank to try: those that the order requires or the request fixes, else the order's default."""
+    if order.chunks is not None:
+        return (order.chunks,) if request.chunks in (None, order.chunks) else ()
+    return order.tried_chunks if request.chunks is None else (request.chunks,)
+
+
+def _microbatch_bytes(evaluator: PlanEvaluator, size: int) -> tuple[float, float]:
+    """Of one microbatch on one rank: activations and KV cache, and what the weight halves of its backwards keep."""
+    stage, seq_len = StageSpec(-(-evaluator.source.layers // evaluator.layout.pp)), evaluator.request.seq_len
+    tokens = float(size), float(seq_len)
+    activations = evaluator.memory.activations(stage, *tokens) + evaluator.memory.kv_cache(stage, tokens[0], seq_len)
+    return float(activations), float(evaluator.memory.deferred_grads(stage, *tokens))
