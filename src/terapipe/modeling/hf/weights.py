@@ -2,8 +2,9 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,11 +22,36 @@ LISTED = 12  # names in a message
 Tensors = dict[str, Any]  # parameters or buffers of a module by name, some of them None
 
 
+def read_config(path: Path) -> PretrainedConfig:
+    """Of a Hugging Face folder or config.json. Nothing is downloaded, and code that lies beside it is not run: by
+    default transformers would ask on stdin whether to run it, and take a piped ``y`` for an answer."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} brings Python code of its own (auto_map in its config.json), which terapipe does not run; if you "
+            "trust it, make the model in a script, with trust_remote_code=True, and pass it to terapipe.hf.Decoder"
+        ) from None
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but not a configuration
+        raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def model_maker(kind: type[PreTrainedModel] | None = None) -> Callable[..., Any]:
+    """What makes a model of a configuration: by default its causal LM, as transformers knows it."""
+    if kind is None:
+        return partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    return kind._from_config
+
+
 def meta_model(
     config: PretrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """A whole model on the meta device, by default the causal LM of the configuration."""
-    make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+    make = model_maker(kind)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = make(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
     assert isinstance(model, PreTrainedModel)
@@ -161,16 +187,13 @@ class PretrainedWeights:
                 "here: for a model of the Hugging Face Hub, first run `hf download MODEL_ID --local-dir FOLDER` and "
                 "pass FOLDER"
             )
-        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        assert isinstance(config, PretrainedConfig)
-        return config
+        return read_config(self.folder)
 
     def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
         kind, hidden = type(model), list[_Hidden]()
-        partial: Any = _partial_class(kind, wanted, hidden)
-        loaded, info = partial.from_pretrained(
-            self.folder, config=model.config, dtype=self.dtype, local_files_only=True, output_loading_info=True
-        )
+        part: Any = _partial_class(kind, wanted, hidden)
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        loaded, info = part.from_pretrained(self.folder, config=model.config, dtype=self.dtype, **options)
         self._check(loaded, info["missing_keys"], wanted)
         loaded.__class__ = kind
         for one in hidden:
