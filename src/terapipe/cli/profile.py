@@ -6,6 +6,7 @@ from pathlib import Path
 
 from terapipe import api
 from terapipe.cli.options import Verbs, check_outputs, console, model_help
+from terapipe.extras import install_line
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
 from terapipe.reporting import units
@@ -73,7 +74,7 @@ def _layers(text: str) -> int:
             ) from None
         raise
     except ImportError:
-        raise ValueError("Hugging Face models need transformers: pip install 'terapipe[hf]'") from None
+        raise ValueError(f"Hugging Face models need transformers; {install_line('hf')}") from None
     assert spec is not None
     return spec.config.layers
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from terapipe.cli.options import Verbs, console
+from terapipe.extras import install_line
 
 if TYPE_CHECKING:
     from terapipe.modeling.hf.verification import VerifyResult
@@ -77,7 +78,7 @@ def _load_transformers() -> None:
     try:
         import transformers
     except ImportError:
-        raise ValueError("this needs transformers: pip install 'terapipe[hf]'") from None
+        raise ValueError(f"this needs transformers; {install_line('hf')}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 

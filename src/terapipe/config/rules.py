@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import Field, fields
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
-from terapipe.config.sections import OBJECTIVES, PlanConfig, RunConfig
+from terapipe.config.sections import MOST, OBJECTIVES, PlanConfig, RunConfig
 from terapipe.planning.memory import parse_bytes
 from terapipe.planning.order import ORDERS
 
@@ -33,6 +34,9 @@ def check(config: RunConfig, name: str) -> None:
         )
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
+    for beta in ("beta1", "beta2"):
+        if getattr(config.optimizer, beta) == 1:
+            raise ValueError(f"{name}: optimizer.{beta} must be below 1, got 1: nothing new would count")
     _check_objective(config, name)
     _check_plan(config.plan, name)
     if config.data.batch_size % (config.plan.dp or 1):
@@ -51,6 +55,9 @@ def _check_range(value: Any, entry: Field[Any], where: str) -> None:
             raise ValueError(f"{where} must be {least}, got {number!r}")
         if entry.metadata["share"] and number > 1:
             raise ValueError(f"{where} is a share of the whole, at most 1, got {number}")
+        most = entry.metadata["most"] or (MOST if isinstance(number, int) else None)
+        if number == inf or (most is not None and number > most):
+            raise ValueError(f"{where} must be {'finite' if most is None else f'at most {most:g}'}, got {number}")
 
 
 def _check_objective(config: RunConfig, name: str) -> None:

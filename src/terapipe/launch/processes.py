@@ -20,6 +20,7 @@ from terapipe.launch import loopback
 from terapipe.runtime.environment import local_rank, local_ranks, on_loopback
 from terapipe.runtime.failures import PipelineError
 
+MOST_RANKS = 1024  # of one host: more than any has devices
 SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish their step and save
 
 
@@ -90,6 +91,11 @@ def _quiet() -> None:
 
 
 def _config(ranks: int, **more: Any) -> LaunchConfig:
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(
+            f"between 1 and {MOST_RANKS} ranks can be started on this host, got {ranks}; start more with torchrun, on "
+            "several hosts"
+        )
     meeting = {"rdzv_backend": loopback.BACKEND, "rdzv_endpoint": loopback.ADDRESS, "local_addr": loopback.ADDRESS}
     defaults = {"max_restarts": 0, "monitor_interval": 0.1, **meeting}
     return LaunchConfig(

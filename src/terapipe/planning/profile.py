@@ -100,7 +100,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        return cls.from_json(files.read(Path(path)))
 
     def to_json(self) -> str:
         samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from terapipe.config import DataConfig, ModelConfig, ObjectiveConfig
+from terapipe.extras import install_line
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance, split_layers
@@ -75,7 +76,7 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         from terapipe.modeling.hf.decoder import shape_of
         from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
-        raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None
+        raise ValueError(f"Hugging Face models need transformers ({error}); {install_line('hf')}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dtype = dtype_of(config)

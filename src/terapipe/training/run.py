@@ -155,7 +155,7 @@ class Run:
         config, ranks = self._config, self._world.size
         found = self._on_first(lambda: plans.from_file(config, ranks) or plans.resumed(config, ranks))
         if found is None and config.plan.profile:
-            return self._from_profile(model, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
+            return self._from_profile(model, Profile.load(config.plan.profile))
         if found is None and model.shape is not None and config.plan.seconds:
             return self._from_measurements(model)
         return self._save_plan(found or plans.equal_slices(config, model, ranks))

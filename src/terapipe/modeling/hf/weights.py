@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from terapipe.files import check_kind, check_kinds, inside, read_json
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
 
@@ -25,6 +26,8 @@ Tensors = dict[str, Any]  # parameters or buffers of a module by name, some of t
 def read_config(path: Path) -> PretrainedConfig:
     """Of a Hugging Face folder or config.json. Nothing is downloaded, and code that lies beside it is not run: by
     default transformers would ask on stdin whether to run it, and take a piped ``y`` for an answer."""
+    check_kind(path)
+    check_kinds(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -187,7 +190,16 @@ class PretrainedWeights:
                 "here: for a model of the Hugging Face Hub, first run `hf download MODEL_ID --local-dir FOLDER` and "
                 "pass FOLDER"
             )
+        self._check_names()
         return read_config(self.folder)
+
+    def _check_names(self) -> None:
+        """Weights in several files have an index, which names the file of each weight."""
+        for index in self.folder.glob("*.index.json"):
+            entries = read_json(index)
+            names = entries.get("weight_map") if isinstance(entries, dict) else None
+            for name in set(names.values()) if isinstance(names, dict) else ():
+                inside(self.folder, name)
 
     def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
         kind, hidden = type(model), list[_Hidden]()

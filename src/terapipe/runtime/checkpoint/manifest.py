@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from terapipe.files import check_kind, inside
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -47,6 +49,7 @@ def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Sum]:
     """Refused unless it is byte for byte what ``write_manifest`` wrote."""
+    check_kind(folder / MANIFEST)
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -59,10 +62,12 @@ def read_manifest(folder: Path) -> dict[str, Sum]:
         listed = json.loads(text)["files"]
         files = {name: Sum(size, int(crc, 16)) for name, (size, crc) in listed.items()}
         whole = _text(files).encode() == text
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise ValueError(f"{MANIFEST} is damaged or was edited: it does not match its own checksum")
+    for name in files:
+        inside(folder, name, links=False)
     return files
 
 

@@ -15,9 +15,11 @@ import os.path
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from terapipe.extras import import_extra
+from terapipe.files import check_kind, check_kinds, inside, read_json
 
 PART = 2**18  # characters in a part of a document
 ROWS = 64  # table rows converted to Python strings at a time
@@ -44,6 +46,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
                 f"every name or pattern of data must match a file, {pattern!r} matches none, seen from {Path.cwd()}"
             )
         for match in sorted(matches):
+            check_kind(Path(match))
             paths.setdefault(Path(match).resolve(), Path(match))
     return sorted(paths.values())
 
@@ -96,14 +99,6 @@ def _reader(path: Path) -> Reader:
             return reader
     known = ", ".join(READERS)
     raise ValueError(f"text is read from files that end in {known}, and from folders of datasets, got {path}")
-
-
-def import_extra(name: str, extra: str, user: object) -> Any:
-    """Import an optional dependency."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError:
-        raise ValueError(f"{user} needs {name}, which is not installed; pip install terapipe[{extra}]") from None
 
 
 # Parts of a document
@@ -188,7 +183,7 @@ def _field(line: bytes, field: str, where: str, key: str = "data.field") -> Any:
         entry = json.loads(line)
     except UnicodeDecodeError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: every line must be JSON, this one is not: {error}") from None
     if not isinstance(entry, dict) or field not in entry:
         fields = f"fields {', '.join(map(repr, entry))}" if isinstance(entry, dict) else "no fields"
@@ -231,6 +226,7 @@ def _load_saved(folder: Path) -> Any:
             f"a folder must be one that datasets' save_to_disk wrote, {folder} has no state.json; "
             f"to read the files in it, give a pattern: {folder / '*.txt'}"
         )
+    _check_saved(folder)
     datasets = import_extra("datasets", "data", folder)
     datasets.disable_progress_bars()
     try:
@@ -241,6 +237,15 @@ def _load_saved(folder: Path) -> Any:
         names = ", ".join(str(folder / split) for split in dataset)
         raise ValueError(f"{folder} holds several datasets; name one: {names}")
     return dataset
+
+
+def _check_saved(folder: Path) -> None:
+    """The files that a saved dataset names must be its own."""
+    check_kinds(folder)
+    state = read_json(folder / "state.json") if (folder / "state.json").is_file() else {}
+    entries = state.get("_data_files") if isinstance(state, dict) else ()
+    for entry in entries if isinstance(entries, list) else ():
+        inside(folder, entry.get("filename") if isinstance(entry, dict) else None)
 
 
 def _check_column(names: Sequence[str], field: str, path: Path) -> None:

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from terapipe.files import beside, put_in_place, recover
-from terapipe.training.data.text_reader import import_extra, split_text
+from terapipe.extras import import_extra
+from terapipe.files import beside, check_kinds, put_in_place, recover
+from terapipe.training.data.text_reader import split_text
 
 END = "<|endoftext|>"
 
@@ -227,6 +228,7 @@ def _check_folder(folder: Path) -> None:
             f"the model), got {str(folder)!r}, and there is no such folder in {Path.cwd()}; one from the Hub must be "
             f"downloaded before: hf download NAME --local-dir FOLDER"
         )
+    check_kinds(folder)
     if not any(True for pattern in FILE_PATTERNS for _ in folder.glob(pattern)):
         raise ValueError(
             f"{folder} holds no tokenizer (there is no tokenizer.json, vocab.json, tokenizer.model or the like), and a "
