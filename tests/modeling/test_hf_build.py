@@ -297,3 +297,14 @@ def test_a_configuration_in_memory_runs_no_code_either(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="trust_remote_code"):
         Decoder.from_config(config)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_of_weights_names_files_of_its_folder_only(saved: PretrainedWeights, tmp_path: Path) -> None:
+    _, folder = saved("llama")
+    (tmp_path / "model").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", tmp_path / "other.safetensors")
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "../other.safetensors")
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(ValueError, match=r"must lie in it, its index names '\.\./other\.safetensors'"):
+        Decoder.from_pretrained(tmp_path / "model")

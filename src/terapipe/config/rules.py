@@ -38,7 +38,7 @@ def check(config: RunConfig, name: str) -> None:
         if getattr(config.optimizer, beta) == 1:
             raise ValueError(f"{name}: optimizer.{beta} must be below 1, got 1: nothing new would count")
     _check_objective(config, name)
-    _check_plan(config.plan, name)
+    _check_plan(config.plan, config.data.seq_len, name)
     if config.data.batch_size % (config.plan.dp or 1):
         raise ValueError(
             f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
@@ -90,7 +90,14 @@ def _check_objective(config: RunConfig, name: str) -> None:
         )
 
 
-def _check_plan(plan: PlanConfig, name: str) -> None:
+def _check_plan(plan: PlanConfig, seq_len: int, name: str) -> None:
+    if plan.num_slices > seq_len:
+        raise ValueError(f"{name}: plan.num_slices must be at most data.seq_len {seq_len}, got {plan.num_slices}")
+    if plan.slice_lengths and sum(plan.slice_lengths) != seq_len:
+        raise ValueError(
+            f"{name}: plan.slice_lengths must sum to data.seq_len {seq_len}, got {list(plan.slice_lengths)}, which sum "
+            f"to {sum(plan.slice_lengths)}"
+        )
     if plan.num_slices and plan.slice_lengths:
         raise ValueError(
             f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"

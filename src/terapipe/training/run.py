@@ -29,7 +29,7 @@ from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import seed_rng
 from terapipe.runtime.transport import Transport
 from terapipe.training import run_plan as plans
-from terapipe.training.checkpoint_folder import check_notes, clean, folder_of, newest_whole, path_of, steps
+from terapipe.training.checkpoint_folder import check_begin, check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Data, open_data
 from terapipe.training.export import check_export, export_gpt
@@ -272,13 +272,9 @@ class Run:
         return newest or (None if config.resume in ("auto", "off") else Path(config.resume)), damaged
 
     def _check_begin(self) -> None:
-        folder = self._checkpoints
-        clean(folder)
-        if steps(folder) and self._config.checkpoints.resume == "off" and not restarts():
-            raise ValueError(
-                f"checkpoints.resume = 'off' begins anew, but {folder} holds checkpoints of a run before; take another "
-                "logging.folder, or move them"
-            )
+        clean(self._checkpoints)
+        if not restarts():
+            check_begin(self._config)
 
     @contextmanager
     def _run_log(self, step: int) -> Iterator[RunLog]:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from terapipe.files import check_kind, check_kinds, inside, read_json
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
+from terapipe.presets import LARGEST
 
 LISTED = 12  # names in a message
 
@@ -28,6 +29,7 @@ def read_config(path: Path) -> PretrainedConfig:
     default transformers would ask on stdin whether to run it, and take a piped ``y`` for an answer."""
     check_kind(path)
     check_kinds(path)
+    _check_layers(path / "config.json" if path.is_dir() else path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -41,6 +43,14 @@ def read_config(path: Path) -> PretrainedConfig:
         raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _check_layers(path: Path) -> None:
+    """transformers makes a list of all layers before anybody can say that there are too many."""
+    entries = read_json(path) if path.is_file() else None
+    for name, value in entries.items() if isinstance(entries, dict) else ():
+        if "layer" in name and isinstance(value, int) and value > LARGEST["layers"]:
+            raise ValueError(f"{path}: {name} must be at most {LARGEST['layers']}, got {value}")
 
 
 def model_maker(kind: type[PreTrainedModel] | None = None) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from terapipe.extras import import_extra
 from terapipe.files import check_kind, check_kinds, inside, read_json
 
 PART = 2**18  # characters in a part of a document
+ENTRIES = (".jsonl", ".jsonl.gz")  # files whose lines have several fields
 ROWS = 64  # table rows converted to Python strings at a time
 SURROGATES = re.compile("[\ud800-\udfff]")  # JSON can contain unpaired ones, UTF-8 cannot
 
@@ -69,26 +70,35 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[DocumentPart]:
             raise ValueError(f"{path} is damaged or not a gzip file: {error}") from None
 
 
+def check_readable(path: Path, fields: Sequence[str] = ()) -> None:
+    """Refuses a file or folder from which no documents, or with ``fields`` no entries, can be read."""
+    if not fields:
+        _reader(path)
+    elif not path.is_dir() and not path.name.lower().endswith(ENTRIES):
+        raise ValueError(
+            f"entries with the fields {', '.join(fields)} are read from .jsonl files and folders of datasets, got "
+            f"{path}"
+        )
+    if path.is_dir():
+        _check_saved(path)
+
+
 def read_entries(paths: Iterable[Path], fields: Sequence[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """The values of several fields of each entry, and where it is."""
     for path in paths:
-        if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
+        check_readable(path, fields)
+        if path.name.lower().endswith(ENTRIES):
             with _open(path) as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         where = f"{path}, line {number}"
                         yield where, tuple(_field(line, field, where, "[objective]") for field in fields)
-        elif path.is_dir():
+        else:
             dataset = _load_saved(path)
             for field in fields:
                 _check_column(dataset.column_names, field, path)
             for number, entry in enumerate(dataset):
                 yield f"{path}, row {number}", tuple(entry[field] for field in fields)
-        else:
-            raise ValueError(
-                f"entries with the fields {', '.join(fields)} are read from .jsonl files and folders of datasets, got "
-                f"{path}"
-            )
 
 
 def _reader(path: Path) -> Reader:
@@ -221,11 +231,6 @@ def _read_saved(folder: Path, field: str) -> Iterator[DocumentPart]:
 
 
 def _load_saved(folder: Path) -> Any:
-    if not _is_saved(folder):
-        raise ValueError(
-            f"a folder must be one that datasets' save_to_disk wrote, {folder} has no state.json; "
-            f"to read the files in it, give a pattern: {folder / '*.txt'}"
-        )
     _check_saved(folder)
     datasets = import_extra("datasets", "data", folder)
     datasets.disable_progress_bars()
@@ -240,7 +245,12 @@ def _load_saved(folder: Path) -> Any:
 
 
 def _check_saved(folder: Path) -> None:
-    """The files that a saved dataset names must be its own."""
+    """A folder must be a saved dataset, and the files that it names its own."""
+    if not _is_saved(folder):
+        raise ValueError(
+            f"a folder must be one that datasets' save_to_disk wrote, {folder} has no state.json; "
+            f"to read the files in it, give a pattern: {folder / '*.txt'}"
+        )
     check_kinds(folder)
     state = read_json(folder / "state.json") if (folder / "state.json").is_file() else {}
     entries = state.get("_data_files") if isinstance(state, dict) else ()

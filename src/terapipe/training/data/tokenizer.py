@@ -204,7 +204,7 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
         return load_tokenizer(spec, folder)
     source = Path(spec).expanduser()
     if spec not in ("bytes", "train"):
-        _check_folder(source)
+        check_tokenizer_folder(source)
         if folder.exists() and source.samefile(folder):
             return load_tokenizer(spec, folder)
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
@@ -221,7 +221,7 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
     return load_tokenizer(spec, folder)
 
 
-def _check_folder(folder: Path) -> None:
+def check_tokenizer_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f'data.tokenizer must be "bytes", "train" or a folder with a Hugging Face tokenizer (by default that of '
