@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from terapipe.launch import loopback
+from terapipe.launch.stopped import ending_stopped_ranks
 from terapipe.runtime.environment import local_rank, local_ranks, on_loopback
 from terapipe.runtime.failures import PipelineError
 
@@ -26,7 +27,7 @@ SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish t
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result."""
-    with on_loopback():
+    with on_loopback(), ending_stopped_ranks():
         return elastic_launch(_config(ranks), function)(*args)[0]
 
 
@@ -39,7 +40,7 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
     config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
     try:
-        with on_loopback():
+        with on_loopback(), ending_stopped_ranks():
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except SignalException:
         return ""
