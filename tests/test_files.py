@@ -1,6 +1,7 @@
 """A crash at any moment leaves the old folder or the new one."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,19 @@ def test_json_that_is_nested_without_end_is_one_message(tmp_path: Path) -> None:
     path.write_text("[" * 200_000)
     with pytest.raises(ValueError, match=r"deep\.json must be JSON, got lists or objects inside each other"):
         folders.read_json(path)
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
+    """The error of a write does not know it; what was there stays, and no part of the new one is left."""
+    path = tmp_path / "plan.json"
+    folders.write(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=r"plan\.json") as caught:
+            folders.write(path, "new" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from terapipe.files import check_kind, inside
+from terapipe.files import check_kind, inside, naming
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -41,7 +41,7 @@ class SummedFile(io.BufferedWriter):
 
 
 def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+    with naming(folder / MANIFEST), (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(_text(files))
         file.flush()
         os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from terapipe.extras import import_extra
-from terapipe.files import beside, check_kinds, put_in_place, recover
+from terapipe.files import beside, check_kinds, naming, put_in_place, recover
 from terapipe.training.data.text_reader import split_text
 
 END = "<|endoftext|>"
@@ -120,7 +120,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, entries: dict[str, Any]) -> None:
-    path.write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 MARK = "made.json"  # in a folder that ``make_tokenizer`` wrote: the keys it was made from
@@ -212,10 +213,11 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
     partial = beside(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if spec == "train":
-        _train(vocab, texts(), partial)
-    else:
-        load_tokenizer(spec, source).save(partial)
+    with naming(partial):
+        if spec == "train":
+            _train(vocab, texts(), partial)
+        else:
+            load_tokenizer(spec, source).save(partial)
     write_json(partial / MARK, mark)
     put_in_place(folder, partial)
     return load_tokenizer(spec, folder)
@@ -254,7 +256,8 @@ def _train(vocab: int, texts: Iterable[str], folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(texts), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with naming(folder / "tokenizer.json"):
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_config(folder, END)
 
 
