@@ -13,6 +13,7 @@ SOURCE = Path(terapipe.__file__).parent
 
 # Each room and the rooms it may enter; a room may always enter itself.
 ALLOWED = {
+    "extras": set(),
     "files": set(),
     "recompute": set(),
     "presets": {"recompute"},
@@ -20,20 +21,20 @@ ALLOWED = {
     "scheduling": {"planning", "recompute"},
     "search": {"files", "presets", "planning", "recompute", "scheduling"},
     "paper": {"presets", "planning", "search"},
-    "reporting": {"files", "planning", "recompute", "scheduling", "search"},
-    "modeling": {"presets", "recompute"},
+    "reporting": {"files", "extras", "planning", "recompute", "scheduling", "search"},
+    "modeling": {"files", "presets", "recompute"},
     "losses": {"modeling"},
     "runtime": {"files", "presets", "planning", "recompute", "scheduling", "modeling", "losses"},
     "launch": {"planning", "runtime"},
     "doctor": {"api", "launch", "modeling", "planning", "presets", "reporting", "runtime"},
-    "config": {"planning"},
+    "config": {"files", "planning", "presets"},
     "training": {
-        "api", "files", "presets", "config", "planning", "scheduling", "search", "reporting", "modeling", "runtime",
-        "launch", "hf", "losses", "recompute",
+        "api", "extras", "files", "presets", "config", "planning", "scheduling", "search", "reporting",
+        "modeling", "runtime", "launch", "hf", "losses", "recompute",
     },
     "cli": {
-        "api", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting", "modeling",
-        "runtime", "launch", "doctor", "training", "verify_types", "recompute",
+        "api", "extras", "files", "presets", "config", "planning", "scheduling", "search", "paper", "reporting",
+        "modeling", "runtime", "launch", "doctor", "training", "verify_types", "recompute",
     },
     "api": {"presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
     "__init__": {"api", "presets", "planning", "recompute", "scheduling", "search", "modeling", "runtime"},
@@ -44,6 +45,7 @@ ALLOWED = {
 # Imported inside functions only. Timelines and results have methods that draw them, and what draws imports them.
 LAZY = {"scheduling/timeline.py": {"reporting", "files"}, "search/result.py": {"reporting"}}
 TORCH_FREE = {
+    "extras",
     "files",
     "presets",
     "recompute",

@@ -25,7 +25,7 @@ def test_defaults_and_values() -> None:
 
 def test_what_is_printed_reads_back() -> None:
     config = parse(
-        SMALL, ["plan.slice_lengths=[100, 28]", "optimizer.lr=1", "data.eval=[a.txt]", 'evaluation.prompt="\\"x"']
+        SMALL, ["plan.slice_lengths=[1000, 24]", "optimizer.lr=1", "data.eval=[a.txt]", 'evaluation.prompt="\\"x"']
     )
     assert parse(config.to_toml()) == config
     assert config.optimizer.lr == 1.0

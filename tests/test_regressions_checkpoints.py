@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -15,7 +17,8 @@ from benchmarks.chaos.damage import KINDS, Damages
 from terapipe import Layout
 from terapipe.config import DataConfig, RunConfig
 from terapipe.runtime.checkpoint.hugging_face import save_pretrained, writing
-from terapipe.runtime.checkpoint.manifest import damage
+from terapipe.runtime.checkpoint.manifest import Sum, damage, write_manifest
+from terapipe.runtime.checkpoint.reader import Reader
 from terapipe.training.checkpoint_folder import clean, folder_of, path_of, steps
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Origin, TokenFile, TokenWriter, open_data
@@ -256,3 +259,37 @@ def test_an_export_does_not_replace_the_run(place: Path, name: str) -> None:
     told = config(place / "itself", "", *SMALL, f"checkpoints.export={place / name}")
     with pytest.raises(ValueError, match=r"checkpoints.export must be a folder of its own"):
         train(told)
+
+
+# Names that lead out of a folder
+
+
+def test_a_manifest_names_its_own_files_only(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    for name in ("../secret", str(tmp_path / "secret"), "link"):
+        write_manifest(folder, {name: Sum().add(b"secret")})
+        (problem,) = damage(folder)
+        assert "must lie in it" in problem
+
+
+def test_the_index_of_a_checkpoint_names_its_own_files_only(tmp_path: Path) -> None:
+    pipe = pipeline(Layout(1, 1, 1))
+    pipe.save(tmp_path / "saved")
+    index = Reader(tmp_path / "saved").index
+    assert index.storage_data is not None
+    for place in index.storage_data.values():
+        place.relative_path = "../elsewhere.distcp"
+    (tmp_path / "saved/.metadata").write_bytes(pickle.dumps(index))
+    shutil.copy(tmp_path / "saved/__0_0.distcp", tmp_path / "elsewhere.distcp")
+    with pytest.raises(ValueError, match=r"must lie in it, its index names '\.\./elsewhere\.distcp'"):
+        pipe.load(tmp_path / "saved", verify=False)
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """It was waited for, for ever."""
+    os.mkfifo(tmp_path / ".metadata")
+    with pytest.raises(ValueError, match="must be a file, got a named pipe"):
+        Reader(tmp_path)

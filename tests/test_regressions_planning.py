@@ -239,7 +239,9 @@ def test_a_missing_extra_for_png_is_one_message_before_all_work(
 ) -> None:
     """It was a traceback, at the very end."""
     monkeypatch.setitem(sys.modules, "resvg_py", None)
-    assert "pip install 'terapipe[png]'" in refused(capsys, verb, *SHAPE, "--png", str(tmp_path / "x.png"))
+    assert "in a clone of terapipe, pip install '.[png]'" in refused(
+        capsys, verb, *SHAPE, "--png", str(tmp_path / "x.png")
+    )
 
 
 def test_whole_sequences_are_not_called_a_negative_per_cent_faster() -> None:

@@ -13,10 +13,11 @@ from torch import distributed as dist
 from terapipe.launch.processes import launch
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.comparison import Batch, lengths
-from terapipe.modeling.hf.decoder import Decoder, read_config
+from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.refusals import with_dropout
 from terapipe.modeling.hf.shrink import causal_lm_types, default_config, shrunken, small_model
 from terapipe.modeling.hf.verification import VerifyResult, confirm, verify, verify_tensor_parallel
+from terapipe.modeling.hf.weights import read_config
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime.mesh import device_mesh

@@ -1,6 +1,7 @@
 """Two hundred random misuses: each is one message and exit code 2, before anything is computed, started or written."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ MODEL = ["--model", "layers=4,hidden=64,heads=4"]
 SIZE = ["--batch-size", "2", "--seq-len", "64"]
 FIXED = ["--dp", "1", "--pp", "2", "--tp", "1", "--order", "terapipe", "--recompute", "none"]
 CLUSTER = [*MODEL, "--cluster", "dgx-a100:1"]
-TOML = '[model]\npreset = "gpt-tiny"\n[data]\ntrain = "{text}"\ntokens = 32\n[logging]\nfolder = "{folder}"\n'
+TOML = '[model]\npreset = "gpt-tiny"\n[data]\ntrain = "{text}"\nseq_len = 32\n[logging]\nfolder = "{folder}"\n'
 
 
 class Files:
@@ -274,3 +275,116 @@ def test_two_hundred_misuses(files: Files, capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize("verb", ["plan", "plan by profile", "plan by table", "compare", "simulate", "simulate bare"])
 def test_what_is_misused_is_right_by_itself(verb: str, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files.bases()[verb], "--json"]) == 0, capsys.readouterr().err
+
+
+HUGE = str(10**30)
+ABSURD = [
+    ["plan", "--seq-len", HUGE],
+    ["plan", "--batch-size", HUGE],
+    ["plan", "--batch-size", "1000000000"],
+    ["plan", "--dp", HUGE],
+    ["plan", "--num-slices", HUGE],
+    ["plan", "--memory", f"{HUGE}GiB"],
+    ["plan", "--model", "layers=1000000,hidden=64,heads=4"],
+    ["plan", "--model", f"layers=4,hidden=64,heads=4,vocab={HUGE}"],
+    ["plan", "--cluster", f"dgx-a100:{HUGE}"],
+    ["compare", "--seq-len", HUGE],
+    ["compare", "--model", "layers=1000000,hidden=64,heads=4"],
+    ["profile", "--ranks", "100000", "--model", "layers=10000,hidden=64,heads=4"],
+    ["profile", "--seq-len", HUGE],
+    ["profile", "--sizes", HUGE],
+    ["simulate", "--width", HUGE],
+    ["verify", "--stages", HUGE],
+    ["doctor", "--ranks", "100000"],
+    ["doctor", "--timeout", "1e300"],
+    ["train", "model.preset=layers=1000000,hidden=64,heads=4"],
+    ["train", "optimizer.lr=inf"],
+    ["train", "optimizer.beta1=1.0"],
+    ["train", "optimizer.beta2=7"],
+    ["train", f"optimizer.steps={HUGE}"],
+    ["train", f"data.seq_len={HUGE}"],
+    ["train", f"data.seed={HUGE}"],
+    ["train", "failures.timeout=1e300"],
+    ["train", "plan.ranks=1000000", "plan.dp=1"],
+    ["train", "plan.num_slices=1000000"],
+    ["train", "plan.slice_lengths=[10,10]"],
+]
+
+
+@pytest.mark.parametrize("arguments", ABSURD, ids=lambda words: " ".join(words).replace(HUGE, "HUGE"))
+def test_absurd_numbers_are_one_message(
+    arguments: list[str], files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some were a traceback, some did not come to an end, some started as many ranks."""
+    monkeypatch.setattr(processes, "elastic_launch", never)
+    verb, *words = arguments
+    assert main([*files.bases()[verb], *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"terapipe {verb}: ")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
+@pytest.mark.parametrize("verb", ["train", "plan file", "plan profile", "simulate", "plan", "table", "profile"])
+def test_what_is_no_file_is_one_message(
+    verb: str, kind: str, tmp_path: Path, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.write_text("x = " * (verb == "train") + "[" * 200_000)
+    arguments = {
+        "train": ["train", str(path)],
+        "plan file": ["train", files.run, f"plan.file={path}"],
+        "plan profile": ["train", files.run, f"plan.profile={path}"],
+        "simulate": ["simulate", str(path), *CLUSTER, "--dp", "1", "--tp", "1"],
+        "plan": ["plan", "--profile", str(path), *SIZE, "--pp", "2"],
+        "table": ["plan", "--cost-table", str(path), *SIZE, "--pp", "2"],
+        "profile": ["profile", "--model", str(path), "--seq-len", "64"],
+    }[verb]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert said.count("\n") == 1
+
+
+MISTAKES = {
+    "data.train={}/nothing.txt": "matches none",
+    "data.eval={}/nothing.txt": "matches none",
+    "data.train={}/profile.json": "text is read from files that end in",
+    "data.tokenizer={}/nothing": "there is no such folder",
+    "model.preset=gpt-tini": "did you mean 'gpt-tiny'",
+    "model.folder={}/nothing": "a folder with a config.json",
+    "model.config={}/nothing.json": "a folder with a config.json",
+    "model.factory={}/nothing.py:model": "there is no file",
+    "objective.kind={}/nothing.py:loss": "there is no file",
+    "plan.file={}/profile.json": "a plan has exactly the keys",
+    "plan.file={}/plan.json": "is for 2 sequences of 64 tokens",
+    "plan.profile={}/plan.json": "this profile lacks or misnames",
+    "plan.pp=8": "every stage needs a layer",
+    "plan.ranks=3 plan.dp=1 plan.pp=2": "dp x pp x tp",
+    "checkpoints.resume={}/nothing": "must be auto, off or the folder of a checkpoint",
+}
+
+
+@pytest.mark.parametrize("ranks", ["plan.ranks=2", "plan.ranks=1"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_files_and_presets_are_found_before_ranks_start(
+    mistake: str,
+    ranks: str,
+    files: Files,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank told them, once they had met."""
+    monkeypatch.setattr(processes, "launch_module", never)
+    monkeypatch.setattr("terapipe.training.run.run_rank", never)
+    words = mistake.format(files.folder).split()
+    words += [ranks] * ("plan." not in mistake) + ["model.preset="] * mistake.startswith(("model.f", "model.c"))
+    assert main(["train", files.run, *words]) == 2
+    said = capsys.readouterr().err
+    assert MISTAKES[mistake] in said
+    assert said.count("\n") == 1

@@ -192,6 +192,17 @@ def parsed(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
     return service, job
 
 
+@pytest.mark.parametrize("word", ["a\nb", "a\n  b\n\nc: [", "\n", "tab\there", "next\x85line", "#x\n- y\n"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_word_of_the_script_may_have_line_breaks(word: str, hosts: int, tmp_path: Path) -> None:
+    """It ended the block of the YAML, which kubectl refused."""
+    launch = Launch(hosts, 2, 2, script=shlex.join(["train.py", word]))
+    *_, command = container(parsed(launch)[1])["command"]
+    assert shlex.split(command)[-2:] == ["train.py", word]
+    bash = subprocess.run(["bash", "-n"], input=launch.slurm_script(), text=True, capture_output=True)
+    assert bash.stderr == ""
+
+
 def test_pods_find_each_other_by_name() -> None:
     service, job = parsed(Launch(3, 8, 64, gpus=True, name="big"))
     assert (service["kind"], job["kind"]) == ("Service", "Job")

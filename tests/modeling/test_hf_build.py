@@ -1,6 +1,7 @@
 """Hugging Face models of which each stage makes only its part real: drawn at random, or read from a folder."""
 
 import inspect
+import json
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from terapipe import Pipeline, Plan
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-from terapipe.modeling.hf.decoder import Decoder
+from terapipe.modeling.hf.decoder import Decoder, decoder_from
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.modeling.hf.weights import meta_model
+from terapipe.verify import config_of
 
 # fast=True throughout: which way of cutting a model is exact is not the question here, and takes a while to find out.
 CPU = torch.device("cpu")
@@ -260,3 +262,49 @@ def test_a_decoder_takes_public_things_only() -> None:
         (Decoder.from_pretrained, ["folder", "dtype", "backend", "options"]),
     ):
         assert list(inspect.signature(make).parameters) == names
+
+
+STRANGE_CODE = """
+from pathlib import Path
+from transformers import {base}
+Path(__file__).with_name("ran").touch()
+class Strange({base}):
+    model_type = "strange"
+"""
+
+
+@pytest.mark.parametrize("read", [Decoder.from_pretrained, config_of, decoder_from])
+def test_code_in_a_folder_is_not_run(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked: transformers would take a ``y`` that is piped to the command for consent."""
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Strange", "AutoModelForCausalLM": "code.Other"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(STRANGE_CODE.format(base="PretrainedConfig"))
+    monkeypatch.setattr("builtins.input", lambda *question: "y")
+    with pytest.raises(ValueError, match=r"brings Python code of its own .* does not run"):
+        read(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_configuration_in_memory_runs_no_code_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strange(PretrainedConfig):
+        model_type = "strange"
+
+    config = Strange(auto_map={"AutoModelForCausalLM": "code.Other"}, name_or_path=str(tmp_path))
+    (tmp_path / "code.py").write_text(STRANGE_CODE.format(base="PreTrainedModel"))
+    monkeypatch.setattr("builtins.input", lambda *question: "y")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        Decoder.from_config(config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_of_weights_names_files_of_its_folder_only(saved: PretrainedWeights, tmp_path: Path) -> None:
+    _, folder = saved("llama")
+    (tmp_path / "model").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", tmp_path / "other.safetensors")
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "../other.safetensors")
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(ValueError, match=r"must lie in it, its index names '\.\./other\.safetensors'"):
+        Decoder.from_pretrained(tmp_path / "model")

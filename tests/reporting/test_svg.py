@@ -133,5 +133,5 @@ def test_text_is_drawn_without_fonts_of_the_system() -> None:
 @pytest.mark.parametrize("missing", ["resvg_py", "font_roboto"])
 def test_a_missing_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ValueError, match=r"pip install 'terapipe\[png\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[png\]'"):
         svg.to_png(svg.timelines({"x": TIMELINE}))

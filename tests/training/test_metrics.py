@@ -110,16 +110,19 @@ def test_a_full_disk_is_said_once_and_leaves_no_torn_line(tmp_path: Path) -> Non
             metrics.write({"step": step, **STEP})
     finally:
         make_room()
-    assert (tmp_path / FILE).stat().st_size > 2 * line
+    assert steps(tmp_path) == [1, 2]
     for step in (6, 7):
         metrics.write({"step": step, **STEP})
     metrics.close()
-    assert [json.loads(line)["step"] for line in (tmp_path / FILE).read_text().splitlines()] == [1, 2, 6, 7]
+    assert [json.loads(line)["step"] for line in (tmp_path / FILE).read_text().splitlines()] == [*range(1, 8)], (
+        "rows that were refused are written later"
+    )
     assert len(said) == 1
     assert said[0].startswith(f"{FILE} could not be written: ")
+    assert str(tmp_path / FILE) in said[0]
 
 
-def test_a_row_torn_at_the_very_end_is_removed(tmp_path: Path) -> None:
+def test_a_row_that_was_refused_at_the_very_end_is_written_when_the_run_ends(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, PLAIN, step=0, settings={}, complain=lambda message: None)
     metrics.write({"step": 1})
     make_room = full_disk((tmp_path / FILE).stat().st_size + 4)
@@ -128,6 +131,18 @@ def test_a_row_torn_at_the_very_end_is_removed(tmp_path: Path) -> None:
     finally:
         make_room()
     metrics.close()
+    assert (tmp_path / FILE).read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_no_part_of_a_row_is_left_on_a_disk_that_stays_full(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, PLAIN, step=0, settings={}, complain=lambda message: None)
+    metrics.write({"step": 1})
+    make_room = full_disk((tmp_path / FILE).stat().st_size + 4)
+    try:
+        metrics.write({"step": 2})
+        metrics.close()
+    finally:
+        make_room()
     assert (tmp_path / FILE).read_text() == '{"step": 1}\n'
 
 
@@ -188,7 +203,7 @@ def test_without_tensorboard_training_goes_on(tmp_path: Path, monkeypatch: pytes
 def test_a_failed_event_file_is_followed_by_another_ever_more_seldom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, full = [], [True]
+    made, full, rows = [], [True], []
 
     class Writer:
         def __init__(self, folder: Path, purge_step: int | None, flush_secs: int) -> None:
@@ -197,6 +212,7 @@ def test_a_failed_event_file_is_followed_by_another_ever_more_seldom(
         def add_scalar(self, name: str, value: float, step: int) -> None:
             if full[0]:
                 raise OSError("full")
+            rows.append((name, step))
 
         def close(self) -> None: ...
 
@@ -211,6 +227,7 @@ def test_a_failed_event_file_is_followed_by_another_ever_more_seldom(
         metrics.write({"step": step, **STEP})
     metrics.close()
     assert made == [0, None, None, None, None]
+    assert [step for name, step in rows if name == "train/loss"] == list(range(1, 301)), "those that waited, too"
     assert len(said) == 1
     assert steps(tmp_path) == list(range(1, 301))
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_what_cannot_be_read_of_datasets(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path, library in ((tmp_path / "a.parquet", "pyarrow"), (plain, "datasets")):
-        with pytest.raises(ValueError, match=rf"{path} needs {library}, .* pip install terapipe\[data\]"):
+        with pytest.raises(ValueError, match=rf"{path} needs {library}, .* pip install '\.\[data\]'"):
             documents([path], "text")
 
 
@@ -167,3 +168,20 @@ def test_half_characters_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(r'{"text": "a\ud800b \ud83d\ude00"}')
     assert documents([path], "text") == ["a\ufffdb 😀"]
+
+
+def test_a_saved_dataset_names_its_own_files_only(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": ["a secret"]}).save_to_disk(str(tmp_path / "other"))
+    Dataset.from_dict({"text": ["text"]}).save_to_disk(str(tmp_path / "saved"))
+    state = json.loads((tmp_path / "saved/state.json").read_text())
+    state["_data_files"] = [{"filename": "../other/data-00000-of-00001.arrow"}]
+    (tmp_path / "saved/state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="must lie in it"):
+        list(read_documents([tmp_path / "saved"], "text"))
+
+
+def test_a_pipe_is_no_text(tmp_path: Path) -> None:
+    """It was read, which waits for whoever writes to it."""
+    os.mkfifo(tmp_path / "text.txt")
+    with pytest.raises(ValueError, match="must be a file, got a named pipe"):
+        find_files([str(tmp_path / "text.txt")])

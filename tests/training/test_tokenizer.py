@@ -172,5 +172,5 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=r"empty holds no tokenizer"):
         make_tokenizer(str(tmp_path / "empty"), 300, never, tmp_path / "new")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs tokenizers, .* pip install terapipe\[data\]"):
+    with pytest.raises(ValueError, match=r"needs tokenizers, .* pip install '\.\[data\]'"):
         make_tokenizer("train", 300, texts, tmp_path / "new")

@@ -70,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def entry() -> NoReturn:
     """The console script. Exits without running destructors, because those of torch's threads can abort the process."""
     code = main()
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # a full disk, or a reader that has gone
+        print(f"terapipe: what was printed could not be written: {error}", file=sys.stderr)
+        code = code or 1
     sys.stderr.flush()
     os._exit(code)

@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from terapipe import files
-from terapipe.cli.options import Verbs, check_outputs, console, refuse_with
+from terapipe.cli.options import MOST_SECONDS, Verbs, check_outputs, console, refuse_with
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
 from terapipe.doctor.facts import Examination
 from terapipe.reporting.units import count
@@ -55,7 +54,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if (parsed.ranks is not None and parsed.ranks < 1) or not 0 < parsed.timeout < inf:
+    if (parsed.ranks is not None and parsed.ranks < 1) or not 0 < parsed.timeout < MOST_SECONDS:
         raise ValueError(f"--ranks and --timeout must be positive, got {parsed.ranks} and {parsed.timeout}")
     if not parsed.prove:
         refuse_with("doctor without --prove", parsed, "size", "out")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from terapipe import files
 from terapipe.api import Costs
 from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.order import ORDERS, order_named
@@ -44,6 +45,7 @@ def check_outputs(parsed: argparse.Namespace) -> None:
 
 
 def _check_file(path: Path, name: str) -> None:
+    files.check_kind(path)
     if path.is_dir():
         raise ValueError(f"--{name} names a file to write, {path} is a folder")
     parent = next(folder for folder in path.resolve().parents if folder.exists())
@@ -180,6 +182,8 @@ def costs_of(parsed: argparse.Namespace) -> Costs:
     return Cluster(parsed.cluster)
 
 
+MOST_SECONDS = 1e8  # of a timeout: what the clock of threads can count
+
 COMMON = ("batch_size", "seq_len", "memory", "dp", "pp", "tp", "shard", "microbatch_size", "tile", "layers_only")
 CUTS = ("order", "num_slices", "slice_lengths", "chunks", "distinct")
 
@@ -230,14 +234,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def load(path: Path, parse: Callable[[str], T]) -> T:
     """Reads and parses a file. Errors name the file."""
+    text = files.read(path)
     try:
-        return parse(read(path))
+        return parse(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("this is not a text file") from None

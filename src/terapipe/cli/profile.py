@@ -1,14 +1,15 @@
 """``terapipe profile``: measures a model on this machine."""
 
 import argparse
-from math import inf
 from pathlib import Path
 
 from terapipe import api
-from terapipe.cli.options import Verbs, check_outputs, console, model_help
+from terapipe.cli.options import MOST_SECONDS, Verbs, check_outputs, console, model_help
+from terapipe.extras import install_line
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.profile import Profile, typical
 from terapipe.reporting import units
+from terapipe.search.request import Request
 
 TRUSTED = 0.15  # maximum relative error on held-out points for a reliable profile
 
@@ -43,8 +44,9 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.seq_len < 1 or not 0 < parsed.seconds < inf:
+    if parsed.seq_len < 1 or not 0 < parsed.seconds < MOST_SECONDS:
         raise ValueError(f"--seq-len and --seconds must be positive, got {parsed.seq_len} and {parsed.seconds}")
+    Request(1, parsed.seq_len)  # refuses more tokens than a sequence can have
     check_outputs(parsed)
     sizes = _sizes(parsed.sizes)
     # Refuse a model that cannot be sliced here, with one message, before any rank is started.
@@ -73,7 +75,7 @@ def _layers(text: str) -> int:
             ) from None
         raise
     except ImportError:
-        raise ValueError("Hugging Face models need transformers: pip install 'terapipe[hf]'") from None
+        raise ValueError(f"Hugging Face models need transformers; {install_line('hf')}") from None
     assert spec is not None
     return spec.config.layers
 
@@ -150,6 +152,6 @@ def _sizes(text: str) -> tuple[int, ...]:
         sizes = tuple(int(word) for word in text.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or any(size < 1 for size in sizes):
+    if not sizes or any(not 1 <= size <= 2**20 for size in sizes):
         raise ValueError(f"--sizes lists numbers of sequences, such as 1,2,4, got {text!r}")
     return tuple(sorted(set(sizes)))

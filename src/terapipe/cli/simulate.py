@@ -33,6 +33,8 @@ WIDTH = 100
 # Options that a saved plan fixes.
 FIXED = ("order", "num_slices", "slice_lengths", "microbatch_size", "chunks", "recompute", "tile", "distinct")
 
+MOST_COLUMNS = 10_000
+
 
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
@@ -65,8 +67,8 @@ def add(verbs: Verbs) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         refuse_with("--json", parsed, "width")
-    if parsed.width is not None and parsed.width < 1:
-        raise ValueError(f"--width is a number of columns, at least 1, got {parsed.width}")
+    if parsed.width is not None and not 1 <= parsed.width <= MOST_COLUMNS:
+        raise ValueError(f"--width is a number of columns between 1 and {MOST_COLUMNS}, got {parsed.width}")
     check_outputs(parsed)
     result, saved = _estimated(parsed)
     runs = [RunView.of("predicted", result.simulate(), result.memory)]

@@ -37,12 +37,23 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     from terapipe.runtime.environment import under_torchrun
     from terapipe.training.logging import metrics
+    from terapipe.training.preflight import check_run, finished_at
     from terapipe.training.run import run_rank
     from terapipe.training.run_plan import ranks_wanted
 
     metrics.check(config.logging)
+    if under_torchrun():
+        return run_rank(config)
     ranks = ranks_wanted(config.plan)
-    if under_torchrun() or (ranks == 1 and not config.failures.restarts):
+    check_run(config, ranks)
+    step = finished_at(config)
+    if step is not None:
+        print(
+            f"this run has finished, at step {step}: {config.folder / 'report.html'}; to go on, raise optimizer.steps; "
+            "to train anew, take another logging.folder"
+        )
+        return 0
+    if ranks == 1 and not config.failures.restarts:
         return run_rank(config)
     return _start(parsed, config, ranks)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from terapipe.cli.options import Verbs, console
+from terapipe.extras import install_line
+from terapipe.presets import LARGEST
 
 if TYPE_CHECKING:
     from terapipe.modeling.hf.verification import VerifyResult
@@ -52,8 +54,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError("--tp is tested on CPUs only; leave out --device, or --tp")
     if bool(parsed.model) == parsed.all:
         raise ValueError("give one model, or --all")
-    if parsed.stages < 1:
-        raise ValueError(f"--stages must be at least 1, got {parsed.stages}")
+    if not 1 <= parsed.stages <= LARGEST["layers"]:
+        raise ValueError(f"--stages must be at least 1 and at most {LARGEST['layers']}, got {parsed.stages}")
     if parsed.tp < 1:
         raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     _load_transformers()
@@ -77,7 +79,7 @@ def _load_transformers() -> None:
     try:
         import transformers
     except ImportError:
-        raise ValueError("this needs transformers: pip install 'terapipe[hf]'") from None
+        raise ValueError(f"this needs transformers; {install_line('hf')}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 

@@ -8,19 +8,20 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from terapipe.config.rules import check, refuse_unknown
 from terapipe.config.sections import RunConfig
+from terapipe.files import read
 
 Section = TypeVar("Section")
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a file. Overrides replace single keys: ``optimizer.lr=1e-4``."""
-    return parse(path.read_text(encoding="utf-8"), overrides, str(path))
+    return parse(read(path), overrides, str(path))
 
 
 def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> RunConfig:
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{name} is not valid TOML: {error}") from None
     for override in overrides:
         _override(data, override)
@@ -59,7 +60,7 @@ def _value(text: str) -> Any:
     """A TOML value. Anything else is a string, so that quotes need not be escaped in a shell."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import Field, fields
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
-from terapipe.config.sections import OBJECTIVES, PlanConfig, RunConfig
+from terapipe.config.sections import MOST, OBJECTIVES, PlanConfig, RunConfig
 from terapipe.planning.memory import parse_bytes
 from terapipe.planning.order import ORDERS
 
@@ -33,8 +34,11 @@ def check(config: RunConfig, name: str) -> None:
         )
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
+    for beta in ("beta1", "beta2"):
+        if getattr(config.optimizer, beta) == 1:
+            raise ValueError(f"{name}: optimizer.{beta} must be below 1, got 1: nothing new would count")
     _check_objective(config, name)
-    _check_plan(config.plan, name)
+    _check_plan(config.plan, config.data.seq_len, name)
     if config.data.batch_size % (config.plan.dp or 1):
         raise ValueError(
             f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
@@ -51,6 +55,9 @@ def _check_range(value: Any, entry: Field[Any], where: str) -> None:
             raise ValueError(f"{where} must be {least}, got {number!r}")
         if entry.metadata["share"] and number > 1:
             raise ValueError(f"{where} is a share of the whole, at most 1, got {number}")
+        most = entry.metadata["most"] or (MOST if isinstance(number, int) else None)
+        if number == inf or (most is not None and number > most):
+            raise ValueError(f"{where} must be {'finite' if most is None else f'at most {most:g}'}, got {number}")
 
 
 def _check_objective(config: RunConfig, name: str) -> None:
@@ -83,7 +90,14 @@ def _check_objective(config: RunConfig, name: str) -> None:
         )
 
 
-def _check_plan(plan: PlanConfig, name: str) -> None:
+def _check_plan(plan: PlanConfig, seq_len: int, name: str) -> None:
+    if plan.num_slices > seq_len:
+        raise ValueError(f"{name}: plan.num_slices must be at most data.seq_len {seq_len}, got {plan.num_slices}")
+    if plan.slice_lengths and sum(plan.slice_lengths) != seq_len:
+        raise ValueError(
+            f"{name}: plan.slice_lengths must sum to data.seq_len {seq_len}, got {list(plan.slice_lengths)}, which sum "
+            f"to {sum(plan.slice_lengths)}"
+        )
     if plan.num_slices and plan.slice_lengths:
         raise ValueError(
             f"{name}: plan.num_slices is a number of equal slices, plan.slice_lengths their lengths; give one"

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from terapipe.planning.order import ORDERS
+from terapipe.presets import LARGEST
+
+MOST = 2**31 - 1  # of whole numbers, unless a key says otherwise
+SEEDS = 2**63 - 1  # what torch takes
 
 
-def key(default: Any, doc: str, *, positive: bool = False, share: bool = False) -> Any:
-    """A documented key. Numbers must not be negative; ``positive`` excludes 0, ``share`` numbers above 1."""
-    return field(default=default, metadata={"doc": doc, "positive": positive, "share": share})
+def key(default: Any, doc: str, *, positive: bool = False, share: bool = False, most: float | None = None) -> Any:
+    """A documented key. Numbers are finite and not negative; ``positive`` excludes 0, ``share`` numbers above 1,
+    ``most`` larger ones, far beyond what makes sense, so that a typing error is named at once."""
+    return field(default=default, metadata={"doc": doc, "positive": positive, "share": share, "most": most})
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class ModelConfig:
     config: str = key("", "path of a Hugging Face config.json; the model starts from random weights")
     folder: str = key("", "a Hugging Face model folder; training starts from its weights")
     factory: str = key("", "a function that returns your own model, as module:function or file.py:function")
-    seed: int = key(0, "seed of the random initial weights")
+    seed: int = key(0, "seed of the random initial weights", most=SEEDS)
     dtype: Literal["float32", "bfloat16", "float64"] = key(
         "float32",
         "dtype of parameters and computation; with bfloat16 the optimizer keeps float32 master weights",
@@ -54,9 +59,9 @@ class DataConfig:
         'a Hugging Face tokenizer folder, "bytes", or "train" to train a byte-level BPE on the data. If this key is '
         "left out, a Hugging Face model uses the tokenizer in its own folder",
     )
-    vocab: int = key(4096, 'vocabulary size with tokenizer = "train"', positive=True)
-    seq_len: int = key(1024, "tokens in a sequence", positive=True)
-    batch_size: int = key(1, "sequences in a batch, over all data parallel replicas", positive=True)
+    vocab: int = key(4096, 'vocabulary size with tokenizer = "train"', positive=True, most=LARGEST["vocab"])
+    seq_len: int = key(1024, "tokens in a sequence", positive=True, most=LARGEST["max_seq_len"])
+    batch_size: int = key(1, "sequences in a batch, over all data parallel replicas", positive=True, most=2**20)
     packing: Literal["concat", "packed", "padded"] = key(
         "concat",
         "how documents fill sequences. concat: they follow each other, and attention crosses their borders; packed: "
@@ -64,7 +69,7 @@ class DataConfig:
         "a part of one, and padding",
     )
     shuffle: bool = key(True, "shuffle the sequences anew in each epoch")
-    seed: int = key(0, "seed of the shuffling and of dropout")
+    seed: int = key(0, "seed of the shuffling and of dropout", most=SEEDS)
     cache: str = key("", "folder for tokenized data, which several runs can share; default: data/ in the run's folder")
     verify: bool = key(True, "at the start, verify the checksums of tokenized data, which reads all of it")
 
@@ -150,8 +155,8 @@ class OptimizerConfig:
     """AdamW."""
 
     lr: float = key(3e-4, "peak learning rate")
-    beta1: float = key(0.9, "decay rate of the running mean of gradients")
-    beta2: float = key(0.95, "decay rate of the running mean of squared gradients")
+    beta1: float = key(0.9, "decay rate of the running mean of gradients", share=True)
+    beta2: float = key(0.95, "decay rate of the running mean of squared gradients", share=True)
     eps: float = key(1e-8, "added to the denominator of the update")
     weight_decay: float = key(0.1, "weight decay of matrices; biases and norms have none")
     steps: int = key(1000, "optimizer steps to train for", positive=True)
@@ -219,7 +224,7 @@ class LoggingConfig:
 class FailureConfig:
     """What to do when something fails."""
 
-    timeout: float = key(300.0, "seconds that a rank waits for another before all ranks stop", positive=True)
+    timeout: float = key(300.0, "seconds that a rank waits for another before all ranks stop", positive=True, most=1e8)
     restarts: int = key(0, "when not under torchrun: times to restart from the last checkpoint after a rank has died")
     on_nan: Literal["stop", "skip"] = key(
         "stop", "what to do when loss or gradients are not finite: stop the run, or skip that step"

@@ -30,7 +30,14 @@ import terapipe
 from terapipe.launch.processes import launch, take_cores
 from terapipe.modeling.block_kernels import Plain
 from terapipe.modeling.kernels import Need, kernel_for
-from terapipe.runtime.environment import host_name, local_device, local_rank, local_ranks, rank_and_size
+from terapipe.runtime.environment import (
+    host_name,
+    local_device,
+    local_rank,
+    local_ranks,
+    rank_and_size,
+    stay_on_this_host,
+)
 
 
 def facts(rank: int) -> dict[str, Any]:
@@ -257,6 +264,7 @@ def _meet(span: timedelta) -> tuple[Store, int, int]:
 
     The rank that hosts the store would wait in torch's rendezvous for all others, hence a world size of 1.
     """
+    stay_on_this_host()
     with open(os.devnull, "w") as nowhere, _redirected(2, nowhere.fileno()):  # torch writes C++ stack traces
         store, _, _ = next(rendezvous("env://?world_size=1", timeout=span))
     return (store, *rank_and_size())

@@ -123,7 +123,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 
     def kubernetes_job(self) -> str:
         """For kubectl: a Service that gives pods names, and a Job with one pod per host."""
-        commands = "".join(f"              {line}\n" for line in self._in_pod())
+        commands = _scalar("\n".join(self._in_pod()) + "\n", 14)
         kind, resource = ("limits", "nvidia.com/gpu") if self.gpus else ("requests", "cpu")
         return f"""\
 # Written by `terapipe plan`.
@@ -159,8 +159,8 @@ spec:
           command:
             - sh
             - -c
-            - |
-{commands}          resources:
+            - {commands}
+          resources:
             {kind}:
               {resource}: {self.processes if self.gpus else self.cores}
           volumeMounts:
@@ -179,6 +179,15 @@ spec:
         pick = 'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then host=true; else host=false; fi'
         command = "exec " + self._torchrun(f"{self.name}-0.{self.name}:{self.port}", self.name, more)
         return [pick, command] if self.hosts > 1 else [command]
+
+
+def _scalar(text: str, indent: int) -> str:
+    """A text in YAML: line by line, because people read it; between quotes if that would change one of its characters.
+    A word of the script may have line breaks, and those belong to the block, too."""
+    lines = text.removesuffix("\n").split("\n")
+    if all(line.isprintable() for line in lines):
+        return "\n".join(["|", *(" " * indent + line if line else "" for line in lines)])
+    return json.dumps(text, ensure_ascii=False)
 
 
 def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:

@@ -16,15 +16,19 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from terapipe.runtime.environment import local_rank, local_ranks
+from terapipe.launch import loopback
+from terapipe.launch.stopped import ending_stopped_ranks
+from terapipe.runtime.environment import local_rank, local_ranks, on_loopback
 from terapipe.runtime.failures import PipelineError
 
+MOST_RANKS = 1024  # of one host: more than any has devices
 SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish their step and save
 
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result."""
-    return elastic_launch(_config(ranks), function)(*args)[0]
+    with on_loopback(), ending_stopped_ranks():
+        return elastic_launch(_config(ranks), function)(*args)[0]
 
 
 def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: int) -> str:
@@ -36,7 +40,8 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
     config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        with on_loopback(), ending_stopped_ranks():
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except SignalException:
         return ""
     except ChildFailedError as error:
@@ -87,7 +92,13 @@ def _quiet() -> None:
 
 
 def _config(ranks: int, **more: Any) -> LaunchConfig:
-    defaults = {"max_restarts": 0, "monitor_interval": 0.1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(
+            f"between 1 and {MOST_RANKS} ranks can be started on this host, got {ranks}; start more with torchrun, on "
+            "several hosts"
+        )
+    meeting = {"rdzv_backend": loopback.BACKEND, "rdzv_endpoint": loopback.ADDRESS, "local_addr": loopback.ADDRESS}
+    defaults = {"max_restarts": 0, "monitor_interval": 0.1, **meeting}
     return LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=str(uuid.uuid4()), **{**defaults, **more}
     )

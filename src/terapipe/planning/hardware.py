@@ -107,6 +107,8 @@ _A100 = Device(312e12, 0.75, 2.0e12, 80 * GIB, 0.10e-3, 0.20e-3, half_width=1000
 _A100_40 = Device(312e12, 0.75, 1.55e12, 40 * GIB, 0.10e-3, 0.20e-3, half_width=1000.0, tile=128)
 _H100 = Device(989e12, 0.70, 3.35e12, 80 * GIB, 0.08e-3, 0.15e-3, half_width=2000.0, tile=128)
 
+MOST_HOSTS = 100_000  # more than there are anywhere
+
 HOSTS: dict[str, Host] = {
     "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False),
     "p4d.24xlarge": Host(_A100_40, 8, Link(235 * GB, 8e-6), Link(50 * GB, 20e-6)),
@@ -127,6 +129,8 @@ def _known(text: str) -> tuple[str, Host, int]:
         hosts = 0
     if hosts < 1:
         raise ValueError(f"a cluster is HOST:COUNT with a count of at least 1, got {text!r}; try {name}:1")
+    if hosts > MOST_HOSTS:
+        raise ValueError(f"a cluster has at most {MOST_HOSTS} hosts, got {hosts}")
     return f"{name}:{hosts}", this_cpu() if name == "cpu" else HOSTS[name], hosts
 
 

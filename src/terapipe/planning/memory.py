@@ -114,9 +114,15 @@ class ShapeMemory:
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
+MOST_BYTES = 2**60
+
+
 def parse_bytes(text: str) -> int:
     """The bytes in a text such as ``16GiB``, ``900MB`` or ``17179869184``."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    nbytes = float(match[1]) * _UNITS[match[2]]
+    if nbytes > MOST_BYTES:
+        raise ValueError(f"a device has at most {MOST_BYTES} bytes, got {text}")
+    return int(nbytes)

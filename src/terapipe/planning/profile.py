@@ -10,9 +10,10 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from terapipe import files
-from terapipe.presets import GPTConfig
+from terapipe.presets import LARGEST, GPTConfig
 
 FORMAT = 1
+MOST_RANKS = 2**20
 # Bytes per element, and bytes of optimizer state per parameter: AdamW's two moments, and with half precision also the
 # float32 copy that `terapipe train` keeps.
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -100,7 +101,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        text = files.read(Path(path))
+        try:
+            return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def to_json(self) -> str:
         samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
@@ -131,9 +136,9 @@ class Profile:
             transfers = tuple(_transfer(row) for row in data["transfers"])
             return cls(
                 config=GPTConfig(**data["model"]),
-                layers=int(data["layers"]),
-                seq_len=int(data["seq_len"]),
-                ranks=int(data["ranks"]),
+                layers=_count(data["layers"], "layers", LARGEST["layers"]),
+                seq_len=_count(data["seq_len"], "seq_len", LARGEST["max_seq_len"]),
+                ranks=_count(data["ranks"], "ranks", MOST_RANKS),
                 samples=samples,
                 transfers=transfers,
                 optimizer=_seconds(data["optimizer"]),
@@ -141,7 +146,7 @@ class Profile:
                 versions=data["versions"],
                 hosts=tuple(map(str, data.get("hosts", ()))),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"this profile lacks or misnames {error}; measure again with terapipe.profile") from None
 
     def check_model(self, config: GPTConfig) -> None:
@@ -153,6 +158,12 @@ class Profile:
                 f"the profile is of another model: {', '.join(differ)} (profile and model); "
                 "profile this model, or leave the model out"
             )
+
+
+def _count(value: Any, name: str, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} of a profile must be a whole number between 1 and {most}, got {value!r}")
+    return value
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

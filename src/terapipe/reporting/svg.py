@@ -7,10 +7,10 @@ a page overrides colors by class, so pictures follow the dark color scheme.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
+from terapipe.extras import import_extra
 from terapipe.reporting.style import OP_HUES, OP_NAMES, TONES, in_words, lightness, op_color, text_color
 from terapipe.reporting.units import seconds, share
 from terapipe.scheduling.actions import Op
@@ -222,7 +222,7 @@ def to_png(picture: str, scale: float = 2.0) -> bytes:
 
     Needs the ``png`` extra. It brings its own font, so machines without fonts will do.
     """
-    resvg, font = _extra("resvg_py"), _extra("font_roboto")
+    resvg, font = _modules()
     fonts = [str(Path(font.font_directory) / f"Roboto-{weight}.ttf") for weight in ("Regular", "Bold")]
     rendered: bytes = resvg.svg_to_bytes(
         svg_string=picture, zoom=scale, skip_system_fonts=True, font_files=fonts, sans_serif_family="Roboto"
@@ -232,8 +232,7 @@ def to_png(picture: str, scale: float = 2.0) -> bytes:
 
 def require_png() -> None:
     """Raises ValueError if the ``png`` extra is not installed. Called before long computations."""
-    for name in ("resvg_py", "font_roboto"):
-        _extra(name)
+    _modules()
 
 
 def has_png() -> bool:
@@ -245,8 +244,5 @@ def has_png() -> bool:
     return True
 
 
-def _extra(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise ValueError(f"PNG pictures need the module {name}; pip install 'terapipe[png]'") from None
+def _modules() -> list[Any]:
+    return [import_extra(name, "png", "a PNG picture") for name in ("resvg_py", "font_roboto")]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -62,6 +63,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 def ensure_process_group(device: torch.device) -> bool:
     """Joins the processes that torchrun started, if nobody has yet. False where there is only this process."""
     if not dist.is_initialized() and under_torchrun():
+        stay_on_this_host()
         store, rank, size = next(iter(rendezvous("env://")))
         # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
         store = PrefixStore(f"terapipe/{restarts()}", store)
@@ -71,17 +73,45 @@ def ensure_process_group(device: torch.device) -> bool:
     return dist.is_initialized()
 
 
+def stay_on_this_host() -> None:
+    """If all ranks are on this host, gloo and NCCL listen on the loopback interface from now on. They would take the
+    address of the host's name, where everybody in its network can reach them."""
+    if local_ranks() == rank_and_size()[1]:
+        os.environ.update(_loopback())
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Processes started inside are all on this host, and their connections stay on it."""
+    with _environment(**_loopback()):
+        yield
+
+
+def _loopback() -> dict[str, str]:
+    """The variables with which gloo and NCCL choose the loopback interface; not those that the user has set."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {variable: name for name in names for variable in wanted if variable not in os.environ}
+
+
 @contextmanager
 def errors_left_to_us() -> Iterator[None]:
     """NCCL groups made inside do not end the process by themselves when an operation fails or is aborted: every rank
     is to end with a message that names the cause."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+        yield
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Sets these variables, and puts back what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

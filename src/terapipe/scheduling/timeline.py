@@ -97,7 +97,7 @@ class Timeline:
     def to_png(
         self, path: Path | str | None = None, *, name: str = "step", others: Mapping[str, "Timeline"] = {}
     ) -> bytes:
-        """The picture of ``to_svg`` as PNG, also written to ``path``. Needs ``pip install 'terapipe[png]'``."""
+        """The picture of ``to_svg`` as PNG, also written to ``path``. Needs the extra ``png``."""
         from terapipe.reporting.svg import to_png
 
         return _written(path, to_png(self.to_svg(name=name, others=others)))

@@ -6,6 +6,7 @@ from math import lcm
 
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
+from terapipe.presets import LARGEST
 from terapipe.recompute import MODES, Recompute, parse_recompute
 from terapipe.search.source import Source
 
@@ -33,10 +34,12 @@ class Request:
     budget: int | None = None  # memory per device in bytes; None: as the source says
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
+        for name, most in _LARGEST.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if value is not None and value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.order is not None:
             order_named(self.order)
         if self.dp is not None and self.batch_size % self.dp:
@@ -96,10 +99,12 @@ class Request:
         return replace(self, **fields)  # type: ignore[arg-type]
 
 
-_POSITIVE = (
-    "batch_size", "seq_len", "dp", "pp", "tp", "num_slices", "microbatch_size", "chunks", "tile", "distinct", "budget",
-    "min_slice",
-)  # fmt: skip
+# All are positive. Far beyond what can be planned, so that a typing error is named at once.
+_LARGEST = {
+    "batch_size": 2**20, "seq_len": LARGEST["max_seq_len"], "dp": 2**20, "pp": LARGEST["layers"], "tp": 2**16,
+    "num_slices": 2**16, "microbatch_size": 2**20, "chunks": LARGEST["layers"], "tile": LARGEST["max_seq_len"],
+    "distinct": 2**20, "budget": 2**60, "min_slice": LARGEST["max_seq_len"],
+}  # fmt: skip
 
 
 def _nearest_divisor(n: int, most: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from terapipe import files
 from terapipe.planning.hardware import Cluster, Device, Host, Link
 from terapipe.planning.layout import Layout
 from terapipe.planning.profile import Profile
@@ -100,7 +101,7 @@ def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
     path = Path(str(costs["profile"]))
     if not path.is_file():
         raise ValueError(f"the costs of this plan came from the profile {path}, which is not here; give the profile")
-    profile = Profile.from_json(path.read_text(encoding="utf-8"))
+    profile = Profile.from_json(files.read(path))
     if _checksum(profile) != costs.get("checksum"):
         raise ValueError(f"{path} has changed since this plan was made with it; plan again, or give the profile")
     ranks = costs.get("ranks")

@@ -18,6 +18,7 @@ from terapipe.search.evaluator import PlanEstimate, preference
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 
+MOST_UNITS = 2**13  # the table of all slices then has 512 MiB for each size
 ORDERS = ("terapipe", "terapipe-1f1b")  # the other sliced orders need weight gradients apart, or several chunks
 
 
@@ -64,6 +65,11 @@ class CostTable:
     def array(self, seq_len: int, sizes: Sequence[int]) -> Array:
         """The table as ``solve_table`` takes it: by size, length and context in units."""
         units, unit = seq_len // self.unit, self.unit
+        if units > MOST_UNITS:
+            raise ValueError(
+                f"the lengths of a cost table must divide sequences into at most {MOST_UNITS} parts, got {units} of "
+                f"{unit} tokens; measure slices of multiples of 128 tokens"
+            )
         table = np.full((len(sizes), units, units), np.inf)
         for (size, length, context), seconds in self.seconds.items():
             if size in sizes and length + context <= seq_len:
@@ -105,7 +111,7 @@ def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
     if not whole or size < 1 or length < 1 or context < 0:
         raise ValueError(f"row {i} of a cost table: size and length are at least 1, context at least 0, got {row!r}")
     seconds = row["seconds"]
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e30:
         raise ValueError(
             f"row {i} of a cost table: seconds must be finite and at least 0, got {seconds!r} for size {size}, "
             f"length {length}, context {context}; measure it again or leave the row out"

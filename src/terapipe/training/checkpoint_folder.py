@@ -27,6 +27,16 @@ def folder_of(config: RunConfig) -> Path:
     return config.folder / "checkpoints"
 
 
+def check_begin(config: RunConfig) -> None:
+    """Refuse to begin anew in a folder that has checkpoints."""
+    folder = folder_of(config)
+    if steps(folder) and config.checkpoints.resume == "off":
+        raise ValueError(
+            f"checkpoints.resume = 'off' begins anew, but {folder} holds checkpoints of a run before; take another "
+            "logging.folder, or move them"
+        )
+
+
 def steps(folder: Path) -> list[int]:
     """The steps of all complete checkpoints. Whether their files are intact is checked by ``newest_whole``."""
     names = (NAME.fullmatch(f.name) for f in folder.glob("step-*") if f.is_dir())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from terapipe.config import RunConfig
+from terapipe.extras import import_extra
 from terapipe.files import put_in_place, recover
 from terapipe.modeling.gpt import GPT
 from terapipe.presets import GPTConfig
@@ -42,10 +43,7 @@ def check_gpt(shape: GPTConfig) -> None:
             "checkpoints.export writes a preset as a GPT-2, which has keys and values for every head, got "
             f"{shape.num_kv_heads} kv_heads for {shape.heads} heads; leave it out: checkpoints are written in any case"
         )
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"checkpoints.export needs transformers: pip install 'terapipe[hf]' ({error})") from None
+    import_extra("transformers", "hf", "checkpoints.export")
 
 
 def export_gpt(

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
+from terapipe import files
 from terapipe.config import DataConfig, ModelConfig, ObjectiveConfig
+from terapipe.extras import install_line
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance, split_layers
 from terapipe.presets import GPTConfig, gpt_config
 from terapipe.recompute import MODES, Recompute
+from terapipe.training.data.tokenizer import ByteTokenizer
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,33 @@ class RunModel:
     recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
 
 
+def check_model(config: ModelConfig, data: DataConfig) -> GPTConfig | None:
+    """Refuses a model that is not there, without building it. The shape of a preset, None for other models."""
+    if config.preset:
+        return preset_shape(config, data, ByteTokenizer.vocab if data.tokenizer == "bytes" else 1)
+    if config.factory:
+        check_place(config.factory, "model.factory")
+        return None
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"Hugging Face models need transformers; {install_line('hf')}")
+    path = Path(config.folder or config.config)
+    folder = path.parent if path.is_file() else path
+    files.check_kinds(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.{'folder' if config.folder else 'config'} must be a folder with a config.json, got {str(path)!r}; "
+            "a model of the Hugging Face Hub must be downloaded before: hf download MODEL_ID --local-dir FOLDER"
+        )
+    if not isinstance(files.read_json(folder / "config.json"), dict):
+        raise ValueError(f"{folder / 'config.json'} must hold a JSON object")
+    if config.folder and not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
+        raise ValueError(
+            f"model.folder {folder} holds no weights ({', '.join(WEIGHT_FILES)}); give its config.json as model.config "
+            "to begin with random ones"
+        )
+    return None
+
+
 def make_model(config: ModelConfig, data: DataConfig, vocab: int, objective: ObjectiveConfig | None = None) -> RunModel:
     if config.preset:
         return _preset(config, data, vocab)
@@ -40,6 +72,14 @@ def make_model(config: ModelConfig, data: DataConfig, vocab: int, objective: Obj
 
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
+    shape = preset_shape(config, data, vocab)
+    with torch.device("meta"):
+        gpt = GPT(shape, seed=config.seed).to(dtype_of(config))
+    identity = {**asdict(shape), "kind": "gpt", "kv_heads": shape.num_kv_heads, "ffn": shape.ffn_hidden}
+    return RunModel(gpt, shape, lambda stages: split_layers(shape, stages, data.seq_len), identity)
+
+
+def preset_shape(config: ModelConfig, data: DataConfig, vocab: int) -> GPTConfig:
     """Vocabulary and positions are those that the data needs, unless the shape sets them."""
     shape = gpt_config(config.preset)
     keys = {item.partition("=")[0].strip() for item in config.preset.split(",")}
@@ -53,10 +93,7 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
             f"the model must have a position for every token of a sequence, got max_seq_len={shape.max_seq_len} in "
             f"model.preset and data.seq_len {data.seq_len}; raise the one or lower the other"
         )
-    with torch.device("meta"):
-        gpt = GPT(shape, seed=config.seed).to(dtype_of(config))
-    identity = {**asdict(shape), "kind": "gpt", "kv_heads": shape.num_kv_heads, "ffn": shape.ffn_hidden}
-    return RunModel(gpt, shape, lambda stages: split_layers(shape, stages, data.seq_len), identity)
+    return shape
 
 
 def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
@@ -75,7 +112,7 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         from terapipe.modeling.hf.decoder import shape_of
         from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
-        raise ValueError(f"Hugging Face models need transformers: pip install 'terapipe[hf]' ({error})") from None
+        raise ValueError(f"Hugging Face models need transformers ({error}); {install_line('hf')}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dtype = dtype_of(config)
@@ -126,15 +163,23 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel
     return RunModel(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})
 
 
-def import_object(place: str, key: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names; ``key`` is that of the configuration."""
+def check_place(place: str, key: str) -> tuple[str, str]:
+    """Source and name of ``module:name`` or ``file.py:name``, of which a file must exist."""
     source, colon, name = place.rpartition(":")
     if not colon:
         raise ValueError(f"{key} is module:function or file.py:function, got {place!r}")
+    if source.endswith(".py") and not Path(source).is_file():
+        raise ValueError(f"{key}: there is no file {source}")
+    return source, name
+
+
+def import_object(place: str, key: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` names; ``key`` is that of the configuration."""
+    source, name = check_place(place, key)
     if source.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-        if spec is None or spec.loader is None or not Path(source).is_file():
-            raise ValueError(f"{key}: there is no file {source}")
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:

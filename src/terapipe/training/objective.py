@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from terapipe import files, losses
-from terapipe.config import RunConfig
+from terapipe.config import ObjectiveConfig, RunConfig
 from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss, Targets
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance
@@ -22,9 +22,17 @@ from terapipe.runtime.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.training.data.loader import Batch, BatchLoader, Rows
 from terapipe.training.data.token_file import Data, TokenFile
-from terapipe.training.model import RunModel, import_object
+from terapipe.training.model import RunModel, check_place, import_object
 
 REFERENCE = "reference-{}.npz"  # log-probabilities by the model as training began
+
+
+def check_objective(objective: ObjectiveConfig) -> None:
+    """Refuses files and folders that are not there."""
+    if ":" in objective.kind:
+        check_place(objective.kind, "objective.kind")
+    if objective.kind == "distill" and not Path(objective.teacher).is_dir():
+        raise ValueError(f"objective.teacher: there is no folder {objective.teacher}")
 
 
 class RunObjective:
@@ -32,6 +40,7 @@ class RunObjective:
 
     def __init__(self, config: RunConfig, model: RunModel) -> None:
         self._config, self._objective, self._model = config, config.objective, model
+        check_objective(config.objective)
         self._teacher: Pipeline | None = None
         self._reference: dict[Path, NDArray[np.float64]] = {}
         self.loss_fn = self._loss_fn()
@@ -46,8 +55,6 @@ class RunObjective:
         if o.kind == "dpo":
             return losses.dpo(beta=o.beta, label_smoothing=o.label_smoothing)
         if o.kind == "distill":
-            if not Path(o.teacher).is_dir():
-                raise ValueError(f"objective.teacher: there is no folder {o.teacher}")
             return losses.distillation(temperature=o.temperature, alpha=o.alpha, head=self._teacher_logits)
         if o.label_smoothing or o.z_loss or o.weights:
             return losses.cross_entropy(label_smoothing=o.label_smoothing, z_loss=o.z_loss)

@@ -29,7 +29,7 @@ from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import seed_rng
 from terapipe.runtime.transport import Transport
 from terapipe.training import run_plan as plans
-from terapipe.training.checkpoint_folder import check_notes, clean, folder_of, newest_whole, path_of, steps
+from terapipe.training.checkpoint_folder import check_begin, check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Data, open_data
 from terapipe.training.export import check_export, export_gpt
@@ -155,7 +155,7 @@ class Run:
         config, ranks = self._config, self._world.size
         found = self._on_first(lambda: plans.from_file(config, ranks) or plans.resumed(config, ranks))
         if found is None and config.plan.profile:
-            return self._from_profile(model, Profile.from_json(Path(config.plan.profile).read_text(encoding="utf-8")))
+            return self._from_profile(model, Profile.load(config.plan.profile))
         if found is None and model.shape is not None and config.plan.seconds:
             return self._from_measurements(model)
         return self._save_plan(found or plans.equal_slices(config, model, ranks))
@@ -272,13 +272,9 @@ class Run:
         return newest or (None if config.resume in ("auto", "off") else Path(config.resume)), damaged
 
     def _check_begin(self) -> None:
-        folder = self._checkpoints
-        clean(folder)
-        if steps(folder) and self._config.checkpoints.resume == "off" and not restarts():
-            raise ValueError(
-                f"checkpoints.resume = 'off' begins anew, but {folder} holds checkpoints of a run before; take another "
-                "logging.folder, or move them"
-            )
+        clean(self._checkpoints)
+        if not restarts():
+            check_begin(self._config)
 
     @contextmanager
     def _run_log(self, step: int) -> Iterator[RunLog]:

@@ -53,9 +53,16 @@ def ranks_wanted(config: PlanConfig) -> int:
     if config.ranks:
         return config.ranks
     if config.file:
-        saved = SavedPlan.from_json(Path(config.file).read_text(encoding="utf-8"))
+        saved = _saved_plan(config.file)
         return _of_file(config, saved).devices
     return (config.dp or 1) * (config.pp or 1) * config.tp
+
+
+def _saved_plan(file: str) -> SavedPlan:
+    try:
+        return SavedPlan.from_json(files.read(Path(file)))
+    except ValueError as error:
+        raise ValueError(f"plan.file {file}: {error}") from None
 
 
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
@@ -95,7 +102,7 @@ def from_file(config: RunConfig, ranks: int) -> RunPlan | None:
     """The plan of plan.file."""
     if not config.plan.file:
         return None
-    saved = SavedPlan.from_json(Path(config.plan.file).read_text(encoding="utf-8"))
+    saved = _saved_plan(config.plan.file)
     plan = saved.plan
     layout = _of_file(config.plan, saved)
     if saved.layout is None:

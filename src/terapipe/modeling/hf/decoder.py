@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.auxiliary import SumsOver
 from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
@@ -41,6 +41,7 @@ from terapipe.modeling.hf.weights import (
     Weights,
     classifier_of,
     meta_model,
+    read_config,
 )
 from terapipe.modeling.stage import TensorParallel
 from terapipe.presets import GPTConfig, ModelSpec
@@ -294,14 +295,6 @@ class Decoder:
             result = VerifyResult(name, self.backend, 0.0, self.shortest, structure=self.structure)
             refuse_inexact_tp(result, shrunken(self.model.config), tp.mesh, type(self.model))
             self._verified_tp.add(degree)
-
-
-def read_config(path: Path) -> Any:
-    """Of a Hugging Face folder or config.json. Nothing is downloaded."""
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but not a configuration
-        raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
 
 
 def decoder_from(path: Path, dtype: str | None = None) -> Decoder:

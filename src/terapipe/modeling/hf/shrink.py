@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from terapipe.modeling.hf.weights import model_maker
 
 Scope = Mapping[str, Any]  # the original's values, also by common names, and those of enclosing configurations
 Rule = Callable[[Any, Scope], Any]
@@ -170,7 +172,7 @@ def small_model(
     kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """A model of a shrunken configuration with random weights, in training mode; by default its causal LM."""
-    make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+    make = model_maker(kind)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The default implementation of experts does not run in float64.

@@ -3,9 +3,10 @@
 import copy
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,19 +17,57 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from terapipe.files import check_kind, check_kinds, inside, read_json
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
+from terapipe.presets import LARGEST
 
 LISTED = 12  # names in a message
 
 Tensors = dict[str, Any]  # parameters or buffers of a module by name, some of them None
 
 
+def read_config(path: Path) -> PretrainedConfig:
+    """Of a Hugging Face folder or config.json. Nothing is downloaded, and code that lies beside it is not run: by
+    default transformers would ask on stdin whether to run it, and take a piped ``y`` for an answer."""
+    check_kind(path)
+    check_kinds(path)
+    _check_layers(path / "config.json" if path.is_dir() else path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} brings Python code of its own (auto_map in its config.json), which terapipe does not run; if you "
+            "trust it, make the model in a script, with trust_remote_code=True, and pass it to terapipe.hf.Decoder"
+        ) from None
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but not a configuration
+        raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def _check_layers(path: Path) -> None:
+    """transformers makes a list of all layers before anybody can say that there are too many."""
+    entries = read_json(path) if path.is_file() else None
+    for name, value in entries.items() if isinstance(entries, dict) else ():
+        if "layer" in name and isinstance(value, int) and value > LARGEST["layers"]:
+            raise ValueError(f"{path}: {name} must be at most {LARGEST['layers']}, got {value}")
+
+
+def model_maker(kind: type[PreTrainedModel] | None = None) -> Callable[..., Any]:
+    """What makes a model of a configuration: by default its causal LM, as transformers knows it."""
+    if kind is None:
+        return partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    return kind._from_config
+
+
 def meta_model(
     config: PretrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """A whole model on the meta device, by default the causal LM of the configuration."""
-    make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+    make = model_maker(kind)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = make(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
     assert isinstance(model, PreTrainedModel)
@@ -164,16 +203,22 @@ class PretrainedWeights:
                 "here: for a model of the Hugging Face Hub, first run `hf download MODEL_ID --local-dir FOLDER` and "
                 "pass FOLDER"
             )
-        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        assert isinstance(config, PretrainedConfig)
-        return config
+        self._check_names()
+        return read_config(self.folder)
+
+    def _check_names(self) -> None:
+        """Weights in several files have an index, which names the file of each weight."""
+        for index in self.folder.glob("*.index.json"):
+            entries = read_json(index)
+            names = entries.get("weight_map") if isinstance(entries, dict) else None
+            for name in set(names.values()) if isinstance(names, dict) else ():
+                inside(self.folder, name)
 
     def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
         kind, hidden = type(model), list[_Hidden]()
-        partial: Any = _partial_class(kind, wanted, hidden)
-        loaded, info = partial.from_pretrained(
-            self.folder, config=model.config, dtype=self.dtype, local_files_only=True, output_loading_info=True
-        )
+        part: Any = _partial_class(kind, wanted, hidden)
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        loaded, info = part.from_pretrained(self.folder, config=model.config, dtype=self.dtype, **options)
         self._check(loaded, info["missing_keys"], wanted)
         loaded.__class__ = kind
         for one in hidden:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from terapipe.files import check_kind, inside, naming
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -39,7 +41,7 @@ class SummedFile(io.BufferedWriter):
 
 
 def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+    with naming(folder / MANIFEST), (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(_text(files))
         file.flush()
         os.fsync(file.fileno())
@@ -47,6 +49,7 @@ def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Sum]:
     """Refused unless it is byte for byte what ``write_manifest`` wrote."""
+    check_kind(folder / MANIFEST)
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -59,10 +62,12 @@ def read_manifest(folder: Path) -> dict[str, Sum]:
         listed = json.loads(text)["files"]
         files = {name: Sum(size, int(crc, 16)) for name, (size, crc) in listed.items()}
         whole = _text(files).encode() == text
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise ValueError(f"{MANIFEST} is damaged or was edited: it does not match its own checksum")
+    for name in files:
+        inside(folder, name, links=False)
     return files
 
 

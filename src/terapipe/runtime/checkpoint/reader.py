@@ -1,7 +1,6 @@
 """Reads checkpoints without running any of them: torch's index is a pickle, and a pickle may call anything."""
 
 import io
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+
+from terapipe.files import check_kind, inside, read_json
 
 INDEX, NOTES, FROZEN = ".metadata", "notes.json", "frozen.json"
 
@@ -65,10 +66,7 @@ def read_frozen(folder: Path) -> tuple[str, dict[str, str]]:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got: {error}") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
@@ -83,6 +81,7 @@ def reason(error: BaseException) -> str:
 
 
 def _index(path: Path) -> Metadata:
+    check_kind(path)
     try:
         found = _unpickled(path)
     except OSError:
@@ -91,6 +90,9 @@ def _index(path: Path) -> Metadata:
         raise ValueError(f"{path} is not the index of a checkpoint, or a damaged one: {reason(error)}") from None
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise ValueError(f"{path} is not the index of a checkpoint: it holds {type(found).__name__}")
+    places = found.storage_data if isinstance(found.storage_data, dict) else {}
+    for name in {getattr(place, "relative_path", None) for place in places.values()}:
+        inside(path.parent, name, links=False)
     return found
 
 

@@ -12,7 +12,7 @@ from terapipe.config import DataConfig, ObjectiveConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
 from terapipe.training.data.entries import Entries, entries_of
-from terapipe.training.data.text_reader import find_files, read_documents
+from terapipe.training.data.text_reader import check_readable, find_files, read_documents
 from terapipe.training.data.token_file import (
     FORMAT,
     META,
@@ -25,7 +25,7 @@ from terapipe.training.data.token_file import (
     open_data,
     split_names,
 )
-from terapipe.training.data.tokenizer import TOKENIZER_FILES, make_tokenizer
+from terapipe.training.data.tokenizer import TOKENIZER_FILES, check_tokenizer_folder, make_tokenizer
 from terapipe.training.lock import taking_turns
 
 Say = Callable[[str], None]
@@ -43,12 +43,25 @@ def prepare(
     One process of a run calls it before any process calls ``open_data``. ``progress`` gets the number of tokens written
     so far, ``say`` a message about each damaged file. The objective may have fields of its own.
     """
-    entries = entries_of(config, objective or ObjectiveConfig())
+    objective = objective or ObjectiveConfig()
+    check_sources(config, objective)
+    entries = entries_of(config, objective)
     sources = _fingerprint(config, entries)
     with taking_turns(folder):  # several runs may share a cache: the first writes it, the others find it ready
         if not _is_ready(config, folder, sources, say):
             _build(config, folder, sources, progress, entries)
     open_data(config, folder)
+
+
+def check_sources(config: DataConfig, objective: ObjectiveConfig) -> None:
+    """Refuse texts and a tokenizer that are not there, or of which nothing can be read, without reading them."""
+    names = entries_of(config, objective).names
+    for path in [*find_files(config.train), *find_files(config.eval)]:
+        check_readable(path, names)
+    if config.tokenizer not in ("bytes", "train"):
+        check_tokenizer_folder(Path(config.tokenizer).expanduser())
+    if config.eval_share >= 1 and not config.eval:
+        raise ValueError(f"data.eval_share must leave documents to train on, got {config.eval_share}; try 0.01")
 
 
 def _fingerprint(config: DataConfig, entries: Entries) -> str:
@@ -116,8 +129,6 @@ def _check_tokenizer(folder: Path, others: set[str]) -> None:
 
 
 def _build(config: DataConfig, folder: Path, sources: str, progress: Progress, entries: Entries) -> None:
-    if config.eval_share >= 1 and not config.eval:
-        raise ValueError(f"data.eval_share must leave documents to train on, got {config.eval_share}; try 0.01")
     for name in ("train", "eval"):
         _check_replaceable(folder / name)
     paths = find_files(config.train)

@@ -15,11 +15,14 @@ import os.path
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from terapipe.extras import import_extra
+from terapipe.files import check_kind, check_kinds, inside, read_json
+
 PART = 2**18  # characters in a part of a document
+ENTRIES = (".jsonl", ".jsonl.gz")  # files whose lines have several fields
 ROWS = 64  # table rows converted to Python strings at a time
 SURROGATES = re.compile("[\ud800-\udfff]")  # JSON can contain unpaired ones, UTF-8 cannot
 
@@ -44,6 +47,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
                 f"every name or pattern of data must match a file, {pattern!r} matches none, seen from {Path.cwd()}"
             )
         for match in sorted(matches):
+            check_kind(Path(match))
             paths.setdefault(Path(match).resolve(), Path(match))
     return sorted(paths.values())
 
@@ -66,26 +70,35 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[DocumentPart]:
             raise ValueError(f"{path} is damaged or not a gzip file: {error}") from None
 
 
+def check_readable(path: Path, fields: Sequence[str] = ()) -> None:
+    """Refuses a file or folder from which no documents, or with ``fields`` no entries, can be read."""
+    if not fields:
+        _reader(path)
+    elif not path.is_dir() and not path.name.lower().endswith(ENTRIES):
+        raise ValueError(
+            f"entries with the fields {', '.join(fields)} are read from .jsonl files and folders of datasets, got "
+            f"{path}"
+        )
+    if path.is_dir():
+        _check_saved(path)
+
+
 def read_entries(paths: Iterable[Path], fields: Sequence[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """The values of several fields of each entry, and where it is."""
     for path in paths:
-        if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
+        check_readable(path, fields)
+        if path.name.lower().endswith(ENTRIES):
             with _open(path) as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         where = f"{path}, line {number}"
                         yield where, tuple(_field(line, field, where, "[objective]") for field in fields)
-        elif path.is_dir():
+        else:
             dataset = _load_saved(path)
             for field in fields:
                 _check_column(dataset.column_names, field, path)
             for number, entry in enumerate(dataset):
                 yield f"{path}, row {number}", tuple(entry[field] for field in fields)
-        else:
-            raise ValueError(
-                f"entries with the fields {', '.join(fields)} are read from .jsonl files and folders of datasets, got "
-                f"{path}"
-            )
 
 
 def _reader(path: Path) -> Reader:
@@ -96,14 +109,6 @@ def _reader(path: Path) -> Reader:
             return reader
     known = ", ".join(READERS)
     raise ValueError(f"text is read from files that end in {known}, and from folders of datasets, got {path}")
-
-
-def import_extra(name: str, extra: str, user: object) -> Any:
-    """Import an optional dependency."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError:
-        raise ValueError(f"{user} needs {name}, which is not installed; pip install terapipe[{extra}]") from None
 
 
 # Parts of a document
@@ -188,7 +193,7 @@ def _field(line: bytes, field: str, where: str, key: str = "data.field") -> Any:
         entry = json.loads(line)
     except UnicodeDecodeError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: every line must be JSON, this one is not: {error}") from None
     if not isinstance(entry, dict) or field not in entry:
         fields = f"fields {', '.join(map(repr, entry))}" if isinstance(entry, dict) else "no fields"
@@ -226,11 +231,7 @@ def _read_saved(folder: Path, field: str) -> Iterator[DocumentPart]:
 
 
 def _load_saved(folder: Path) -> Any:
-    if not _is_saved(folder):
-        raise ValueError(
-            f"a folder must be one that datasets' save_to_disk wrote, {folder} has no state.json; "
-            f"to read the files in it, give a pattern: {folder / '*.txt'}"
-        )
+    _check_saved(folder)
     datasets = import_extra("datasets", "data", folder)
     datasets.disable_progress_bars()
     try:
@@ -241,6 +242,20 @@ def _load_saved(folder: Path) -> Any:
         names = ", ".join(str(folder / split) for split in dataset)
         raise ValueError(f"{folder} holds several datasets; name one: {names}")
     return dataset
+
+
+def _check_saved(folder: Path) -> None:
+    """A folder must be a saved dataset, and the files that it names its own."""
+    if not _is_saved(folder):
+        raise ValueError(
+            f"a folder must be one that datasets' save_to_disk wrote, {folder} has no state.json; "
+            f"to read the files in it, give a pattern: {folder / '*.txt'}"
+        )
+    check_kinds(folder)
+    state = read_json(folder / "state.json") if (folder / "state.json").is_file() else {}
+    entries = state.get("_data_files") if isinstance(state, dict) else ()
+    for entry in entries if isinstance(entries, list) else ():
+        inside(folder, entry.get("filename") if isinstance(entry, dict) else None)
 
 
 def _check_column(names: Sequence[str], field: str, path: Path) -> None:

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from terapipe.files import beside, put_in_place, recover
-from terapipe.training.data.text_reader import import_extra, split_text
+from terapipe.extras import import_extra
+from terapipe.files import beside, check_kinds, naming, put_in_place, recover
+from terapipe.training.data.text_reader import split_text
 
 END = "<|endoftext|>"
 
@@ -119,7 +120,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, entries: dict[str, Any]) -> None:
-    path.write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 MARK = "made.json"  # in a folder that ``make_tokenizer`` wrote: the keys it was made from
@@ -203,7 +205,7 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
         return load_tokenizer(spec, folder)
     source = Path(spec).expanduser()
     if spec not in ("bytes", "train"):
-        _check_folder(source)
+        check_tokenizer_folder(source)
         if folder.exists() and source.samefile(folder):
             return load_tokenizer(spec, folder)
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
@@ -211,22 +213,24 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
     partial = beside(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if spec == "train":
-        _train(vocab, texts(), partial)
-    else:
-        load_tokenizer(spec, source).save(partial)
+    with naming(partial):
+        if spec == "train":
+            _train(vocab, texts(), partial)
+        else:
+            load_tokenizer(spec, source).save(partial)
     write_json(partial / MARK, mark)
     put_in_place(folder, partial)
     return load_tokenizer(spec, folder)
 
 
-def _check_folder(folder: Path) -> None:
+def check_tokenizer_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f'data.tokenizer must be "bytes", "train" or a folder with a Hugging Face tokenizer (by default that of '
             f"the model), got {str(folder)!r}, and there is no such folder in {Path.cwd()}; one from the Hub must be "
             f"downloaded before: hf download NAME --local-dir FOLDER"
         )
+    check_kinds(folder)
     if not any(True for pattern in FILE_PATTERNS for _ in folder.glob(pattern)):
         raise ValueError(
             f"{folder} holds no tokenizer (there is no tokenizer.json, vocab.json, tokenizer.model or the like), and a "
@@ -252,7 +256,8 @@ def _train(vocab: int, texts: Iterable[str], folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(texts), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with naming(folder / "tokenizer.json"):
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_config(folder, END)
 
 

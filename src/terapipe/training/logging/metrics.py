@@ -1,8 +1,10 @@
 """The numbers of a run: metrics.jsonl, TensorBoard, Weights & Biases, trackio. Only rank 0 writes them.
 
-Training never stops because a row could not be written. The first failure is reported; the next row is tried again.
+Training never stops because a row could not be written. The first failure is reported; rows that the disk refused wait
+in memory and are written with a later one.
 """
 
+import errno
 import json
 import math
 import textwrap
@@ -47,19 +49,26 @@ class TensorBoard:
         self._folder = folder
         self._purge_step: int | None = step + 1 if step else 0  # hides later steps in older files
         self._writer: Any = None
-        self._pause, self._skip = 10, 0  # rows to skip after the next failure; rows still to skip
+        self._pause, self._skip = 10, 0  # rows to wait with after the next failure; rows still to wait with
+        self._waiting: list[Row] = []
 
     def write(self, row: Row) -> None:
         """A writer that has failed cannot be used again, and its thread prints the error. The next one begins a new
         file, so while the disk stays full it is tried at growing intervals."""
+        self._waiting.append(row)
         if self._skip:
             self._skip -= 1
             return
         try:
-            self._add(row)
+            self._add_waiting()
         except OSError:
             self._writer, self._skip, self._pause = None, self._pause, 2 * self._pause
             raise
+
+    def _add_waiting(self) -> None:
+        while self._waiting:
+            self._add(self._waiting[0])
+            self._waiting.pop(0)
 
     def _add(self, row: Row) -> None:
         if self._writer is None:
@@ -71,6 +80,7 @@ class TensorBoard:
             self._writer.add_text(name, text, row.get("step"))
 
     def close(self) -> None:
+        self._add_waiting()
         if self._writer is not None:
             self._writer.close()
 
@@ -177,7 +187,9 @@ class Metrics:
         except OSError as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._complain(f"{name} could not be written: {error}; training goes on, later rows are tried again")
+                self._complain(
+                    f"{name} could not be written: {error}; training goes on, and what is missing is written later"
+                )
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -226,6 +238,7 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._complete = 0  # bytes of complete rows; a full disk may leave a part of a row behind them
+        self._waiting = b""  # rows that the disk has refused
         self.went_back = True  # whether training starts from an earlier step than the last row
 
     def cut(self, step: int) -> None:
@@ -241,15 +254,19 @@ class _Lines:
         self.went_back = not step or len(kept) < len(rows)
 
     def write(self, row: Row) -> None:
-        self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._append_waiting()
 
     def close(self) -> None:
-        self._append(b"")
+        self._append_waiting()
 
-    def _append(self, line: bytes) -> None:
-        with self._path.open("ab", buffering=0) as file:
+    def _append_waiting(self) -> None:
+        """As many whole rows as the disk takes."""
+        with files.naming(self._path), self._path.open("ab", buffering=0) as file:
             start = min(file.tell(), self._complete)
             file.truncate(start)
-            if file.write(line) < len(line):
-                raise OSError("the disk took only a part of a row")
-            self._complete = start + len(line)
+            taken = self._waiting.rfind(b"\n", 0, file.write(self._waiting) or 0) + 1
+            self._complete, self._waiting = start + taken, self._waiting[taken:]
+            if self._waiting:
+                file.truncate(self._complete)
+                raise OSError(errno.ENOSPC, "the disk took only a part of a row")

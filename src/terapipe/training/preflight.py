@@ -1,0 +1,70 @@
+"""What can be known to be wrong with a run before any rank is started: found once, by the process that starts them."""
+
+import json
+from pathlib import Path
+
+from terapipe import files
+from terapipe.config import RunConfig, load
+from terapipe.planning.profile import Profile
+from terapipe.runtime.checkpoint.manifest import damage
+from terapipe.runtime.checkpoint.reader import INDEX
+from terapipe.training import run_plan
+from terapipe.training.checkpoint_folder import check_begin, folder_of, path_of, steps
+from terapipe.training.data.prepare import check_sources
+from terapipe.training.export import check_export
+from terapipe.training.model import check_model
+from terapipe.training.objective import check_objective
+from terapipe.training.run import ENDED
+
+
+def check_run(config: RunConfig, ranks: int) -> None:
+    """Raises ValueError or OSError for files, folders and names of the configuration that cannot be used.
+
+    What depends on the tokens, or on a model that must be built first, is found by the ranks.
+    """
+    shape = check_model(config.model, config.data)
+    check_sources(config.data, config.objective)
+    check_objective(config.objective)
+    if config.plan.file:
+        run_plan.from_file(config, ranks)
+    else:
+        layout = run_plan.layout_of(config.plan, ranks, config.plan.pp)
+        if shape is not None and config.plan.pp and layout.pp * max(1, config.plan.chunks) > shape.layers:
+            raise ValueError(
+                f"every stage needs a layer: the model has {shape.layers}, plan.pp {layout.pp} with plan.chunks "
+                f"{max(1, config.plan.chunks)} asks for {layout.pp * max(1, config.plan.chunks)} stages"
+            )
+    if config.plan.profile:
+        Profile.load(config.plan.profile)
+    check_begin(config)
+    _check_start(config)
+    check_export(config, shape)
+
+
+def _check_start(config: RunConfig) -> None:
+    """The checkpoint of another run that this one begins with."""
+    start = config.checkpoints.resume
+    if start in ("auto", "off") or steps(folder_of(config)):
+        return
+    if not (Path(start) / INDEX).is_file():
+        raise ValueError(
+            f"checkpoints.resume must be auto, off or the folder of a checkpoint, got {start!r}, which holds none"
+        )
+
+
+def finished_at(config: RunConfig) -> int | None:
+    """The step at which this run has finished, if nothing is left to do: all steps are made, the last checkpoint is
+    there, and so is the exported model. None if model, data or objective are others than those it was trained with."""
+    try:
+        ended = json.loads(files.read(config.folder / ENDED))
+        before = load(config.folder / "config.toml")
+        how, step = ended["how"], int(ended["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    same = all(getattr(before, part) == getattr(config, part) for part in ("model", "data", "objective"))
+    export = config.checkpoints.export
+    saved = steps(folder_of(config))
+    done = how == "finished" and step >= config.optimizer.steps and saved[-1:] == [step]
+    if not same or not done or (export and not (Path(export) / "config.json").is_file()):
+        return None
+    return None if damage(path_of(folder_of(config), step), sums=False) else step
