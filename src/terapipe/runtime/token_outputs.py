@@ -81,8 +81,18 @@ def with_backward(values: dict[str, Tensor], backward: Callable[[dict[str, Tenso
     anchor = torch.zeros((), requires_grad=True)
     names = list(values)
 
+    has_run = False
+
     def named(gradients: list[Tensor]) -> None:
+        nonlocal has_run
+        if has_run:  # refused before anything is computed or sent, so that the pipeline can be used on
+            raise ValueError(
+                "backward() of these values ran already, and a pipeline keeps nothing for a second one, also with "
+                "retain_graph=True; add up all losses of one forward and call backward() once, or compute the values "
+                "again"
+            )
         backward(dict(zip(names, gradients, strict=True)))
+        has_run = True
 
     joined = _Differentiable.apply(anchor, list(values.values()), named)  # type: ignore[no-untyped-call]
     return dict(zip(names, joined, strict=True))
@@ -153,6 +163,7 @@ class TokenOutputSteps(Forwards):
         executor.forwards(batch, head, longest=longest)
 
     def _backwards(self, batch: Batch, executor: Executor, head: TokenOutputs, gradients: dict[str, Tensor]) -> None:
+        executor.check_pending(batch)
         with self.failing_together(), self._gradients_added(), self._loss_parallel():
             if self._transport.rank == self.plan.last_rank:
                 head.set_gradients(unnamed(gradients))
