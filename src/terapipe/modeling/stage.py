@@ -77,7 +77,9 @@ class Splittable(Protocol):
     - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
       recomputation ("selective", "full");
     - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
-      of batches that are filled up.
+      of batches that are filled up;
+    - ``traits()``, a dictionary of what must be equal on all ranks for theirs to be the same model; by default its
+      ``config``, if that is a dataclass, a dictionary or has ``to_dict()``, or else its ``planning_spec()``.
     """
 
     @property

@@ -13,11 +13,13 @@ from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.cache import longest_document
 from terapipe.modeling.main_grads import is_half, summed_in_float32
 from terapipe.planning.slices import Plan
+from terapipe.runtime.admission import Held
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.forwards import Forwards
 from terapipe.runtime.gradient_sync import earlier_gradients_set_aside, hooks_when_complete
 from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
+from terapipe.runtime.mesh import ALL
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
@@ -135,7 +137,9 @@ class TokenOutputSteps(Forwards):
         train = torch.is_grad_enabled()
         training = any(stage.training for stage in self.stages.values())
         self._generation.check(self.stages.get(self.plan.num_stages - 1))
-        batch, executor = self._admission.outputs(input_ids, labels, documents, train=train, training=training)
+        batch, executor = self._admission.outputs(
+            input_ids, labels, documents, train=train, training=training, held=Held.of(self)
+        )
         if train and self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
             self.warm_up(batch.plan)
         head = TokenOutputs(per_token)
@@ -172,7 +176,8 @@ class TokenOutputSteps(Forwards):
 
     @contextmanager
     def _gradients_added(self) -> Iterator[None]:
-        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``."""
+        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``, and
+        hooks are called. Where any rank has hooks, all wait for them: an error in one must not be found out later."""
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]
@@ -180,3 +185,5 @@ class TokenOutputSteps(Forwards):
             with summed_in_float32(held):
                 yield
             self._tied.sum_gradients()
+        if self._admission.await_hooks:
+            self._transport.gather_numbers((0,), ALL)
