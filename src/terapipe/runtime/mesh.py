@@ -14,9 +14,7 @@ DP, PP, TP, ALL = "dp", "pp", "tp", "all"  # lines of ranks through the mesh
 ROLES = (DP, PP, TP)  # of the dimensions of a mesh
 
 
-def device_mesh(
-    layout: Layout, *, device: torch.device | str | None = None, timeout: float = 300.0
-) -> DeviceMesh:
+def device_mesh(layout: Layout, *, device: torch.device | str | None = None, timeout: float = 300.0) -> DeviceMesh:
     """All processes as a mesh with the dimensions ``dp``, ``pp`` and ``tp``, for ``Pipeline(mesh=...)``.
 
     Consecutive ranks are tensor parallel, then come the stages, then the replicas: the most traffic is between

@@ -176,8 +176,8 @@ class TokenOutputSteps(Forwards):
 
     @contextmanager
     def _gradients_added(self) -> Iterator[None]:
-        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``, and
-        hooks are called. Where any rank has hooks, all wait for them: an error in one must not be found out later."""
+        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``,
+        and hooks are called. Where any rank has hooks, all wait for them: an error in one must not come out later."""
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p)]

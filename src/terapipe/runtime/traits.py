@@ -23,7 +23,7 @@ from terapipe.runtime.inputs import checksum
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
 
-SHOWN = 3  # differences that a message names
+SHOWN, WIDTH = 3, 200  # differences that a message names, and characters of each
 DEPTH = 6  # of nested configurations
 
 
@@ -70,7 +70,7 @@ def _differences(usual: Traits, other: Traits) -> list[str]:
     if usual.is_partial:
         names = [name for name in names if name in usual.values and name in other.values]
     pairs = ((name, usual.values.get(name, "nothing"), other.values.get(name, "nothing")) for name in names)
-    return [f"{name} ({there} instead of {here})" for name, here, there in pairs if here != there]
+    return [f"{name} ({there[:WIDTH]} instead of {here[:WIDTH]})" for name, here, there in pairs if here != there]
 
 
 # What is compared
@@ -103,7 +103,13 @@ def stage_traits(model: Splittable, stages: Mapping[int, nn.Module], tile: int) 
     whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
     if isinstance(whole, nn.Module):
         about |= parameter_traits(whole.named_parameters())
+        about |= {name: f"{m._get_name()}({m.extra_repr()})" for name, m in whole.named_modules() if _is_layer(m)}
     return flatten(about)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Of torch's own, which describe themselves: the probability of a dropout, the epsilon of a norm."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not any(module.children())
 
 
 def parameter_traits(named: Iterable[tuple[str, nn.Parameter]], *, trained: bool = False) -> dict[str, str]:
