@@ -78,8 +78,8 @@ class Pipeline(TokenOutputSteps):
     ``loss_fn(logits, targets)`` returns the sum over a slice's tokens; a ``losses.SequenceLoss`` sees whole sequences.
     ``fused_weight_grads``: linear layers (``nn.Linear``, ``Conv1D`` of transformers) add gradients of their weights to
     ``.grad`` in place, and orders with split backwards put them off; turned off, autograd computes them all at once.
-    ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them, or before
-    those are named that do not make their Pipeline.
+    ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them, or
+    before those are named that do not make their Pipeline.
     """
 
     def __init__(
