@@ -250,3 +250,41 @@ def test_planned(tmp_path: Any) -> None:
     made = pipelined(model, config=config)
     assert made.pipe.plan.seq_len == 64
     model(input_ids=ids(), labels=ids()).loss.backward()
+
+
+def backward_twice() -> tuple[float, dict[str, Tensor]]:
+    with runs.as_under_torchrun():
+        model = runs.model()
+        pipelined(model, 5)
+        loss = loss_of(model, batches()["whole"])
+        loss.backward(retain_graph=True)
+        with pytest.raises(ValueError, match=r"backward\(\) of these values ran already"):
+            loss.backward()
+        model.zero_grad()
+        loss = loss_of(model, batches()["whole"])
+        loss.backward()
+        return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_backward_leaves_the_model_usable(size: int, ranks: Callable[[int], Ranks]) -> None:
+    """As exact as ``test_gradients`` says: the same bits as without the second backward."""
+    call = ranks(2) if size == 2 else lambda function, *arguments: [function(*arguments)]
+    for (loss, wanted), (again, found) in zip(call(piped, "whole", 5), call(backward_twice), strict=True):
+        assert loss == again
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+def other_width() -> str:
+    with runs.as_under_torchrun():
+        model = runs.model(head_dim=8 if torch.distributed.get_rank() == 0 else 16)
+        with pytest.raises(ValueError, match="all processes must make the same model") as refused:
+            pipelined(model, 5)
+        return str(refused.value)
+
+
+def test_weights_of_another_shape_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    """The first process's weights are sent to the others, which could not take them."""
+    for answer in ranks(2)(other_width):
+        assert "(64, 32) torch.float64 on rank 1, (32, 32) torch.float64 on rank 0" in answer

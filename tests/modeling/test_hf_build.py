@@ -19,7 +19,7 @@ from terapipe.modeling.hf.decoder import Decoder, decoder_from
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.shrink import small_config, small_model
 from terapipe.modeling.hf.weights import meta_model
-from terapipe.verify import config_of
+from terapipe.verify_types import config_of
 
 # fast=True throughout: which way of cutting a model is exact is not the question here, and takes a while to find out.
 CPU = torch.device("cpu")

@@ -6,8 +6,10 @@ rank stays stuck until all others have told how they ended.
 
 import os
 import re
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from terapipe import Layout, Pipeline, PipelineError, Plan, device_mesh
 from terapipe.modeling.gpt import GPT
 from terapipe.runtime.failures import GRACE, Board, Record
-from tests.models import TINY, make_batch, make_model
+from tests.models import TINY, gradients, make_batch, make_model, variant
 from tests.ranks import Ranks
 
 PLAN = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 1, 2, 3, 4), order="terapipe-1f1b")
@@ -183,3 +185,128 @@ def test_replicas_and_parts_stop_too(
         assert kind == "PipelineError"
         assert said in message.split("; rank")[0], message
         assert how == "stick" or "waited" not in message, "woken, not timed out"
+
+
+def fail_in_a_hook(rank: int, how: str, method: str) -> LengthOnlyCache:
+    """A hook for gradients on one rank, of the last parameter there to get one, which raises."""
+    pipe = Pipeline(make_model(TINY), HOOKED, timeout=LONG)
+    ids, labels = make_batch(TINY, PLAN.batch_size, PLAN.seq_len, ignored=False)
+    pipe.step(ids, labels)
+
+    def hook(_: Tensor) -> None:
+        raise ArithmeticError("the sun was in my eyes")
+
+    if pipe.rank == rank:
+        norm = pipe.get_parameter(f"layers.{rank}.norm1.weight")
+        _ = norm.register_hook(hook) if how == "hook" else norm.register_post_accumulate_grad_hook(hook)
+    try:
+        pipe.step(ids, labels) if method == "step" else pipe.token_outputs(ids, labels).sum().backward()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+HOOKED = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "method"), [(0, "post", "step"), (2, "post", "token_outputs"), (0, "hook", "step")]
+)
+def test_an_error_in_a_gradient_hook_stops_all_ranks_in_the_same_step(
+    fresh_ranks: Callable[[int], Ranks], rank: int, how: str, method: str
+) -> None:
+    """The hook is the last thing that its rank does in a step: others must not have gone on."""
+    for other, (kind, message) in enumerate(fresh_ranks(3)(fail_in_a_hook, rank, how, method)):
+        assert kind == ("ArithmeticError" if other == rank else "PipelineError")
+        assert "the sun was in my eyes" in message
+        assert other == rank or message.startswith(f"rank {rank} stopped")
+        assert "waited" not in message, "woken, not timed out"
+
+
+def come_late(free: Path) -> list[LengthOnlyCache]:
+    """Rank 1 comes only when rank 0 has given up; then both make a Pipeline."""
+    told, is_late = [], dist.get_rank() == 1
+    if not is_late:
+        try:
+            Pipeline(make_model(TINY), WIDE, timeout=0.5)
+        except Exception as error:
+            told.append((type(error).__name__, str(error)))
+        free.touch()
+    while is_late and not free.exists():
+        time.sleep(0.05)
+    pipe = Pipeline(make_model(TINY), WIDE, timeout=LONG)
+    return [*told, ("", f"{pipe.step(*make_batch(TINY, 2, 12, ignored=False)).item():.6f}")]
+
+
+def test_a_rank_that_never_makes_its_pipeline_is_named(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    first, late = fresh_ranks(2)(come_late, tmp_path / "free")
+    words = "all 2 ranks must make a Pipeline, rank 1 did not within 0.5 s; look for what happened there, or raise "
+    assert first == [("PipelineError", f"{words}timeout"), *late]
+    assert [kind for kind, _ in late] == [""]
+
+
+def test_processes_that_never_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a process group, where torch would wait half an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PipelineError, match=r"all 2 ranks must join the process group, rank 1 did not within 0\.5 s"):
+        Pipeline(make_model(TINY), WIDE, timeout=0.5)
+    assert not dist.is_initialized()
+
+
+def detach(stage: int, how: str, plan: Plan) -> LengthOnlyCache:
+    pipe = Pipeline(make_model(TINY), plan, timeout=LONG)
+    if stage in pipe.stages and how == "output":
+        pipe.stages[stage].register_forward_hook(lambda module, args, out: out.detach())
+    elif stage in pipe.stages and how == "input":
+        pipe.stages[stage].register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+    elif stage in pipe.stages:
+        last: Any = pipe.stages[stage]
+        loss = last.loss
+        last.loss = lambda hidden, labels: loss(hidden, labels).detach()
+    told = _told(pipe, *make_batch(TINY, 2, 12, ignored=False))
+    with pytest.raises(PipelineError):  # if not in the step itself, then in what comes next
+        pipe.evaluate(*make_batch(TINY, 2, 12, ignored=False))
+    return told
+
+
+INPUT = "the output of stage {} must depend on its input by operations with gradients"
+TRAINED = "the output of stage 0 must depend on its parameters that are trained"
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "recompute", "words"),
+    [
+        (0, "output", "none", TRAINED),
+        (1, "output", "none", INPUT),
+        (1, "input", "full", INPUT),
+        (2, "output", "selective", INPUT),
+        (2, "loss", "none", "an objective must return a loss with a gradient"),
+    ],
+)
+def test_a_stage_without_a_gradient_is_told_so(
+    fresh_ranks: Callable[[int], Ranks], stage: int, how: str, recompute: Any, words: str
+) -> None:
+    results = fresh_ranks(3)(detach, stage, how, replace(HOOKED, recompute=recompute))
+    kind, message = results[stage]
+    assert kind == "ValueError"
+    assert message.startswith(words.format(stage))
+    assert "do not detach" in message
+
+
+def test_layers_of_a_single_stage_without_a_gradient() -> None:
+    plan = Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 4))
+    assert detach(0, "output", plan)[1].startswith(TRAINED)
+
+
+def test_a_head_alone_may_be_trained() -> None:
+    model = make_model(variant(tied=False))
+    model.requires_grad_(False)
+    assert model.head is not None
+    model.head.requires_grad_(True)
+    pipe = Pipeline(model, Plan.uniform(batch_size=2, seq_len=12, num_slices=3, boundaries=(0, 4)))
+    pipe.step(*make_batch(TINY, 2, 12, ignored=False))
+    assert [*gradients(pipe)] == ["head.weight"]

@@ -174,7 +174,8 @@ def other_plans(lengths: list[tuple[int, ...]]) -> str:
 
 def test_ranks_must_agree_on_the_plan(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(2)(other_plans, [(4, 4), (5, 3)])
-    assert answers == ["all ranks must have the same plan, ranks [1] have another than rank 0"] * 2
+    words = "all ranks must have the same model, plan and options, rank 1 differs from rank 0 in plan.lengths "
+    assert answers == [f"{words}([[5, 3]] instead of [[4, 4]])"] * 2
 
 
 def on_mesh() -> tuple[float, dict[str, Tensor]]:

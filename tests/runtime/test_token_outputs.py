@@ -93,8 +93,34 @@ def test_what_is_refused() -> None:
     pipe = Pipeline(make_model(TINY), replace(UNEVEN, boundaries=(0, 4)))
     first = pipe.token_outputs(ids, labels)
     pipe.token_outputs(ids, labels).sum().backward()
-    with pytest.raises(RuntimeError, match="another batch since the forward of this one"):
+    with pytest.raises(ValueError, match="another batch since the forward of this one"):
         first.sum().backward()
+
+
+def twice(how: str) -> Result:
+    """A second backward, then a forward and a backward as if nothing had been."""
+    ids, labels = make_batch(TINY, 4, 29, ignored=True)
+    pipe = Pipeline(make_model(TINY), UNEVEN, timeout=300.0)
+    scores = pipe.token_outputs(ids, labels)
+    loss = scores.sum()
+    loss.backward(retain_graph=True)
+    pipe.zero_grad()
+    if how == "after another":
+        pipe.token_outputs(ids, labels).sum().backward()
+        pipe.zero_grad()
+    with pytest.raises(ValueError, match=r"backward\(\) of these values ran already.*call backward\(\) once"):
+        (scores.square().sum() if how == "of another loss" else loss).backward()
+    assert not gradients(pipe)
+    loss = loss_of(pipe.token_outputs(ids, labels, values))
+    loss.backward()
+    return loss.item(), gradients(pipe)
+
+
+@pytest.mark.parametrize("how", ["of the same loss", "of another loss", "after another"])
+def test_a_second_backward_is_refused_and_leaves_the_pipeline_as_it_was(
+    how: str, ranks: Callable[[int], Ranks]
+) -> None:
+    assert worst_error(plainly(), ranks(2)(twice, how), TINY) < 1e-12
 
 
 def different(compared: bool) -> None:

@@ -78,7 +78,7 @@ def pipelined(
     inner = without_wrapper(model)
     layout, device = config.layout(rank_and_size()[1]), device_of(device)
     if layout.devices > 1:
-        mesh = device_mesh(layout, device=device) if mesh is None else mesh
+        mesh = device_mesh(layout, device=device, timeout=config.timeout or timeout) if mesh is None else mesh
         agree_on_weights(inner, device)
     with unpatched(inner):
         decoder = Decoder(model, router_loss_over="batch")  # as transformers has it

@@ -87,7 +87,8 @@ class PipelineMixin:
             args.accelerator_config.dispatch_batches = False  # each rank reads its replica's data itself
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.layout: Layout = self.pipeline_config.layout(rank_and_size()[1])
-        self._mesh = None if self.layout.devices == 1 else device_mesh(self.layout, device=args.device)
+        timeout = self.pipeline_config.timeout or float(args.ddp_timeout)
+        self._mesh = None if self.layout.devices == 1 else device_mesh(self.layout, device=args.device, timeout=timeout)
         group = self._mesh.get_group(DP) if self._mesh is not None and self.layout.dp > 1 else None
         PipelineAccelerator.adopt(self._trainer.accelerator, self.layout, group)
 

@@ -23,6 +23,14 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
     if any(other.keys() != mine.keys() for other in everyone):
         strange = set.union(*(set(other) ^ set(everyone[0]) for other in everyone))
         raise ValueError(f"all processes must make the same model, they differ in {', '.join(sorted(strange)[:3])}")
+    for name in real:
+        forms = [other[name].rpartition(" ")[0] for other in everyone]
+        strange_rank = next((rank for rank, form in enumerate(forms) if form != forms[0]), 0)
+        if strange_rank:
+            raise ValueError(
+                f"all processes must make the same model, they differ in {name}: {forms[strange_rank]} on rank "
+                f"{strange_rank}, {forms[0]} on rank 0"
+            )
     for name, tensor in real.items():
         if any(other[name] != mine[name] for other in everyone):
             _take_over(tensor, device)

@@ -95,7 +95,9 @@ class Splittable(Protocol):
       of batches that are filled up;
     - ``is_verified``: True says that slices of it are known to be exact, and ``Pipeline`` need not check them;
     - ``weight_source()``, which returns where its weights can be read again (see ``HasSource``), so that checkpoints
-      leave out what is frozen.
+      leave out what is frozen;
+    - ``traits()``, a dictionary of what must be equal on all ranks for theirs to be the same model; by default its
+      ``config``, if that is a dataclass, a dictionary or has ``to_dict()``, or else its ``planning_spec()``.
     """
 
     @property

@@ -4,7 +4,7 @@ Where it raises, it raises on all ranks, and nothing has changed.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from terapipe.runtime.executors import Executors
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Terms, agree, check_total, checksum, lone_checksums
 from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.tied_weights import TiedWeights
+from terapipe.runtime.traits import Traits, refuse_differences
 from terapipe.runtime.transport import Transport
 
 
@@ -60,6 +61,19 @@ class ModelChecks:
         self._step(documents=several, training=training, padded=padded)
 
 
+class Held(NamedTuple):
+    """What matters to other ranks of the parameters that this one holds: users may change it between steps."""
+
+    frozen: dict[str, str]
+    hooks: int  # parameters with hooks for their gradients
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        named = list(module.named_parameters())
+        frozen = {name: "trained" if p.requires_grad else "frozen" for name, p in named}
+        return cls(frozen, sum(bool(p._post_accumulate_grad_hooks or p._backward_hooks) for _, p in named))
+
+
 class Admission:
     def __init__(
         self,
@@ -73,6 +87,7 @@ class Admission:
         self._inputs, self._checks, self._tied = inputs, checks, tied
         self._executors, self._objective, self._transport = executors, objective, transport
         self.compares_data = False  # whether all ranks of a pipeline are given all data, and must be given the same
+        self.await_hooks = False  # whether any rank has hooks for gradients, which all wait for at the end of a step
 
     def _data(self, *given: Targets) -> str:
         if not self.compares_data:
@@ -89,6 +104,7 @@ class Admission:
         total: float | None,
         *,
         training: bool,
+        held: Held,
     ) -> Batch:
         """``training``: whether any stage here is in training mode."""
         batch, work, error = None, "", None
@@ -110,7 +126,7 @@ class Admission:
                 self._objective.try_out(batch, self._executors.dtype, train=method == "step")
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
-        terms = self._agreed(work, error, ids, labels, counted, rows)
+        terms = self._agreed(work, error, held, ids, labels, counted, rows)
         assert batch is not None
         self._tied.check_frozen(terms)
         return self._weighted(batch, terms, total)
@@ -131,6 +147,7 @@ class Admission:
         *,
         train: bool,
         training: bool,
+        held: Held,
     ) -> tuple[Batch, Executor]:
         """A batch of any shape, of which every token gets values, and the executor for it. With ``train``, backwards
         follow later. ``training``: whether any stage here is in training mode."""
@@ -152,7 +169,7 @@ class Admission:
             ids, targets = lone_checksums(input_ids, labels)
         except Exception as refusal:
             error = refusal
-        terms = self._agreed(work, error, ids, targets, 0, 0)
+        terms = self._agreed(work, error, held, ids, targets)
         assert made is not None
         self._tied.check_frozen(terms)
         return made
@@ -195,12 +212,16 @@ class Admission:
         return made
 
     def _agreed(
-        self, work: str, error: Exception | None, ids: int, labels: int, counted: int, rows: int
+        self, work: str, error: Exception | None, held: Held, ids: int, labels: int, counted: int = 0, rows: int = 0
     ) -> list[Terms]:
         tied, trained = len(self._tied.parameters), self._tied.trained
-        here = self._transport.dp_rank
-        mine = Terms(error is not None, here, checksum(work), ids, labels, counted, rows, tied, trained)
-        return agree(self._transport, mine, error, work)
+        here, place, frozen = self._transport.dp_rank, self._transport.rank, checksum(str(held.frozen))
+        mine = (here, checksum(work), ids, labels, counted, rows, tied, trained, place, frozen, held.hooks)
+        terms = agree(self._transport, Terms(error is not None, *mine), error, work)
+        if len({(t.place, t.frozen) for t in terms}) > len({t.place for t in terms}):
+            refuse_differences(self._transport, Traits(held.frozen, place))
+        self.await_hooks = any(t.hooks for t in terms)
+        return terms
 
     def _autocast(self) -> Autocast:
         return Autocast.current(self._transport.device)

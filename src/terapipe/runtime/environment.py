@@ -5,11 +5,15 @@ import platform
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
+
+from terapipe.runtime.failures import PipelineError
+from terapipe.runtime.roll_call import roll_call
 
 
 def local_rank() -> int:
@@ -60,13 +64,16 @@ def device_of(device: torch.device | str | None) -> torch.device:
     return local_device() if asked == torch.device("cuda") else asked
 
 
-def ensure_process_group(device: torch.device) -> bool:
-    """Joins the processes that torchrun started, if nobody has yet. False where there is only this process."""
+def ensure_process_group(device: torch.device, timeout: float = 300.0) -> bool:
+    """Joins the processes that torchrun started, if nobody has yet. False where there is only this process. Those that
+    have not come within ``timeout`` seconds are named."""
     if not dist.is_initialized() and under_torchrun():
         stay_on_this_host()
-        store, rank, size = next(iter(rendezvous("env://")))
+        rank, size = rank_and_size()
         # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
-        store = PrefixStore(f"terapipe/{restarts()}", store)
+        store = PrefixStore(f"terapipe/{restarts()}", _store_of_job(timeout))
+        roll_call(store, rank, range(size), timeout, "join the process group")
+        store.set_timeout(dist.default_pg_timeout)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with errors_left_to_us():
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -92,6 +99,19 @@ def _loopback() -> dict[str, str]:
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {variable: name for name in names for variable in wanted if variable not in os.environ}
+
+
+def _store_of_job(timeout: float) -> Store:
+    """The rank that hosts it would wait in it for the others, and name nobody: hence a world size of 1."""
+    try:
+        store: Store = next(iter(rendezvous("env://?world_size=1", timeout=timedelta(seconds=timeout))))[0]
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise PipelineError(
+            f"no store of the job answered at {place} within {timeout:g} s; rank 0, or torchrun on its host, must be "
+            f"started, and be reached there: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return store
 
 
 @contextmanager

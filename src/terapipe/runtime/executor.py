@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.cache import SliceCache, longest_document
@@ -143,13 +143,16 @@ class Executor:
         self._perform_all(self._lists.forwards)
         self.at, self.is_pending = None, True
 
-    def backwards(self, batch: Batch) -> None:
-        """The rest of the step that ``forwards`` began. The output head knows its gradients now."""
+    def check_pending(self, batch: Batch) -> None:
+        """Refuses the backward of a batch that is no longer in memory. Nothing has changed then."""
         if not self.is_pending or self._batch is not batch:
-            raise RuntimeError(
+            raise ValueError(
                 "the pipeline computed another batch since the forward of this one, and let go of what its backward "
                 "needs; call backward() before the next forward that needs gradients"
             )
+
+    def backwards(self, batch: Batch) -> None:
+        """The rest of the step that ``forwards`` began. The output head knows its gradients now."""
         self._perform_all(self._backward_runs)
         self._end()
         self.is_pending = False
@@ -275,8 +278,15 @@ class Executor:
         if out.requires_grad or others:  # a first stage may have nothing to train
             # Adds what later slices owe to this one's keys, values and states.
             self._sliced[k].backward(cache, out, gradient, others)
+        elif k == 0 and s.end == self._plan.seq_len:
+            self._refuse_untrained()
         if k > 0:
-            assert x.grad is not None
+            if x.grad is None:
+                raise ValueError(
+                    f"the output of stage {k} must depend on its input by operations with gradients, or the layers "
+                    "before it are not trained, got no gradient for the input; do not detach either in the stage, nor "
+                    "compute it under torch.no_grad()"
+                )
             self._gradients[k - 1, s] = x.grad
         self._deferred[k, s] = cache.pop_deferred()
         if s.number == 0:
@@ -293,6 +303,19 @@ class Executor:
         for (name, p), version in zip(self._parameters[k], self._versions.pop((k, s)), strict=True):
             if p._version != version:
                 raise changed_weight(name, p, version)
+
+    def _refuse_untrained(self) -> None:
+        """Where the output of the first stage has no gradient, nothing in it may be there to be trained; if it is the
+        last stage too, nothing in its layers: its head is trained by the loss alone."""
+        stage = self._stages[0]
+        module = nn.ModuleList(stage.blocks) if self._last_stage == 0 else stage
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        if trained:
+            raise ValueError(
+                f"the output of stage 0 must depend on its parameters that are trained, {len(trained)} such as "
+                f"{trained[0]}, got an output without a gradient; do not detach it in the stage, nor compute it under "
+                "torch.no_grad(), or freeze these parameters with requires_grad_(False)"
+            )
 
     def _weights(self, run: Run) -> None:
         start = self._clock.mark()

@@ -32,6 +32,9 @@ class Terms(NamedTuple):
     rows: int = 0  # sequences
     tied: int = 0  # copies of the parameter that the first and the last stage share, and ...
     trained: int = 0  # ... how many of them are not frozen
+    place: int = 0  # in the pipeline: ranks of the same place hold the same stages
+    frozen: int = 0  # checksum of which parameters are frozen
+    hooks: int = 0  # how many parameters have hooks for their gradients
 
 
 def agree(transport: Transport, mine: Terms, error: Exception | None, description: str) -> list[Terms]:

@@ -8,19 +8,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terapipe.planning.layout import Layout
 from terapipe.runtime.environment import device_of, ensure_process_group, errors_left_to_us, host_name
+from terapipe.runtime.roll_call import roll_call
 
 DP, PP, TP, ALL = "dp", "pp", "tp", "all"  # lines of ranks through the mesh
 ROLES = (DP, PP, TP)  # of the dimensions of a mesh
 
 
-def device_mesh(layout: Layout, *, device: torch.device | str | None = None) -> DeviceMesh:
+def device_mesh(layout: Layout, *, device: torch.device | str | None = None, timeout: float = 300.0) -> DeviceMesh:
     """All processes as a mesh with the dimensions ``dp``, ``pp`` and ``tp``, for ``Pipeline(mesh=...)``.
 
     Consecutive ranks are tensor parallel, then come the stages, then the replicas: the most traffic is between
-    neighbors.
+    neighbors. Ranks that do not call it within ``timeout`` seconds are named on all others.
     """
     device = device_of(device)
-    several = ensure_process_group(device)
+    several = ensure_process_group(device, timeout)
     size = dist.get_world_size() if several else 1
     if size != layout.devices:
         raise ValueError(
@@ -28,11 +29,17 @@ def device_mesh(layout: Layout, *, device: torch.device | str | None = None) -> 
         )
     if not several:
         raise ValueError("a mesh needs processes started by torchrun, even if it is one; a Pipeline alone needs none")
+    await_ranks(range(size), timeout, "call device_mesh")
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, host_name())
     check_hosts(layout, hosts)
     with errors_left_to_us():
         return init_device_mesh(device.type, (layout.dp, layout.pp, layout.tp), mesh_dim_names=(DP, PP, TP))
+
+
+def await_ranks(ranks: Sequence[int], timeout: float, what: str) -> None:
+    """Returns when all of these ranks have come here; names those that have not in time."""
+    roll_call(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout, what)
 
 
 def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from terapipe.modeling.main_grads import summed_in_float32
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, HasSource, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
-from terapipe.runtime.admission import Admission, ModelChecks
+from terapipe.runtime.admission import Admission, Held, ModelChecks
 from terapipe.runtime.checkpoint.frozen import FrozenBase
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
 from terapipe.runtime.checkpoint.writer import ensure_channel
@@ -36,6 +36,14 @@ from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.token_outputs import OutputBroadcast, TokenOutputSteps
+from terapipe.runtime.traits import (
+    Traits,
+    flatten,
+    model_traits,
+    parameter_traits,
+    refuse_differences,
+    stage_traits,
+)
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import Schedule
@@ -76,7 +84,8 @@ class Pipeline(TokenOutputSteps):
     ``verify``: a model of your own is checked on a few made-up tokens before it trains, see ``terapipe.verify``; what
     would give other gradients than the whole model is refused by name. ``GPT`` and Hugging Face models are checked
     elsewhere.
-    ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them.
+    ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them, or
+    before those are named that do not make their Pipeline.
     """
 
     def __init__(
@@ -100,15 +109,23 @@ class Pipeline(TokenOutputSteps):
         self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
         self._is_warm, self._is_sharded = False, shard
+        options = {"loss_fn": loss_fn, "shard": shard, "vary": vary, "fused_weight_grads": fused_weight_grads}
         with self.failing_together():
-            self._check(model)
+            traits = Traits(model_traits(model) | flatten({"plan": plan.to_dict(), **options}))
+        refuse_differences(self._transport, traits)
+        self._check(model)
+        with self.failing_together():
             checks = ModelChecks(model)
+            checks.plan(plan)
             self._tile = 1
             self._transport.connect(_pairs(plan))
             checks.is_verified |= not verify
             self.stages.update(self._make_stages(model, checks, own_loss=loss_fn is None))
-            checks.plan(plan)
+            checks.plan(plan)  # again: modes of recomputation may have turned out not to be exact
             self._base = self._frozen_base(model)
+            parts = self._compared_parts(model)
+        refuse_differences(self._transport, *parts)
+        with self.failing_together():
             self._sync = gradient_sync(self.stages, self._transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, self._transport)
             self.attach_stages()
@@ -160,7 +177,16 @@ class Pipeline(TokenOutputSteps):
         known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, HasVocabulary)]
         return Vocabulary(*known[0]) if known else Vocabulary()
 
+    def _compared_parts(self, model: Splittable) -> tuple[Traits, Traits]:
+        """What all ranks must agree on once their stages are made, and what those that hold the same stages must."""
+        held = (named for stage in self.stages.values() for named in stage.named_parameters())
+        return (
+            Traits(stage_traits(model, self.stages, self._tile), is_partial=True),
+            Traits(parameter_traits(held, trained=True), self.rank),
+        )
+
     def _check(self, model: Splittable) -> None:
+        """All ranks have the same plan and as many layers: all refuse them alike."""
         if self.plan.num_layers != model.num_layers:
             raise ValueError(
                 f"the plan splits {self.plan.num_layers} layers, the model has {model.num_layers}; "
@@ -172,10 +198,6 @@ class Pipeline(TokenOutputSteps):
                 f"the plan is for {ranks} ranks ({self.plan.num_stages} stages, {self.plan.chunks} per rank), got "
                 f"{size} processes; start {ranks} (torchrun --nproc-per-node {ranks}) or make another plan"
             )
-        plans = self._transport.gather(self.plan.to_json(), ALL)
-        others = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
-        if others:
-            raise ValueError(f"all ranks must have the same plan, ranks {others} have another than rank 0")
 
     def compare_data(self) -> None:
         """From now on every rank of a pipeline is given all of a batch, and a step is refused if they differ: for
@@ -248,7 +270,7 @@ class Pipeline(TokenOutputSteps):
     def _train(self, batch: Batch) -> Tensor:
         if self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
             self._warm_up(batch, self._objective.output_head)
-        with self._gradients_added():
+        with self.failing_together(), self._gradients_added():
             return self._run(batch, train=True)
 
     def warm_up(self, plan: Plan | None = None) -> None:
@@ -282,7 +304,9 @@ class Pipeline(TokenOutputSteps):
         total: float | None = None,
     ) -> Tensor:
         """The loss that ``step`` would return, by forwards only. Gradients are left alone."""
-        return self._run(self._admit("evaluate", input_ids, labels, documents, None, total), train=False)
+        batch = self._admit("evaluate", input_ids, labels, documents, None, total)
+        with self.failing_together():
+            return self._run(batch, train=False)
 
     def count_labels(self, *batches: Tensor) -> int:
         """How many count, over all replicas. Of every pipeline the rank with the last stage calls it, with its own."""
@@ -292,21 +316,20 @@ class Pipeline(TokenOutputSteps):
 
     def _admit(self, method: str, *given: Any) -> Batch:
         training = any(stage.training for stage in self.stages.values())
-        return self._admission.batch(method, *given, training=training)
+        return self._admission.batch(method, *given, training=training, held=Held.of(self))
 
     def _run(self, batch: Batch, *, train: bool) -> Tensor:
         assert self._executors is not None
-        with self.failing_together():
-            executor = self._executors.begin(batch.plan)
-            if train and self._transport.tp_size > 1:
-                share_random_state(self._transport)
-            with self._loss_parallel():
-                loss = executor.run(batch, self._objective.output_head, train=train)
-            self._objective.keep(executor.metrics)
-            self._sync.finish()
-            if self.is_last:
-                loss = self._transport.all_reduce(loss, DP)
-            return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
+        executor = self._executors.begin(batch.plan)
+        if train and self._transport.tp_size > 1:
+            share_random_state(self._transport)
+        with self._loss_parallel():
+            loss = executor.run(batch, self._objective.output_head, train=train)
+        self._objective.keep(executor.metrics)
+        self._sync.finish()
+        if self.is_last:
+            loss = self._transport.all_reduce(loss, DP)
+        return self._transport.broadcast(loss, self.plan.last_rank, "the loss")
 
     def metrics(self) -> dict[str, float]:
         """Numbers beside the loss of the last ``step`` or ``evaluate``, on every rank: what the objective returned with

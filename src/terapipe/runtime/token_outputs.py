@@ -13,6 +13,7 @@ from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.cache import longest_document
 from terapipe.modeling.main_grads import is_half, summed_in_float32
 from terapipe.planning.slices import Plan
+from terapipe.runtime.admission import Held
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.forwards import Forwards
 from terapipe.runtime.gradient_sync import (
@@ -22,6 +23,7 @@ from terapipe.runtime.gradient_sync import (
 )
 from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
+from terapipe.runtime.mesh import ALL
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
@@ -85,8 +87,18 @@ def with_backward(values: dict[str, Tensor], backward: Callable[[dict[str, Tenso
     anchor = torch.zeros((), requires_grad=True)
     names = list(values)
 
+    has_run = False
+
     def named(gradients: list[Tensor]) -> None:
+        nonlocal has_run
+        if has_run:  # refused before anything is computed or sent, so that the pipeline can be used on
+            raise ValueError(
+                "backward() of these values ran already, and a pipeline keeps nothing for a second one, also with "
+                "retain_graph=True; add up all losses of one forward and call backward() once, or compute the values "
+                "again"
+            )
         backward(dict(zip(names, gradients, strict=True)))
+        has_run = True
 
     joined = _Differentiable.apply(anchor, list(values.values()), named)  # type: ignore[no-untyped-call]
     return dict(zip(names, joined, strict=True))
@@ -129,7 +141,9 @@ class TokenOutputSteps(Forwards):
         train = torch.is_grad_enabled()
         training = any(stage.training for stage in self.stages.values())
         self._generation.check(self.stages.get(self.plan.num_stages - 1))
-        batch, executor = self._admission.outputs(input_ids, labels, documents, train=train, training=training)
+        batch, executor = self._admission.outputs(
+            input_ids, labels, documents, train=train, training=training, held=Held.of(self)
+        )
         if train and self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
             self.warm_up(batch.plan)
         head = TokenOutputs(per_token)
@@ -157,6 +171,7 @@ class TokenOutputSteps(Forwards):
         executor.forwards(batch, head, longest=longest)
 
     def _backwards(self, batch: Batch, executor: Executor, head: TokenOutputs, gradients: dict[str, Tensor]) -> None:
+        executor.check_pending(batch)
         with self.failing_together(), self._gradients_added(), self._loss_parallel():
             if self._transport.rank == self.plan.last_rank:
                 head.set_gradients(unnamed(gradients))
@@ -165,7 +180,8 @@ class TokenOutputSteps(Forwards):
 
     @contextmanager
     def _gradients_added(self) -> Iterator[None]:
-        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``."""
+        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``,
+        and hooks are called. Where any rank has hooks, all wait for them: an error in one must not come out later."""
         held = list(self.parameters())
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p) or p._backward_hooks]
@@ -173,3 +189,5 @@ class TokenOutputSteps(Forwards):
             with summed_in_float32(held):
                 yield
             self._tied.sum_gradients()
+        if self._admission.await_hooks:
+            self._transport.gather_numbers((0,), ALL)

@@ -27,7 +27,7 @@ from terapipe.runtime.failures import (
     own_words,
 )
 from terapipe.runtime.links import PATIENCE, GlooLinks, Links, NcclLinks, forget, group_of, made
-from terapipe.runtime.mesh import ALL, DP, PP, TP, lines_of, with_roles
+from terapipe.runtime.mesh import ALL, DP, PP, TP, await_ranks, lines_of, with_roles
 from terapipe.runtime.watcher import Watcher
 
 T = TypeVar("T")
@@ -68,8 +68,10 @@ class Transport:
         self._failure: PipelineError | None = None
         self._failing = threading.Lock()
         self._mesh, self.mesh_dims = with_roles(mesh, mesh_dims)
-        if mesh is not None or ensure_process_group(device):
-            self._join(lines_of(self._mesh, self.mesh_dims))
+        if mesh is not None or ensure_process_group(device, timeout):
+            lines = lines_of(self._mesh, self.mesh_dims)
+            await_ranks(lines[ALL][0], timeout, "make a Pipeline")
+            self._join(lines)
         self.rank, self.size = self._place(PP)
         self.dp_rank, self.dp_size = self._place(DP)
         self.tp_rank, self.tp_size = self._place(TP)

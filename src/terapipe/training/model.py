@@ -110,6 +110,7 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
 
         from terapipe import hf
         from terapipe.modeling.hf.decoder import shape_of
+        from terapipe.modeling.hf.structure import identity_of
         from terapipe.modeling.hf.weights import PretrainedWeights
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers ({error}); {install_line('hf')}") from None
@@ -130,22 +131,9 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
     if config.recompute not in ("auto", "none"):
         decoder.check_slices(decoder.shortest, (config.recompute,))
-    identity = _identity(decoder.model.config.to_dict())
+    identity = identity_of(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
     return RunModel(decoder, shape, split, identity, decoder.shortest, decoder.recompute_modes)
-
-
-# Keys of a Hugging Face configuration that do not change the model.
-_VOLATILE = (
-    "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions",
-    "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id",
-)  # fmt: skip
-
-
-def _identity(config: dict[str, Any]) -> dict[str, Any]:
-    """A Hugging Face configuration without the keys that do not matter, also in nested configurations."""
-    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
-    return {key: _identity(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:

@@ -201,9 +201,9 @@ class Run:
 
     def _train(self, data: Data, model: RunModel, objective: RunObjective, run_plan: plans.RunPlan) -> Outcome:
         config, layout = self._config, run_plan.layout
-        mesh = device_mesh(layout) if layout.dp * layout.tp > 1 else None
-        objective.check(run_plan.plan)
         timeout = config.failures.timeout
+        mesh = device_mesh(layout, timeout=timeout) if layout.dp * layout.tp > 1 else None
+        objective.check(run_plan.plan)
         pipe = Pipeline(
             model.model, run_plan.plan, loss_fn=objective.loss_fn, mesh=mesh, shard=layout.shard, timeout=timeout
         )

@@ -23,7 +23,7 @@ from terapipe.modeling.hf.refusals import (
 from terapipe.modeling.hf.rope import depends_on_length
 from terapipe.modeling.hf.router_losses import FLAG, refuse_capacity, router_losses, with_router_logits
 from terapipe.modeling.hf.shrink import shrunken, small_model
-from terapipe.modeling.hf.structure import AFTER, ModelStructure, find_structure, text_config
+from terapipe.modeling.hf.structure import AFTER, ModelStructure, find_structure, identity_of, text_config
 from terapipe.modeling.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.modeling.hf.verification import (
     BOUND,
@@ -77,7 +77,7 @@ class Decoder:
         router_loss_over: SumsOver = "microbatch",
         router_z_loss: float = 0.0,
     ) -> None:
-        self._has_adapters = bool(getattr(model, "peft_config", None))
+        self._adapters: dict[str, Any] = getattr(model, "peft_config", None) or {}
         model = without_wrapper(model)
         refuse_unfit(model)
         refuse_capacity(model)
@@ -241,6 +241,19 @@ class Decoder:
     def planning_spec(self) -> ModelSpec:
         return ModelSpec(shape_of(self), self.shortest, self.recompute_modes)
 
+    def traits(self) -> dict[str, Any]:
+        """See Splittable. Names of folders may differ between hosts."""
+        adapters = {name: identity_of(adapter.to_dict()) for name, adapter in self._adapters.items()}
+        for adapter in adapters.values():
+            adapter.pop("base_model_name_or_path", None)
+        return {
+            "model": type(self.model).__name__,
+            "backend": self.backend,
+            "config": identity_of(self.model.config.to_dict()),
+            "adapters": adapters,
+            "router losses": self._routers,
+        }
+
     @property
     def num_layers(self) -> int:
         return len(self.model.get_submodule(self.structure.layers))  # type: ignore[arg-type]
@@ -288,7 +301,7 @@ class Decoder:
     def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""
         degree, name = tp.mesh.size(), type(self.model).__name__
-        if self._has_adapters:
+        if self._adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
         refuse_uneven_heads(self.model, degree)
         if degree not in self._verified_tp:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -53,6 +53,19 @@ class ModelStructure:
                 f"unknown which stage needs them: {', '.join(unknown[:3])}; remove them, or put them inside its layers"
             )
         return replace(self, tied=_tied_across_stages(model, self.layers, self.place))
+
+
+# Keys of a configuration that do not change the model.
+_VOLATILE = (
+    "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions",
+    "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id",
+)  # fmt: skip
+
+
+def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the keys that do not matter, also in nested configurations."""
+    lasting = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
+    return {key: identity_of(value) if isinstance(value, dict) else value for key, value in lasting.items()}
 
 
 def text_config(config: PretrainedConfig) -> Any:

@@ -1,0 +1,159 @@
+"""What must be equal on all ranks of a pipeline.
+
+It is compared when the pipeline is made: a model with other heads on one rank would otherwise train, and one of another
+dtype or width end in a crash of the transfers.
+
+Ranks exchange one number for each set of traits. Only where these differ, they exchange the traits themselves, and all
+ranks raise the same words: who differs, and in what.
+"""
+
+import enum
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import fields, is_dataclass
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from terapipe.modeling.stage import HasVocabulary, Splittable, Stage
+from terapipe.runtime.inputs import checksum
+from terapipe.runtime.mesh import ALL
+from terapipe.runtime.transport import Transport
+
+SHOWN, WIDTH = 3, 200  # differences that a message names, and characters of each
+DEPTH = 6  # of nested configurations
+
+
+class Traits(NamedTuple):
+    """By name, in words. ``place``: only ranks of the same place are compared. ``is_partial``: a rank may not know all
+    of them, and those that only some know are not compared."""
+
+    values: dict[str, str]
+    place: int = 0
+    is_partial: bool = False
+
+
+def refuse_differences(transport: Transport, *mine: Traits) -> None:
+    """All ranks call it, and raise alike."""
+    numbers = [n for traits in mine for n in (traits.place, checksum(json.dumps(traits.values, sort_keys=True)))]
+    rows = transport.gather_numbers(numbers, ALL)
+    for i, traits in enumerate(mine):
+        seen = {tuple(row[2 * i : 2 * i + 2]) for row in rows}
+        if len(seen) > len({place for place, _ in seen}):
+            _refuse_difference(transport, transport.gather(traits, ALL))
+
+
+def _refuse_difference(transport: Transport, everyone: list[Traits]) -> None:
+    for place in sorted({traits.place for traits in everyone}):
+        ranks = [rank for rank, traits in enumerate(everyone) if traits.place == place]
+        usual = _most_common(ranks, everyone)
+        for rank in ranks:
+            if differences := _differences(everyone[usual], everyone[rank]):
+                more = f", and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+                other = "; if this may differ, give the model a method traits()" if "config." in differences[0] else ""
+                raise ValueError(
+                    f"all ranks must have the same model, plan and options, {transport.name(rank)} differs from "
+                    f"{transport.name(usual)} in {', '.join(differences[:SHOWN])}{more}{other}"
+                )
+
+
+def _most_common(ranks: list[int], everyone: list[Traits]) -> int:
+    """The first of those ranks that most others are like: the odd one out is to be named."""
+    return max(ranks, key=lambda rank: (sum(everyone[rank] == everyone[other] for other in ranks), -rank))
+
+
+def _differences(usual: Traits, other: Traits) -> list[str]:
+    names = [*usual.values, *(name for name in other.values if name not in usual.values)]
+    if usual.is_partial:
+        names = [name for name in names if name in usual.values and name in other.values]
+    pairs = ((name, usual.values.get(name, "nothing"), other.values.get(name, "nothing")) for name in names)
+    return [f"{name} ({there[:WIDTH]} instead of {here[:WIDTH]})" for name, here, there in pairs if here != there]
+
+
+# What is compared
+
+
+def model_traits(model: Splittable) -> dict[str, str]:
+    """Of the whole model, as far as it tells: see Splittable."""
+    about: dict[str, Any] = {"model class": type(model).__qualname__, "layers": model.num_layers, "tied": model.tied}
+    own = getattr(model, "traits", None)
+    if callable(own):
+        about |= own()
+    else:
+        spec = getattr(model, "planning_spec", None)
+        about["config"] = getattr(model, "config", None) or (spec() if callable(spec) else None)
+    return flatten(about)
+
+
+def stage_traits(model: Splittable, stages: Mapping[int, nn.Module], tile: int) -> dict[str, str]:
+    """What is equal wherever it is known: stages hold different layers, a rank may have more of the model than its
+    own. ``tile``: lengths must be multiples of it."""
+    about: dict[str, Any] = {}
+    for stage in stages.values():
+        about["shape of hidden states"] = tuple(cast(Stage, stage).hidden_shape(1, 8 * tile))
+        if isinstance(stage, HasVocabulary):
+            names = ("vocabulary of inputs", "vocabulary of labels")
+            about |= {name: size for name, size in zip(names, stage.vocabulary, strict=True) if size is not None}
+    dtypes = {p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point()}
+    if len(dtypes) == 1:  # of a model with several, stages may have different ones
+        about["dtype"] = dtypes.pop()
+    whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    if isinstance(whole, nn.Module):
+        about |= parameter_traits(whole.named_parameters())
+        about |= {name: f"{m._get_name()}({m.extra_repr()})" for name, m in whole.named_modules() if _is_layer(m)}
+    return flatten(about)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Of torch's own, which describe themselves: the probability of a dropout, the epsilon of a norm."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not any(module.children())
+
+
+def parameter_traits(named: Iterable[tuple[str, nn.Parameter]], *, trained: bool = False) -> dict[str, str]:
+    """Shapes and dtypes, and with ``trained`` which are frozen. Without those of which the memory was given back."""
+    return {
+        name: f"{tuple(p.shape)} of {p.dtype}{', frozen' if trained and not p.requires_grad else ''}"
+        for name, p in named
+        if p.numel()
+    }
+
+
+def flatten(value: Any, name: str = "") -> dict[str, str]:
+    """Nested dictionaries and dataclasses as one, by names with dots."""
+    value = plain(value)
+    if not isinstance(value, dict):
+        return {name: str(value)}
+    flat: dict[str, str] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{name}.{key}" if name else str(key))
+    return flat
+
+
+def plain(value: Any, depth: int = DEPTH) -> Any:
+    """What two processes can compare: numbers, words and collections of them; of other objects the class, of functions
+    the name. What a function remembers counts only of those that this package made: others' may be about their rank."""
+    inner: Callable[[Any], Any] = functools.partial(plain, depth=depth - 1)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | enum.Enum):
+        return str(value) if isinstance(value, enum.Enum) else value
+    if depth and hasattr(value, "to_dict") and not isinstance(value, type):
+        return {"class": type(value).__qualname__, **inner(value.to_dict())}
+    if depth and is_dataclass(value) and not isinstance(value, type):
+        return {"class": type(value).__qualname__, **{f.name: inner(getattr(value, f.name)) for f in fields(value)}}
+    if depth and isinstance(value, Mapping):
+        return {str(key): inner(value[key]) for key in value}
+    if depth and isinstance(value, Set):
+        return sorted(map(str, value))
+    if depth and isinstance(value, list | tuple):
+        return [inner(each) for each in value]
+    if depth and isinstance(value, functools.partial):
+        return {"function": inner(value.func), "arguments": inner(value.args), **inner(value.keywords)}
+    if isinstance(value, FunctionType):
+        is_ours = value.__module__.partition(".")[0] == __name__.partition(".")[0]
+        if not depth or not is_ours or not value.__closure__:
+            return value.__qualname__
+        cells = zip(value.__code__.co_freevars, (cell.cell_contents for cell in value.__closure__), strict=True)
+        return {"function": value.__qualname__, **{cell: inner(content) for cell, content in cells}}
+    return type(value).__qualname__
