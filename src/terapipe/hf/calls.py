@@ -134,8 +134,8 @@ def _refuse_other_length(model: PreTrainedModel, by_positions: int, documents: D
     longest = max(b - a for row in documents or ((0,),) for a, b in pairwise([*row, tokens]))
     if by_positions != longest and any(map(depends_on_length, model.modules())):
         raise UnsupportedModelError(
-            f"rotary embeddings of {type(model).__name__} depend on the length, which is {by_positions} by position_ids "
-            f"and {longest} with padding; pad no more than the longest row needs, or leave position_ids out"
+            f"rotary embeddings of {type(model).__name__} depend on the length, which is {by_positions} by "
+            f"position_ids and {longest} with padding; pad only up to the longest row, or leave position_ids out"
         )
 
 
