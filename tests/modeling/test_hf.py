@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from transformers import PreTrainedModel
 
 from terapipe.hf import Decoder, UnsupportedModelError, split_layers
 from terapipe.modeling.cache import KeyValueStore
-from terapipe.modeling.hf.comparison import lengths
+from terapipe.modeling.hf.comparison import Batch, SlicedModel, errors, lengths, reference
 from terapipe.modeling.hf.refusals import switch_checkpointing
 from terapipe.modeling.hf.shrink import small_config, small_model
+from terapipe.modeling.hf.structure import find_structure
 from terapipe.modeling.hf.verification import verify
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
@@ -39,6 +41,32 @@ def test_families_that_take_their_attention_from_the_interface(name: str) -> Non
 def test_families_that_are_cut_through_their_cache(name: str) -> None:
     result = verify(name, small_config(name))
     assert (result.backend, result.exact) == ("cache", True), result.reason
+
+
+class _Float64Torch:
+    """The torch module, in which float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp"])
+def test_gated_delta_rules_differ_by_their_rounding_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their code computes in float32 whatever the model's dtype, so cut and whole differ by 1e-6 to 5e-5. With the same
+    code in float64 they differ by 1e-14."""
+    model = small_model(small_config(name))
+    batch, structure = Batch.of(model), find_structure(copy.deepcopy(model))
+
+    def error() -> float:
+        sliced = SlicedModel(model, structure, "cache")
+        return max(errors(reference(model, batch), sliced(batch, lengths(4, 2))).values())
+
+    assert 1e-7 < error() < 1e-4
+    monkeypatch.setattr(f"{type(model).__module__}.torch", _Float64Torch())
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    assert error() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv"])

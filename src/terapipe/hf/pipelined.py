@@ -22,7 +22,6 @@ from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.refusals import without_wrapper
-from terapipe.modeling.hf.structure import text_config
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.layout import Layout
 from terapipe.recompute import Recompute
@@ -115,7 +114,6 @@ class PipelinedModel:
         self.outer, self.model, self.pipe, self.layout = outer, model, pipe, layout
         self.router_losses, self._loss_checked = router_losses, False
         self.loss_only = False  # in evaluation: no logits beside the loss
-        self._config = text_config(model.config)
         self._original = MethodType(type(model).forward, model)
         self._replaced = model.__dict__.get("forward", self._original)  # may have TRL's fused head
         own = {*self.model.parameters()}
@@ -175,7 +173,7 @@ class PipelinedModel:
         self._follow_modes()
         if torch.is_grad_enabled():
             self.updated()  # as an optimizer's step is likely to follow
-        call = call_of(self._config, given)
+        call = call_of(self.model, given)
         if given.get("fused_lm_head"):
             return self._scored(call, given)
         if call.labels is None:
@@ -225,7 +223,7 @@ class PipelinedModel:
         the number of labels that count here."""
         self._follow_modes()
         self.updated()
-        call = call_of(self._config, given)
+        call = call_of(self.model, given)
         if call.labels is None:
             raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
         self._check_loss(call)

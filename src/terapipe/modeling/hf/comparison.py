@@ -2,12 +2,13 @@
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -60,6 +61,20 @@ def lengths(slices: int, shortest: int, tokens: int = TOKENS) -> tuple[int, ...]
     found.insert(1, shortest)
     found[-1] += tokens - sum(found)
     return tuple(found)
+
+
+def updated_buffers(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """The names of buffers that ``run`` changes, such as running means. Those of rotary embeddings by length do not
+    count: stages set them for each slice."""
+    before = {name: x.clone() for name, x in _buffers(model)}
+    run()
+    return [name for name, x in _buffers(model) if name not in before or not torch.equal(before[name], x)]
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        if not depends_on_length(module):
+            yield from ((f"{name}.{key}", x) for key, x in module._buffers.items() if x is not None)
 
 
 def reference(model: PreTrainedModel, batch: Batch) -> Result:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.modeling.auxiliary import SumsOver
 from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelError
+from terapipe.modeling.hf.changes import check_changes
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.refusals import (
     is_checkpointing,
@@ -98,6 +99,7 @@ class Decoder:
                 small = small_model(config, torch.float32, kind=type(model))
                 self.backend, structure = backend, find_structure(small)
         self.structure: ModelStructure = structure.of(model)
+        self._changes = check_changes(model, self.structure)
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
             self._check_routers()
@@ -169,7 +171,7 @@ class Decoder:
             raise UnsupportedModelError(
                 f"packed documents are not exact in {name}: {reason}; give each document its own row"
             )
-        if training and (reason := untrainable(self.model)):
+        if training and (reason := untrainable(self.model) or self._changes.untrainable):
             raise UnsupportedModelError(f"{name} in training mode: {reason}")
         if padded and self._routers:
             raise UnsupportedModelError(
@@ -303,6 +305,8 @@ class Decoder:
         degree, name = tp.mesh.size(), type(self.model).__name__
         if self._adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
+        if self._changes.first:
+            raise UnsupportedModelError(f"{self._changes.first}, which cannot be tensor parallel; take tp 1")
         refuse_uneven_heads(self.model, degree)
         if degree not in self._verified_tp:
             result = VerifyResult(name, self.backend, 0.0, self.shortest, structure=self.structure)

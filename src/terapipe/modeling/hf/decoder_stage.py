@@ -130,6 +130,7 @@ class DecoderStage(nn.Module):
             setattr(text_config(self.model.config), FLAG, False)
         if backend == "attention":
             self.model.set_attn_implementation(NAME)
+        self.training = self.model.training
         self._late_checkpointing = LateCheckpointing(model, self.model)
         embedding: Any = self.model.get_input_embeddings()
         self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])
@@ -149,7 +150,8 @@ class DecoderStage(nn.Module):
                 FixedLength(module, self._rope_length)
         layers = self.blocks
         if not self.is_first:
-            layers[0].register_forward_pre_hook(self._inject, with_kwargs=True)
+            # Before hooks that the model has: they must see it.
+            layers[0].register_forward_pre_hook(self._inject, prepend=True, with_kwargs=True)
         layers[-1].register_forward_hook(self._capture)
 
     @property

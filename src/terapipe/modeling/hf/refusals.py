@@ -179,3 +179,8 @@ def _refuse_adapter(adapter: Any) -> None:
     used = [option for option in GLOBAL_ADAPTER_OPTIONS if getattr(adapter, option, None)]
     if used:
         raise UnsupportedModelError(f"peft's {kind} with {' and '.join(used)} is not exact in stages; leave that out")
+
+
+def first_line(error: Exception) -> str:
+    """Of an error that some model's own code raised."""
+    return f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"[:160]

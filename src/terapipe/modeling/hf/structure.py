@@ -69,7 +69,20 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_config(config: PretrainedConfig) -> Any:
-    return config.get_text_config(decoder=True)
+    """The configuration of the decoder.
+
+    Where one configuration is that of an encoder and a decoder (Bart, Marian), transformers gives the encoder's numbers
+    of layers and heads as those of the model. A decoder alone has its own numbers, which may be others.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    own = {name: f"de{theirs[2:]}" for name, theirs in text.attribute_map.items() if theirs.startswith("encoder_")}
+    numbers = {name: getattr(text, theirs, None) for name, theirs in own.items()}
+    if all(value in (None, getattr(text, name)) for name, value in numbers.items()):
+        return text
+    text = copy.deepcopy(text)
+    for name, value in numbers.items():
+        setattr(text, name, value if value is not None else getattr(text, name))
+    return text
 
 
 CLASSIFIER = "ForSequenceClassification"
@@ -249,9 +262,9 @@ def _exact_place(name: str, layers: str, place: Callable[[str], str]) -> str:
     return f"{LAYERS}.{module.removeprefix(f'{layers}.').partition('.')[0]}" if where == LAYERS else where
 
 
-def owned_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A deep copy of modules and configuration that shares all tensors."""
-    tensors = chain(model.parameters(), model.buffers())
+def owned_copy(model: PreTrainedModel, *, own_buffers: bool = False) -> PreTrainedModel:
+    """A deep copy of modules and configuration that shares all tensors, or all but its buffers."""
+    tensors = chain(model.parameters(), () if own_buffers else model.buffers())
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:  # whatever a module that was added to the model raises

@@ -31,8 +31,9 @@ from terapipe.modeling.hf.comparison import (
     errors,
     lengths,
     reference,
+    updated_buffers,
 )
-from terapipe.modeling.hf.refusals import switch_checkpointing
+from terapipe.modeling.hf.refusals import first_line, switch_checkpointing
 from terapipe.modeling.hf.rope import depends_on_length, with_original_length
 from terapipe.modeling.hf.router_losses import with_balance, with_router_logits
 from terapipe.modeling.hf.shrink import HEAD_COUNTS, KV_HEADS, small_model
@@ -115,7 +116,7 @@ def verify(
     ``config`` is that of a small copy (``shrunken``). ``kind`` is the model's class, by default the causal LM of the
     configuration. On a GPU models run other code than on the CPU, in float32 at most: ``device`` checks that.
     """
-    with _quietly():
+    with quietly():
         reasons, config = [], with_router_logits(config, False)
         for dtype in (torch.float64, torch.float32) if device == "cpu" else (torch.float32,):
             try:  # some models do not run in float64
@@ -123,7 +124,7 @@ def verify(
                 expected = _expected(model)
                 structure = find_structure(copy.deepcopy(model.train()))
             except Exception as error:  # whatever the model's own code raises
-                reasons.append(_first_line(error))
+                reasons.append(first_line(error))
                 continue
             result = VerifyResult(name, dtype=str(dtype).removeprefix("torch."), structure=structure)
             result = _with_backend(result, model, expected, stages, slices)
@@ -181,15 +182,24 @@ def _with_backend(
                     groups[group] = max(groups.get(group, 0.0), error)
                 worst, remark = max(groups.values()), one.remark
                 if worst > BOUND:
+                    remark += _update_remark(model, one)
                     break
         except Exception as error:  # whatever the model's own code raises
-            reasons.append(f"{backend} backend: {_first_line(error)}")
+            reasons.append(f"{backend} backend: {first_line(error)}")
             continue
         if worst <= BOUND:
             by_group = tuple(sorted(groups.items()))
             return replace(result, backend=backend, worst=worst, shortest=shortest, groups=by_group)
         reasons.append(f"{backend} backend: gradients differ by {worst:.1e}{remark}")
     return replace(result, worst=worst, reason="; ".join(dict.fromkeys(reasons)))
+
+
+def _update_remark(model: PreTrainedModel, expected: _Expected) -> str:
+    """For a model that is not exact, which buffers its forward updates: a likely reason."""
+    whole = copy.deepcopy(model).train(expected.training)
+    with torch.no_grad():
+        names = updated_buffers(whole, lambda: whole(input_ids=expected.batch.ids, use_cache=False))
+    return f"; each forward updates {', '.join(names[:3])}, so slices do it several times" if names else ""
 
 
 def _with_documents(result: VerifyResult, model: PreTrainedModel, stages: int, slices: int) -> VerifyResult:
@@ -204,7 +214,7 @@ def _with_documents(result: VerifyResult, model: PreTrainedModel, stages: int, s
             batch = Batch.of(model, documents=documents)
             worst = max(worst, *errors(reference(model, batch), sliced(batch, slice_lengths)).values())
     except Exception as error:  # whatever the model's own code raises
-        return replace(result, documents_reason=_first_line(error))
+        return replace(result, documents_reason=first_line(error))
     reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
     return replace(result, documents=worst, documents_reason=reason)
 
@@ -225,7 +235,7 @@ def _with_router_loss(
         sliced = SlicedModel(model, result.structure, result.backend, stages)
         worst = max(errors(reference(model, batch), sliced(batch, lengths(slices, result.shortest))).values())
     except Exception as error:  # whatever the model's own code raises
-        return replace(result, router_reason=_first_line(error))
+        return replace(result, router_reason=first_line(error))
     reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
     return replace(result, router=worst, router_reason=reason)
 
@@ -240,7 +250,7 @@ def confirm(result: VerifyResult, config: PretrainedConfig, *, kind: Kind | None
     """The largest errors of another small copy, with other stages and slices, in what the result calls exact: by use,
     "whole", "documents" and "routers"."""
     assert result.structure is not None
-    with _quietly():
+    with quietly():
         model = _small(config, getattr(torch, result.dtype), kind, seed=1)
         sliced = SlicedModel(model, result.structure, result.backend, 3)
         slice_lengths = lengths(6, result.shortest)[::-1]
@@ -261,7 +271,7 @@ def confirm(result: VerifyResult, config: PretrainedConfig, *, kind: Kind | None
 def recomputed_error(config: PretrainedConfig, structure: ModelStructure, kind: Kind | None = None) -> float:
     """The largest error of the attention backend with gradient checkpointing of layers. Some models ask the cache for
     its length, which transformers does not pass to a recomputed layer."""
-    with _quietly():
+    with quietly():
         model = _small(config, torch.float64, kind)
         batch = Batch.of(model)
         expected = reference(model, batch)
@@ -271,7 +281,7 @@ def recomputed_error(config: PretrainedConfig, structure: ModelStructure, kind: 
 
 def selective_error(config: PretrainedConfig, structure: ModelStructure, kind: Kind | None = None) -> float:
     """The largest error of the attention backend with selective recomputation."""
-    with _quietly():
+    with quietly():
         model = _small(config, torch.float64, kind)
         batch = Batch.of(model)
         sliced = SlicedModel(model, structure, "attention")
@@ -292,7 +302,7 @@ def verify_tensor_parallel(
     try:
         groups = _tp_errors(result, _widened(config, degree), mesh, kind)
     except Exception as error:  # whatever the model's own code raises, or DTensor
-        reason = _first_line(error)
+        reason = first_line(error)
     if _max_over([float(bool(reason))], mesh) != [0.0]:
         reason = reason or "it failed on another rank"
         return replace(result, backend=None, worst=float("nan"), reason=f"tp {degree}: {reason}")
@@ -317,7 +327,7 @@ def refuse_inexact_tp(
 
 def _tp_errors(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None) -> dict[str, float]:
     assert result.structure is not None
-    with _quietly():
+    with quietly():
         model: Any = small_model(config, kind=kind)
         model = model.to(mesh.device_type)
         batch = Batch.of(model)
@@ -342,12 +352,8 @@ def _widened(config: PretrainedConfig, degree: int) -> PretrainedConfig:
     return type(config).from_dict(values | wide)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"[:160]
-
-
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without warnings: models have many that do not matter for a small copy."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
