@@ -16,6 +16,7 @@ The Trainer keeps its own loop, callbacks, arguments, logs and folders. What is 
 - what is saved: ``save_model`` and, of private methods, those under "Private methods of Trainer" below.
 """
 
+import math
 import os
 import warnings
 from pathlib import Path
@@ -167,6 +168,12 @@ class PipelineMixin:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         finally:
             pipelined.loss_only = self._predicting = False
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """The norm of gradients is read from the device here anyway, so this is where zeros are noticed."""
+        if self.pipelined is not None and self._trainer.is_world_process_zero():
+            self.pipelined.pipe.zero_gradients.check_norm(float(logs.get("grad_norm", math.nan)))
+        super().log(logs, *arguments, **named)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Of this process; transformers adds them up."""

@@ -153,6 +153,7 @@ class Executor:
 
     def backwards(self, batch: Batch) -> None:
         """The rest of the step that ``forwards`` began. The output head knows its gradients now."""
+        self._wire.begin(self._autocast)  # forwards of others may have come between
         self._perform_all(self._backward_runs)
         self._end()
         self.is_pending = False

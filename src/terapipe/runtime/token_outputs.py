@@ -24,9 +24,11 @@ from terapipe.runtime.gradient_sync import (
 from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
 from terapipe.runtime.mesh import ALL
+from terapipe.runtime.module_states import ModuleStates
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
+from terapipe.runtime.zero_gradients import ZeroGradients
 
 PerToken = Callable[[Tensor, Targets], Tensor | Mapping[str, Tensor]]
 Described = list[tuple[str, tuple[int, ...], torch.dtype]]  # name, shape after (rows, tokens), dtype; one "" if unnamed
@@ -111,6 +113,8 @@ class TokenOutputSteps(Forwards):
     _tied: TiedWeights
     _is_warm: bool
     _broadcast_outputs: OutputBroadcast
+    zero_gradients: ZeroGradients
+    _states: ModuleStates | None = None  # of the stages in the last forward that a backward follows
 
     def warm_up(self, plan: Plan | None = None) -> None:
         raise NotImplementedError
@@ -153,7 +157,10 @@ class TokenOutputSteps(Forwards):
             self._forwards(batch, executor, head, tokens, train)
             found = self._broadcast_outputs(per_token, head, batch.plan.batch_size, batch.plan.seq_len)
         if train:
-            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, gradients))
+            if self._states is None or not self._states.is_current():
+                self._states = ModuleStates(self.stages.values())
+            states = self._states
+            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, states, gradients))
         return unnamed({name: value[:, :tokens] for name, value in found.items()})
 
     def _forwards(self, batch: Batch, executor: Executor, head: TokenOutputs, tokens: int, train: bool) -> None:
@@ -170,9 +177,17 @@ class TokenOutputSteps(Forwards):
             share_random_state(self._transport)
         executor.forwards(batch, head, longest=longest)
 
-    def _backwards(self, batch: Batch, executor: Executor, head: TokenOutputs, gradients: dict[str, Tensor]) -> None:
+    def _backwards(
+        self,
+        batch: Batch,
+        executor: Executor,
+        head: TokenOutputs,
+        states: ModuleStates,
+        gradients: dict[str, Tensor],
+    ) -> None:
+        """``states``: of the stages' modules in the forwards, which are computed again in part."""
         executor.check_pending(batch)
-        with self.failing_together(), self._gradients_added(), self._loss_parallel():
+        with self.failing_together(), states.restored(), self._gradients_added(), self._loss_parallel():
             if self._transport.rank == self.plan.last_rank:
                 head.set_gradients(unnamed(gradients))
             executor.backwards(batch)
@@ -189,5 +204,6 @@ class TokenOutputSteps(Forwards):
             with summed_in_float32(held):
                 yield
             self._tied.sum_gradients()
+            self.zero_gradients.check_parameters(held)  # before hooks, which may use gradients up
         if self._admission.await_hooks:
             self._transport.gather_numbers((0,), ALL)
