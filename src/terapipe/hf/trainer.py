@@ -147,6 +147,7 @@ class PipelineMixin:
         trainer, following = self._trainer, cast(Any, super())
         own = trainer.compute_loss.__func__ is Trainer.compute_loss
         own &= following.training_step.__func__ is Trainer.training_step
+        own &= not is_classifier(without_wrapper(trainer.model))
         return own and trainer.compute_loss_func is None and trainer.label_smoother is None
 
     def _total(self, counted: int, items: Tensor | int | None) -> float:
@@ -258,11 +259,6 @@ def _refuse(trainer: Any, ranks_per_replica: int) -> None:
     inner = without_wrapper(trainer.model)
     with unpatched(inner):
         refuse_unfit(inner)
-    if is_classifier(inner):
-        raise ValueError(
-            f"{type(inner).__name__} is a sequence classifier, which trainers cannot train in slices; use "
-            "terapipe.Pipeline with losses.classification() or losses.reward_pairs()"
-        )
     generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
     if several and generates:
         raise ValueError(
