@@ -17,7 +17,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "SFT": (
         {}, {"loss_type": "dft"}, {"loss_type": "chunked_nll"}, {"packing": True, "max_length": 48},
         {"packing": True, "max_length": 48, "packing_strategy": "wrapped"},
-        {"packing": True, "max_length": 48, "packing_strategy": "bfd_split"}, {"padding_free": True},
+        {"packing": True, "max_length": 48, "packing_strategy": "bfd_split"},
+        {"padding_free": True, "max_length": None},
         {"rows": "completions"}, {"rows": "completions", "completion_only_loss": False}, {"max_length": 16},
         {"label_smoothing_factor": 0.1}, {"shuffle_dataset": True}, {"average_tokens_across_devices": False}, *COMMON,
     ),

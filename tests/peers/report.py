@@ -54,9 +54,9 @@ def _differences(case: Case, found: Outcome, plain: Outcome, truth: Outcome | No
         yield f"{len(found.logs)} rows instead of {len(plain.logs)}"
         return
     for name in sorted({name for row in plain.logs for name in row}):
-        ours, theirs = ([float(row.get(name, "nan")) for row in run.logs] for run in (found, plain))
-        exact = [float(row.get(name, "nan")) for row in truth.logs] if truth else None
-        scale = max(max(map(abs, theirs)), 1.0 if name == "loss" else 0.0)
+        ours, theirs = (_column(outcome, name) for outcome in (found, plain))
+        exact = _column(truth, name) if truth else None
+        scale = max([abs(value) for value in theirs if value == value] + [1.0 if name == "loss" else 0.0])
         if name.endswith(COUNTED) or any(part in name for part in COUNTED):
             scale = 10.0 if truth else max(scale, 1.0)
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -68,6 +68,12 @@ def _differences(case: Case, found: Outcome, plain: Outcome, truth: Outcome | No
                 break
     if truth is None:
         yield from _weights(found, plain)
+
+
+def _column(outcome: Outcome, name: str) -> list[float]:
+    """NaN where nothing was logged."""
+    values = (row.get(name) for row in outcome.logs)
+    return [float("nan") if value is None else float(value) for value in values]
 
 
 def _weights(found: Outcome, plain: Outcome) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """One case by the plain class or by ours: what it logs, and the weights that come out; or why it was refused."""
 
 import copy
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ from tests.hf.runs import as_under_torchrun, finished, halves, reward, text, tok
 from tests.peers.cases import Case
 
 COUNT, SLICES, STEPS = 16, 3, 3
-SMALL = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-    vocab_size=128, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    initializer_range=0.2,  # so that tokens differ in what is computed for them
-)  # fmt: skip
-EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 1, "initializer_range": 0.2,  # so that tokens differ in what is computed for them
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
+}  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "gpt_oss": EXPERTS,
@@ -46,20 +49,20 @@ def model_of(case: Case, dtype: torch.dtype) -> Any:
     if case.kind == "Reward":
         config.num_labels = 1
         return AutoModelForSequenceClassification.from_config(config).to(dtype)
-    return AutoModelForCausalLM.from_config(config).to(dtype)
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype)
 
 
 def rows_of(case: Case) -> list[dict[str, Any]]:
     options = case.options
     if case.kind == "SFT":
         if options.get("rows") == "completions":
-            return [{"prompt": a, "completion": b} for a, b in halves(text(COUNT))]
+            return [{"prompt": f"{a} ", "completion": b} for a, b in halves(text(COUNT))]
         return [{"text": row} for row in text(COUNT)]
     pairs = list(zip(halves(text(COUNT)), halves(text(COUNT, 5000)), strict=True))
     if case.kind in ("GRPO", "RLOO"):
         return [{"prompt": a} for (a, _), _ in pairs]
     if case.kind == "KTO":
-        return [{"prompt": a, "completion": b, "label": i % 3 > 0} for i, ((a, b), _) in enumerate(pairs)]
+        return [{"prompt": f"{a} ", "completion": b, "label": i % 3 > 0} for i, ((a, b), _) in enumerate(pairs)]
     rows: list[dict[str, Any]] = [{"prompt": f"{a} ", "chosen": b, "rejected": c} for (a, b), (_, c) in pairs]
     return [row | {"margin": 0.1 * i} for i, row in enumerate(rows)] if options.get("rows") == "margins" else rows
 
@@ -133,6 +136,7 @@ def run(case: Case, ours: bool, exact: bool = False) -> Outcome:
     import transformers
     from transformers import PrinterCallback
 
+    logging.getLogger("trl").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
