@@ -67,7 +67,7 @@ def rows_of(case: Case) -> list[dict[str, Any]]:
     return [row | {"margin": 0.1 * i} for i, row in enumerate(rows)] if options.get("rows") == "margins" else rows
 
 
-def arguments_of(case: Case, folder: str) -> Any:
+def arguments_of(case: Case, folder: str, exact: bool) -> Any:
     import trl
 
     given: dict[str, Any] = {
@@ -83,7 +83,9 @@ def arguments_of(case: Case, folder: str) -> Any:
         }  # fmt: skip
         if case.kind == "GRPO":
             given["num_generations"] = 2
-    given |= {name: value for name, value in case.options.items() if name != "rows"}
+    given |= {name: value for name, value in case.options.items() if name != "rows"} | (
+        {"bf16": False} if exact else {}
+    )
     return getattr(trl, f"{case.kind}Config")(**given)
 
 
@@ -106,9 +108,7 @@ def trainer_of(case: Case, folder: str, *, ours: bool, exact: bool) -> Any:
     import terapipe.hf.trl as own
 
     dtype = torch.float32 if case.defaults and not exact else torch.float64
-    model, arguments = model_of(case, dtype), arguments_of(case, folder)
-    if exact:
-        arguments.bf16 = False
+    model, arguments = model_of(case, dtype), arguments_of(case, folder, exact)
     given: dict[str, Any] = {"args": arguments, "processing_class": tokenizer()}
     given["train_dataset"] = Dataset.from_list(rows_of(case))
     if case.adapter:

@@ -133,6 +133,7 @@ class PipelineMixin:
             if wrapped is not None:
                 reference.forward, reference._original_forward = prepared, wrapped
             return
+        reference.__dict__.pop("_is_accelerate_prepared", None)
         trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
     @property
