@@ -43,13 +43,18 @@ from terapipe.runtime.mesh import DP, device_mesh
 
 __all__ = ["PipelineConfig", "PipelineMixin", "PipelineTrainer"]
 STATE = "pipeline"  # weights and optimizer state in a checkpoint's folder, for any layout
-SCHEDULER = "scheduler.pt"
+SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"
 PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
 # Methods that are called or replaced here and may change without notice.
 PRIVATE = (
     "_wrap_model", "_move_model_to_device", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler",
     "_load_best_model", "_finalize_training", "_get_train_sampler",
 )  # fmt: skip
+
+
+class ResumeThroughAPipelineTrainer:
+    """In the place of an optimizer's state in a checkpoint's folder: that is in the folder ``pipeline``. The plain
+    Trainer would go on without it if the file were missing; of this, it says the name and stops."""
 
 
 class PipelineMixin:
@@ -294,6 +299,7 @@ class PipelineMixin:
         trainer = self._trainer
         self.make_pipeline().pipe.save(Path(output_dir) / STATE, self._optimizer())
         if trainer.args.should_save:
+            torch.save(ResumeThroughAPipelineTrainer(), os.path.join(output_dir, OPTIMIZER))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # schedulers warn that optimizers are saved beside them
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
