@@ -30,10 +30,11 @@ from terapipe.planning.layout import Layout
 from terapipe.recompute import Recompute
 from terapipe.runtime.environment import device_of, rank_and_size
 from terapipe.runtime.mesh import device_mesh
+from terapipe.runtime.module_states import copied
 from terapipe.runtime.pipeline import Pipeline
 
 CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
-ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of peft's layers
+ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of peft's layers
 
 
 @dataclass
@@ -263,7 +264,7 @@ class PipelinedModel:
         for ours, theirs in self._adapters:
             for name in ADAPTER_STATE:
                 if name in theirs.__dict__:
-                    ours.__dict__[name] = theirs.__dict__[name]
+                    ours.__dict__[name] = copied(theirs.__dict__[name])
 
     def _adapter_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
         """Layers of peft in the stages, and those that they are copies of."""

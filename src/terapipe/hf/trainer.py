@@ -253,6 +253,13 @@ class PipelineMixin:
         finally:
             pipelined.loss_only = self._predicting = False
 
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """The norm of gradients is read from the device here anyway, so this is where zeros are noticed."""
+        norm = logs.get("grad_norm")  # None without clipping
+        if norm is not None and self.pipelined is not None and self._trainer.is_world_process_zero():
+            self.pipelined.pipe.zero_gradients.check_norm(float(norm))
+        super().log(logs, *arguments, **named)  # type: ignore[misc]
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Of this process; transformers adds them up."""
         return int(super().floating_point_ops(inputs)) // self.ranks_per_replica  # type: ignore[misc]

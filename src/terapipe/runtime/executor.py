@@ -148,6 +148,7 @@ class Executor:
                 "the pipeline computed another batch since the forward of this one, and let go of what its backward "
                 "needs; call backward() before the next forward that needs gradients"
             )
+        self._wire.begin(self._autocast)  # forwards of others may have come between
         self._perform_all(self._backward_runs)
         self._end()
         self.is_pending = False

@@ -36,6 +36,7 @@ from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.token_outputs import OutputBroadcast, TokenOutputSteps
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
+from terapipe.runtime.zero_gradients import ZeroGradients
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Event, Timeline
@@ -93,6 +94,7 @@ class Pipeline(TokenOutputSteps):
         self._transport = self._make_transport(mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
         self._is_warm, self._is_sharded = False, shard
+        self.zero_gradients = ZeroGradients()
         with self.failing_together():
             self._check(model)
             checks = ModelChecks(model)
@@ -304,6 +306,8 @@ class Pipeline(TokenOutputSteps):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, over the whole model; returns the norm before clipping."""
         norm = self.grad_norm(norm_type)
+        if self.device.type == "cpu":  # the host would wait for a GPU
+            self.zero_gradients.check_norm(float(norm))
         scale_gradients(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 

@@ -18,9 +18,11 @@ from terapipe.runtime.forwards import Forwards
 from terapipe.runtime.gradient_sync import earlier_gradients_set_aside, hooks_when_complete
 from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
+from terapipe.runtime.module_states import ModuleStates
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
+from terapipe.runtime.zero_gradients import ZeroGradients
 
 PerToken = Callable[[Tensor, Targets], Tensor | Mapping[str, Tensor]]
 Described = list[tuple[str, tuple[int, ...], torch.dtype]]  # name, shape after (rows, tokens), dtype; one "" if unnamed
@@ -95,6 +97,7 @@ class TokenOutputSteps(Forwards):
     _tied: TiedWeights
     _is_warm: bool
     _broadcast_outputs: OutputBroadcast
+    zero_gradients: ZeroGradients
 
     def warm_up(self, plan: Plan | None = None) -> None:
         raise NotImplementedError
@@ -136,7 +139,8 @@ class TokenOutputSteps(Forwards):
             self._forwards(batch, executor, head, tokens, train)
             found = self._broadcast_outputs(per_token, head, batch.plan.batch_size, batch.plan.seq_len)
         if train:
-            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, gradients))
+            states = ModuleStates(self.stages.values())
+            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, states, gradients))
         return unnamed({name: value[:, :tokens] for name, value in found.items()})
 
     def _forwards(self, batch: Batch, executor: Executor, head: TokenOutputs, tokens: int, train: bool) -> None:
@@ -153,8 +157,16 @@ class TokenOutputSteps(Forwards):
             share_random_state(self._transport)
         executor.forwards(batch, head, longest=longest)
 
-    def _backwards(self, batch: Batch, executor: Executor, head: TokenOutputs, gradients: dict[str, Tensor]) -> None:
-        with self.failing_together(), self._gradients_added(), self._loss_parallel():
+    def _backwards(
+        self,
+        batch: Batch,
+        executor: Executor,
+        head: TokenOutputs,
+        states: ModuleStates,
+        gradients: dict[str, Tensor],
+    ) -> None:
+        """``states``: of the stages' modules in the forwards, which are computed again in part."""
+        with self.failing_together(), states.restored(), self._gradients_added(), self._loss_parallel():
             if self._transport.rank == self.plan.last_rank:
                 head.set_gradients(unnamed(gradients))
             executor.backwards(batch)
@@ -170,3 +182,4 @@ class TokenOutputSteps(Forwards):
             with summed_in_float32(held):
                 yield
             self._tied.sum_gradients()
+            self.zero_gradients.check_parameters(held)  # before hooks, which may use gradients up
