@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 # Models whose configurations switch on something that others do not have.
 MODELS = {
-    "SFT": ("qwen3_moe", "gpt_oss", "qwen3_next", "gpt2"),
+    "SFT": ("qwen3_moe", "gpt_oss", "qwen3_next", "gpt2", "gpt2_dropout"),
     "DPO": ("qwen3_moe",),
     "KTO": ("qwen3_moe",),
     "GRPO": ("qwen3_moe",),

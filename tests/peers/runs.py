@@ -21,13 +21,14 @@ SMALL: dict[str, Any] = {
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
 }  # fmt: skip
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "gpt_oss": EXPERTS,
     "qwen3_next": EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
                              "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64,
-             "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2": GPT2 | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2_dropout": GPT2,
 }  # fmt: skip
 WITHOUT_COUNTERPART = {"epoch", "step", "total_flos", "step_time", "num_tokens"}
 
@@ -45,7 +46,7 @@ def model_of(case: Case, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(5)
-    config = AutoConfig.for_model(case.model, **SMALL | SPECIAL.get(case.model, {}))
+    config = AutoConfig.for_model(case.model.removesuffix("_dropout"), **SMALL | SPECIAL.get(case.model, {}))
     if case.kind == "Reward":
         config.num_labels = 1
         return AutoModelForSequenceClassification.from_config(config).to(dtype)
@@ -93,7 +94,7 @@ def lora(case: Case) -> Any:
     from peft import LoraConfig
 
     head = ["score"] if case.kind == "Reward" else None
-    names = ["c_attn"] if case.model == "gpt2" else ["q_proj", "v_proj"]
+    names = ["c_attn"] if case.model.startswith("gpt2") else ["q_proj", "v_proj"]
     return LoraConfig(
         r=4, target_modules=names, modules_to_save=head, task_type="SEQ_CLS" if head else "CAUSAL_LM",
         init_lora_weights=True if case.defaults else "gaussian",
