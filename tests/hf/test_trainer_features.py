@@ -128,6 +128,12 @@ def test_sft(tmp_path: Path, ranks: Callable[[int], Ranks], changes: dict[str, A
         check(found, wanted, 1e-5)
 
 
+def with_virtual_tokens() -> Any:
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(runs.model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -139,6 +145,7 @@ def test_sft(tmp_path: Path, ranks: Callable[[int], Ranks], changes: dict[str, A
         ({"optim": "lomo"}, "optim=.*in the middle of a backward"),
         ({"model": partial(runs.model, torch.float16)}, "torch.float16 .*dtype=torch.bfloat16"),
         ({"model": partial(runs.model, attention_dropout=0.1)}, "attention_dropout"),
+        ({"model": with_virtual_tokens}, "PROMPT_TUNING adds virtual tokens"),
         (
             {"save_only_model": True, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **SAVING},
             "save_only_model",
