@@ -123,11 +123,12 @@ class PipelineMixin:
         """A reference model of the same kind is cut alike: before the first update, both have the same bits, so that
         ties between them are ties. Its weights stay whole on every rank. Any other is called as it is."""
         trainer, layout = self._trainer, self.layout
-        reference = getattr(trainer, "ref_model", None)
+        reference: Any = getattr(trainer, "ref_model", None)
         if type(without_wrapper(reference)) is not type(policy.model) or layout.tp > 1 or layout.shard:
             return
-        own = {"slices", "pp", "microbatch_size", "recompute", "memory", "seq_len"}  # what a plan says
-        config = replace(self.pipeline_config, plan=policy.pipe.plan, **dict.fromkeys(own))
+        names = ("slices", "pp", "microbatch_size", "recompute", "memory", "seq_len")
+        said: dict[str, Any] = dict.fromkeys(names) | {"plan": policy.pipe.plan}  # which says all of it
+        config = replace(self.pipeline_config, **said)
         wrapped = reference.__dict__.pop("_original_forward", None)  # accelerate's autocast is put around ours instead
         prepared = reference.__dict__.get("forward")
         if wrapped is not None:
