@@ -1,4 +1,4 @@
-"""What a model is told between a forward and its backward: gradients are those of the forward, computed again or not."""
+"""What a model is told between a forward and its backward: gradients are those of the forward, however computed."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -254,7 +254,7 @@ WAYS = {
 
 
 def tuned_lora(kind: str, way: str, folder: str, own: dict[str, Any] | None) -> Run:
-    """By TRL's trainer with its default arguments, above all gradient checkpointing, or if ``own`` says how, by ours."""
+    """By TRL's trainer with its default arguments, gradient checkpointing above all, or with ``own``, by ours."""
     import trl
     from datasets import Dataset
 

@@ -10,11 +10,17 @@ from terapipe.modeling.hf.shrink import shrunken, small_model
 
 
 def refuse_other_losses(model: PreTrainedModel) -> None:
-    """Compares the two on a small copy, once."""
+    """Compares the two on a small copy, once. A copy does not have a loss that was given to the model itself."""
+    if "_loss_function" in model.__dict__:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was given a loss of its own (loss_function), which a pipeline would not compute; "
+            "compute it from logits, with compute_loss_func"
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         small = small_model(with_router_logits(shrunken(model.config), False), torch.float32, kind=type(model))
         small.train(False)
         ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+        small.loss_type = model.loss_type
         found = small(input_ids=ids, labels=ids, use_cache=False)
         wanted = F.cross_entropy(found.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     if not torch.allclose(found.loss.float(), wanted, rtol=1e-4):

@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 from terapipe.hf.calls import Call, call_of
 from terapipe.hf.classifiers import classify
 from terapipe.hf.fused_head import fused_head
+from terapipe.hf.model_record import ModelRecord
 from terapipe.hf.own_loss import refuse_other_losses
 from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.weights import agree_on_weights, gather_weights
@@ -27,14 +28,14 @@ from terapipe.modeling.hf.refusals import without_wrapper
 from terapipe.modeling.hf.structure import is_classifier, text_config
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.layout import Layout
+from terapipe.planning.slices import Plan
 from terapipe.recompute import Recompute
 from terapipe.runtime.environment import device_of, rank_and_size
 from terapipe.runtime.mesh import device_mesh
-from terapipe.runtime.module_states import copied
+from terapipe.runtime.module_states import configurations
 from terapipe.runtime.pipeline import Pipeline
 
 CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
-ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of peft's layers
 
 
 @dataclass
@@ -84,20 +85,24 @@ def pipelined(
     if layout.devices > 1:
         mesh = device_mesh(layout, device=device) if mesh is None else mesh
         agree_on_weights(inner, device)
-    with unpatched(inner):
-        decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
-        plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
-        pipe = Pipeline(
-            decoder,
-            plan,
-            loss_fn=classification() if is_classifier(inner) else None,
-            mesh=mesh,
-            shard=layout.shard,
-            vary="replan",
-            device=device,
-            timeout=config.timeout or timeout,
-        )
-    return PipelinedModel(model, inner, pipe, layout, router_losses=decoder.has_router_losses)
+
+    def make(plan: Plan | None) -> tuple[Pipeline, bool]:
+        with unpatched(inner), _outside_of_calls(device), _returning_dicts(inner):
+            decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
+            plan = plan or config.plan_for(decoder, layout, batch_size, seq_len, recompute)
+            pipe = Pipeline(
+                decoder,
+                plan,
+                loss_fn=classification() if is_classifier(inner) else None,
+                mesh=mesh,
+                shard=layout.shard,
+                vary="replan",
+                device=device,
+                timeout=config.timeout or timeout,
+            )
+        return pipe, decoder.has_router_losses
+
+    return PipelinedModel(model, inner, make, layout)
 
 
 class PipelinedModel:
@@ -111,23 +116,32 @@ class PipelinedModel:
         self,
         outer: nn.Module,
         model: PreTrainedModel,
-        pipe: Pipeline,
+        make: Callable[[Plan | None], tuple[Pipeline, bool]],
         layout: Layout,
-        *,
-        router_losses: bool = False,
     ) -> None:
-        """``router_losses``: whether the model's loss has losses of routers beside cross-entropy."""
-        self.outer, self.model, self.pipe, self.layout = outer, model, pipe, layout
-        self.router_losses, self._loss_checked = router_losses, False
+        """``make`` makes a pipeline of the model as it is, by a plan or by a new one, and says whether the model's loss
+        has losses of routers beside cross-entropy."""
+        self.outer, self.model, self.layout = outer, model, layout
+        self._make = make
         self.loss_only = False  # in evaluation: no logits beside the loss
-        self._config = text_config(model.config)
         self._original = MethodType(type(model).forward, model)
         self._replaced = model.__dict__.get("forward", self._original)  # may have TRL's fused head
-        own = {*self.model.parameters()}
-        self._shares_all = layout.pp == 1 and all(p in own for p in pipe.parameters())
         self._whole = True  # whether the model itself has all weights as they are now
-        self._adapters = self._adapter_pairs()
+        self._adopt(*make(None))
         self._install()
+
+    def _adopt(self, pipe: Pipeline, router_losses: bool) -> None:
+        """A pipeline that was made of the model as it is now."""
+        self.pipe, self.router_losses, self._loss_checked = pipe, router_losses, False
+        self._config = text_config(self.model.config)
+        own = {*self.model.parameters()}
+        self._shares_all = self.layout.pp == 1 and all(p in own for p in pipe.parameters())
+        stages = [stage for stage in pipe.stages.values() if isinstance(stage, DecoderStage)]
+        self._record = ModelRecord(self.model, [stage.model for stage in stages])
+        self._training: bool | None = None
+        self._follow_training()
+        if self.layout.pp * self.layout.tp > 1:
+            pipe.compare_data()
 
     def _install(self) -> None:
         @functools.wraps(type(self.model).forward)
@@ -136,7 +150,9 @@ class PipelinedModel:
                 return type(owner).forward(owner, *arguments, **named)
             if self._is_generation(named):
                 return self._generating(arguments, named)
-            return self.forward(self._by_name(arguments, named))
+            given = self._by_name(arguments, named)
+            output = self.forward(given)
+            return output if self._asked("return_dict", given) else output.to_tuple()
 
         @functools.wraps(nn.Module.zero_grad)
         def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
@@ -145,9 +161,6 @@ class PipelinedModel:
         # Bound methods, so that copies of the model get their own.
         self.model.forward = MethodType(forward, self.model)
         self.outer.zero_grad = MethodType(zero_grad, self.outer)  # type: ignore[method-assign]
-        self.pipe.train(self.model.training)
-        if self.layout.pp * self.layout.tp > 1:
-            self.pipe.compare_data()
 
     def remove(self) -> None:
         """The model is as before; its weights are those of the pipeline."""
@@ -176,8 +189,19 @@ class PipelinedModel:
             raise ValueError("call the model with named arguments: input_ids=..., attention_mask=..., labels=...")
         return {**({"input_ids": arguments[0]} if arguments else {}), **named}
 
+    def _asked(self, name: str, given: Mapping[str, Any]) -> Any:
+        """What a call says of its outputs, or else the configuration."""
+        value = given.get(name)
+        return getattr(self.model.config, name, None) if value is None else value
+
     def forward(self, given: dict[str, Any]) -> PipelineOutput:
-        self._follow_modes()
+        self._follow()
+        for name in ("output_hidden_states", "output_attentions"):
+            if self._asked(name, given):
+                raise ValueError(
+                    f"a pipeline returns losses and logits, but {name}=True was asked for; set config.{name} = False, "
+                    "or call remove() of the PipelinedModel before"
+                )
         if torch.is_grad_enabled():
             self.updated()  # as an optimizer's step is likely to follow
         if is_classifier(self.model):
@@ -236,7 +260,7 @@ class PipelinedModel:
     def step(self, given: dict[str, Any], total: Callable[[int], float]) -> Tensor:
         """A whole training step of cross-entropy, in any order. ``total`` is what to divide the sum over tokens by, of
         the number of labels that count here."""
-        self._follow_modes()
+        self._follow()
         self.updated()
         call = call_of(self._config, given)
         if call.labels is None:
@@ -256,22 +280,31 @@ class PipelinedModel:
                 "replica; pack sequences and take dp=1, or set output_router_logits=False"
             )
 
-    # What the model's own modules are told after the stages were made of them
+    # What is done to the model after the stages were made of it
 
-    def _follow_modes(self) -> None:
-        if self.pipe.training != self.model.training:
-            self.pipe.train(self.model.training)
-        for ours, theirs in self._adapters:
-            for name in ADAPTER_STATE:
-                if name in theirs.__dict__:
-                    ours.__dict__[name] = copied(theirs.__dict__[name])
+    def _follow(self) -> None:
+        """Brings stages up to date with the model, or refuses what was changed."""
+        change = self._record.follow()
+        if change:
+            self._refuse_new_stages(change)
+            self._adopt(*self._make(self.pipe.plan))
+        self._follow_training()
 
-    def _adapter_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Layers of peft in the stages, and those that they are copies of."""
-        theirs = {name: m for name, m in self.model.named_modules() if ADAPTER_STATE[0] in m.__dict__}
-        stages = [stage for stage in self.pipe.stages.values() if isinstance(stage, DecoderStage)]
-        copies = [dict(stage.model.named_modules()) for stage in stages]
-        return [(found[name], m) for name, m in theirs.items() for found in copies if name in found]
+    def _follow_training(self) -> None:
+        """Modules of stages follow one by one; the pipeline around them is in training mode if any of them is."""
+        if self.pipe.training is not self._training:  # somebody called train() or eval() of the pipeline
+            self._record.set_modes()
+        self._training = self._record.is_training
+        for part in (self.pipe, *self.pipe.stages.values()):
+            part.training = self._training
+
+    def _refuse_new_stages(self, change: str) -> None:
+        """Other processes have the rest of the model, and an optimizer may hold parameters of stages as they are."""
+        if self.layout.devices > 1 or not self._shares_all:
+            raise ValueError(
+                f"the model was changed after pipelined(): {change}; stages on {self.layout.devices} devices cannot "
+                "follow; change the model before, or call remove() of the PipelinedModel, and pipelined() again after"
+            )
 
     # Weights
 
@@ -307,3 +340,25 @@ def unpatched(model: PreTrainedModel) -> Iterator[None]:
     finally:
         if patched is not None:
             model.__dict__["forward"] = patched
+
+
+@contextmanager
+def _outside_of_calls(device: torch.device) -> Iterator[None]:
+    """As if no forward were under way: what is made inside may be made in the middle of one."""
+    plain = torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), plain[0], plain[1]:
+        yield
+
+
+@contextmanager
+def _returning_dicts(model: PreTrainedModel) -> Iterator[None]:
+    """Stages take what models return by name. What the caller gets is up to the caller."""
+    configs = [config for config in configurations(model.modules()) if "return_dict" in config.__dict__]
+    earlier = [config.return_dict for config in configs]
+    try:
+        for config in configs:
+            config.return_dict = True
+        yield
+    finally:
+        for config, value in zip(configs, earlier, strict=True):
+            config.return_dict = value

@@ -8,32 +8,93 @@ belongs to the forward like its random numbers.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 CONTAINERS = (dict, OrderedDict, list, set, tuple)
 PLAIN = (bool, int, float, str, type(None))
 TREE = ("_modules", "_parameters")  # what a model is made of, not what it was told
 DEPTH = 3  # of containers in containers; what is deeper counts as an object
+ABSENT = object()
 
-State = dict[str, Any]
+
+class Snapshot:
+    """The attributes of a module or a configuration at one moment. Containers are copied, as they may be changed in
+    place; what they contain is shared."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.kind = owner, type(owner)
+        self.attributes = {name: _copied(value) for name, value in owner.__dict__.items()}
+        # Python's == takes a tensor of one number for another that has the same number.
+        self._lone = [name for name, value in self.attributes.items() if _has_lone_number(value)]
+
+    def is_current(self) -> bool:
+        """Quick, as it is asked of all modules in each step: == looks whether objects are the same before it compares
+        them, and other tensors in place of the same cannot be compared."""
+        try:
+            same = type(self.owner) is self.kind and self.owner.__dict__ == self.attributes
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        return same and not (self._lone and any(map(self._differs, self._lone)))
+
+    def differences(self) -> list[str]:
+        """The names of attributes that are others now, new or gone."""
+        names = dict.fromkeys(chain(self.attributes, self.owner.__dict__))
+        return [name for name in names if self._differs(name)]
+
+    def _differs(self, name: str) -> bool:
+        return not _is_same(self.attributes.get(name, ABSENT), self.owner.__dict__.get(name, ABSENT))
+
+    def update(self, name: str) -> None:
+        """Takes the attribute as it is now."""
+        self.attributes.pop(name, None)
+        if name in self.owner.__dict__:
+            self.attributes[name] = _copied(self.owner.__dict__[name])
+        self._lone = [other for other in self._lone if other != name]
+        if _has_lone_number(self.attributes.get(name)):
+            self._lone.append(name)
+
+    def switch(self) -> dict[str, Any]:
+        """Gives the owner these attributes, and returns those that it had instead."""
+        if self.is_current():
+            return {}
+        changed = [name for name in self.differences() if name not in TREE]
+        replaced = {name: self.owner.__dict__.get(name, ABSENT) for name in changed}
+        set_attributes(self.owner, {name: _copied(self.attributes.get(name, ABSENT)) for name in changed})
+        return replaced
 
 
-def copied(value: Any, depth: int = DEPTH) -> Any:
-    """Containers are copied, as they may be changed in place; what they contain is shared."""
+def set_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
+    """Without nn.Module's own ``__setattr__``, which would sort values by kind."""
+    for name, value in attributes.items():
+        if value is ABSENT:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text or the like, or a container of such."""
+    if type(value) in CONTAINERS:
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
+    return value is ABSENT or type(value) in PLAIN
+
+
+def _copied(value: Any, depth: int = DEPTH) -> Any:
     kind = type(value)
     if kind not in CONTAINERS or not depth:
         return value
+    if not value:
+        return kind()
     if kind in (dict, OrderedDict):
-        return kind((name, copied(x, depth - 1)) for name, x in value.items())
-    return kind(copied(x, depth - 1) for x in value)
+        return kind((name, _copied(x, depth - 1)) for name, x in value.items())
+    return kind(_copied(x, depth - 1) for x in value)
 
 
-def is_same(old: Any, new: Any, depth: int = DEPTH) -> bool:
+def _is_same(old: Any, new: Any, depth: int = DEPTH) -> bool:
     """Plain values that are equal, containers of the same, or one object: tensors are not compared by their numbers."""
-    if old is new and type(old) not in CONTAINERS:
-        return True
     kind = type(old)
     if kind is not type(new):
         return False
@@ -43,18 +104,16 @@ def is_same(old: Any, new: Any, depth: int = DEPTH) -> bool:
         return old is new
     if len(old) != len(new):
         return False
-    if not old:
-        return True
     if kind in (dict, OrderedDict):
-        return all(name in new and is_same(x, new[name], depth - 1) for name, x in old.items())
-    if kind is set:
-        return bool(old == new)
-    return all(is_same(a, b, depth - 1) for a, b in zip(old, new, strict=True))
+        return list(old) == list(new) and all(_is_same(x, new[name], depth - 1) for name, x in old.items())
+    return bool(old == new) if kind is set else all(_is_same(a, b, depth - 1) for a, b in zip(old, new, strict=True))
 
 
-def state_of(owner: Any) -> State:
-    """The attributes of a module or a configuration, without what a model is made of."""
-    return {name: copied(value) for name, value in owner.__dict__.items() if name not in TREE}
+def _has_lone_number(value: Any, depth: int = DEPTH) -> bool:
+    if type(value) in CONTAINERS and depth:
+        inside = value.values() if isinstance(value, dict) else value
+        return any(_has_lone_number(x, depth - 1) for x in inside)
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def configurations(modules: Iterable[nn.Module]) -> list[Any]:
@@ -73,18 +132,25 @@ class ModuleStates:
     """Of some modules, their configurations, and which of their parameters are trained, at the moment it is made."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
-        roots = list(roots)
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-        self._states = [(owner, state_of(owner)) for owner in (*modules, *configurations(modules))]
-        self._trained = [(p, p.requires_grad) for p in dict.fromkeys(p for root in roots for p in root.parameters())]
+        self._snapshots = [Snapshot(owner) for owner in (*modules, *configurations(modules))]
+        held = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+        self._parameters = list(held)
+        self._trained = [p.requires_grad for p in held]
+
+    def is_current(self) -> bool:
+        """Whether another one, made now, would be the same."""
+        trained = [p.requires_grad for p in self._parameters] == self._trained
+        return trained and all(snapshot.is_current() for snapshot in self._snapshots)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, modules are as they were; outside, as somebody has made them since. What nobody changed is not
         touched: a forward may change it itself. Parameters that were frozen since get no gradient, as in autograd."""
-        flipped = [p for p, trained in self._trained if p.requires_grad is not trained]
+        flags = zip(self._parameters, self._trained, strict=True)
+        flipped = [p for p, trained in flags if p.requires_grad is not trained]
         frozen = [(p, p.grad) for p in flipped if not p.requires_grad]
-        outside = [(owner, _switched(owner, state)) for owner, state in self._states]
+        outside = [(snapshot.owner, snapshot.switch()) for snapshot in self._snapshots]
         for p, _ in frozen:
             p.grad = None
         _flip(flipped)
@@ -94,32 +160,8 @@ class ModuleStates:
             _flip(flipped)
             for p, earlier in frozen:
                 p.grad = earlier
-            for owner, state in outside:
-                _set(owner, state)
-
-
-_ABSENT = object()
-
-
-def _switched(owner: Any, state: State) -> State:
-    """Gives the owner this state, and returns what it replaced."""
-    now = owner.__dict__
-    changed = {name: value for name, value in state.items() if name not in now or not is_same(value, now[name])}
-    new = [name for name in now if name not in state and name not in TREE]
-    if not (changed or new):
-        return {}
-    replaced = {name: now.get(name, _ABSENT) for name in (*changed, *new)}
-    _set(owner, {**{name: copied(value) for name, value in changed.items()}, **dict.fromkeys(new, _ABSENT)})
-    return replaced
-
-
-def _set(owner: Any, state: Mapping[str, Any]) -> None:
-    """Without nn.Module's own ``__setattr__``, which would sort values by kind."""
-    for name, value in state.items():
-        if value is _ABSENT:
-            owner.__dict__.pop(name, None)
-        else:
-            owner.__dict__[name] = value
+            for owner, attributes in outside:
+                set_attributes(owner, attributes)
 
 
 def _flip(parameters: Iterable[nn.Parameter]) -> None:

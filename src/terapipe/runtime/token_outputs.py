@@ -98,6 +98,7 @@ class TokenOutputSteps(Forwards):
     _is_warm: bool
     _broadcast_outputs: OutputBroadcast
     zero_gradients: ZeroGradients
+    _states: ModuleStates | None = None  # of the stages in the last forward that a backward follows
 
     def warm_up(self, plan: Plan | None = None) -> None:
         raise NotImplementedError
@@ -139,7 +140,9 @@ class TokenOutputSteps(Forwards):
             self._forwards(batch, executor, head, tokens, train)
             found = self._broadcast_outputs(per_token, head, batch.plan.batch_size, batch.plan.seq_len)
         if train:
-            states = ModuleStates(self.stages.values())
+            if self._states is None or not self._states.is_current():
+                self._states = ModuleStates(self.stages.values())
+            states = self._states
             found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, states, gradients))
         return unnamed({name: value[:, :tokens] for name, value in found.items()})
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from torch import nn
 
 REASONS = (
-    "nothing is trained by this step. Likely reasons: no label counts (all are -100); adapters were off, or another one "
-    "was active, in the forward; the loss does not depend on the model's output, or is flat (all advantages are zero); "
-    "gradients were cleared before they were used"
+    "nothing is trained by this step. Likely reasons: no label counts (all are -100); adapters were off, or another "
+    "one was active, in the forward; the loss does not depend on the model's output, or is flat (all advantages are "
+    "zero); gradients were cleared before they were used"
 )
 
 

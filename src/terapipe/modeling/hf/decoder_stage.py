@@ -55,6 +55,7 @@ from terapipe.modeling.hf.tensor_parallel import parallelize
 from terapipe.modeling.stage import IGNORE, TensorParallel
 
 _PREFIX = "model."
+TENSORS_AND_MODULES = ("_parameters", "_buffers", "_modules")
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device
 
 
@@ -81,9 +82,14 @@ class _Head:
         self._hidden: Tensor | None = None
         pass_hidden = PassThrough(structure.returns, lambda: self._hidden)
         self._model: Any = with_layers(model, structure.layers, lambda i, layer: stub(layer, pass_hidden))
+        path = structure.layers.split(".")[:-1]
+        names = [".".join(path[:i]) for i in range(len(path) + 1)]
+        self._copies = [(self._model.get_submodule(name), model.get_submodule(name)) for name in names]
 
     def __call__(self, hidden: Tensor, **inputs: Any) -> Tensor:
         self._hidden = hidden
+        for copied, module in self._copies:  # which may have been told something since
+            copied.__dict__.update((name, x) for name, x in module.__dict__.items() if name not in TENSORS_AND_MODULES)
         try:
             return token_logits(self._model, use_cache=False, **inputs)
         finally:
