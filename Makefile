@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Tests start many processes; without bytecode each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-cpu test-gpu test-all coverage lint types docs format clean
+.PHONY: demo test test-cpu test-gpu test-peers test-all coverage lint types docs format clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -23,6 +23,11 @@ test-cpu: $(READY)
 # tests wait for silent ranks, so there is one more worker than cores.
 test-gpu: $(READY)
 	$(BIN)/python -m tests.pretend -n 3 --dist loadfile --no-loadscope-reorder
+
+# Every loss type and option of TRL's trainers, by the plain class and through a pipeline: equal, refused, or wrong. The
+# last line is one JSON object. `make test-peers KINDS="SFT DPO"` runs some. Nothing is fetched but by the setup.
+test-peers: $(READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.peers $(KINDS)
 
 # Every combination of layout and order, too, and random examples that differ from run to run: `make test-all SEED=...`
 # repeats those of one. Half an hour on two cores.

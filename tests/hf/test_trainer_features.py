@@ -150,6 +150,12 @@ def test_sft(tmp_path: Path, ranks: Callable[[int], Ranks], changes: dict[str, A
         check(found, wanted, 1e-5)
 
 
+def with_virtual_tokens() -> Any:
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(runs.model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -157,6 +163,11 @@ def test_sft(tmp_path: Path, ranks: Callable[[int], Ranks], changes: dict[str, A
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"torch_compile": True}, "torch_compile"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"optim": "galore_adamw_layerwise"}, "optim=.*in the middle of a backward"),
+        ({"optim": "lomo"}, "optim=.*in the middle of a backward"),
+        ({"model": partial(runs.model, torch.float16)}, "torch.float16 .*dtype=torch.bfloat16"),
+        ({"model": partial(runs.model, attention_dropout=0.1)}, "attention_dropout"),
+        ({"model": with_virtual_tokens}, "PROMPT_TUNING adds virtual tokens"),
         (
             {"save_only_model": True, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **SAVING},
             "save_only_model",
@@ -226,3 +237,38 @@ def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:
     causal(str(tmp_path / "plain"), None, max_steps=3, **SAVING)
     with pytest.raises(ValueError, match="not saved through a pipeline"):
         causal(str(tmp_path / "own"), {"slices": 5}, str(tmp_path / "plain" / "checkpoint-3"))
+
+
+def test_a_checkpoint_of_ours_stops_the_plain_trainer(tmp_path: Path) -> None:
+    """It would load the weights and go on with a new optimizer and the schedule's beginning."""
+    causal(str(tmp_path / "own"), {"slices": 5}, max_steps=3, **SAVING)
+    with pytest.raises(Exception, match="ResumeThroughAPipelineTrainer"):
+        causal(str(tmp_path / "plain"), None, str(tmp_path / "own" / "checkpoint-3"))
+
+
+def before_training(folder: str, own: dict[str, Any] | None, items: int | None) -> dict[str, torch.Tensor]:
+    """Gradients of a step that is called by hand."""
+    from transformers import Trainer, TrainingArguments
+
+    from terapipe.hf.trainer import PipelineConfig, PipelineTrainer
+
+    with runs.as_under_torchrun():
+        arguments = TrainingArguments(**runs.options(Path(folder)))
+        given = {"args": arguments, "train_dataset": runs.sequences(4)}
+        model = runs.model()
+        ours = {} if own is None else {"pipeline": PipelineConfig(**own)}
+        trainer = (Trainer if own is None else PipelineTrainer)(model, **given, **ours)
+        trainer.training_step(model, runs.collate(list(runs.sequences(4))), items)
+        named = model.named_parameters() if own is None else trainer.pipelined.pipe.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def test_a_step_before_train(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    wanted = before_training(str(tmp_path), None, 100)
+    one = before_training(str(tmp_path), {"slices": 5}, 100)
+    two = ranks(2)(before_training, str(tmp_path), {"slices": 5}, 100)
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    for found in (one, {**two[0], **two[1]}):
+        assert found.keys() == wanted.keys()
+        assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest < 1e-6
+    assert before_training(str(tmp_path), {"slices": 5}, None)  # where the plain one does not know how to divide

@@ -17,7 +17,8 @@ TESTED = "tested with transformers 5.22, accelerate 1.15 and TRL 1.16"
 
 def scores(logits: Tensor, targets: Targets, *, temperature: float, wanted: Sequence[str]) -> dict[str, Tensor]:
     """The wanted fields, (size, length) each: 0 where the label is -100. ``log_sum_sq_probs``, ``mean_logits`` and
-    ``is_top1`` have no gradient."""
+    ``is_top1`` have no gradient. Numbers are float32 whatever the model is, as in TRL, whose trainers rely on it: a
+    filter by entropies compares them with a quantile of them in float32."""
     labels = labels_of(targets)
     counts = labels != IGNORE
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -33,7 +34,8 @@ def scores(logits: Tensor, targets: Targets, *, temperature: float, wanted: Sequ
             found["mean_logits"] = scaled.mean(-1)
         if "is_top1" in wanted:
             found["is_top1"] = scaled.argmax(-1) == labels
-    return {name: value.masked_fill(~counts, 0) for name, value in found.items()}
+    values = {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
+    return {name: value.masked_fill(~counts, 0) for name, value in values.items()}
 
 
 def fused_head(forward: Callable[..., Any]) -> Callable[[Tensor, Targets], dict[str, Tensor]]:

@@ -14,15 +14,18 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from terapipe.hf.calls import Call, call_of
+from terapipe.hf.classifiers import classify
 from terapipe.hf.fused_head import fused_head
 from terapipe.hf.model_record import ModelRecord
 from terapipe.hf.own_loss import refuse_other_losses
 from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.weights import agree_on_weights, gather_weights
+from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.refusals import without_wrapper
+from terapipe.modeling.hf.structure import is_classifier
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
@@ -31,6 +34,8 @@ from terapipe.runtime.environment import device_of, rank_and_size
 from terapipe.runtime.mesh import device_mesh
 from terapipe.runtime.module_states import configurations
 from terapipe.runtime.pipeline import Pipeline
+
+CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
 
 
 @dataclass
@@ -88,6 +93,7 @@ def pipelined(
             pipe = Pipeline(
                 decoder,
                 plan,
+                loss_fn=classification() if is_classifier(inner) else None,
                 mesh=mesh,
                 shard=layout.shard,
                 vary="replan",
@@ -127,7 +133,6 @@ class PipelinedModel:
     def _adopt(self, pipe: Pipeline, router_losses: bool) -> None:
         """A pipeline that was made of the model as it is now."""
         self.pipe, self.router_losses, self._loss_checked = pipe, router_losses, False
-        self._config = text_config(self.model.config)
         own = {*self.model.parameters()}
         self._shares_all = self.layout.pp == 1 and all(p in own for p in pipe.parameters())
         stages = [stage for stage in pipe.stages.values() if isinstance(stage, DecoderStage)]
@@ -198,6 +203,8 @@ class PipelinedModel:
                 )
         if torch.is_grad_enabled():
             self.updated()  # as an optimizer's step is likely to follow
+        if is_classifier(self.model):
+            return self._classified(given)
         call = call_of(self.model, given)
         if given.get("fused_lm_head"):
             return self._scored(call, given)
@@ -207,6 +214,12 @@ class PipelinedModel:
         if self.loss_only or torch.is_grad_enabled():
             return PipelineOutput(loss=loss)
         return PipelineOutput(loss=loss, logits=self._values(call, raw_logits))
+
+    def _classified(self, given: dict[str, Any]) -> PipelineOutput:
+        """Labels are of sequences, (rows, ...), and no token's."""
+        call = call_of(self.model, {name: value for name, value in given.items() if name not in CLASSIFYING})
+        output = classify(self.model, self._values(call, scores), given)
+        return PipelineOutput(loss=output.get("loss"), logits=output["logits"])
 
     def _values(self, call: Call, per_token: Callable[..., Any]) -> Any:
         """Of each token, at the places of the caller's input. Losses are means over replicas."""

@@ -16,9 +16,9 @@ The Trainer keeps its own loop, callbacks, arguments, logs and folders. What is 
 - what is saved: ``save_model`` and, of private methods, those under "Private methods of Trainer" below.
 """
 
-import math
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -32,20 +32,29 @@ from terapipe.hf.accelerator import PipelineAccelerator
 from terapipe.hf.fused_head import TESTED
 from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.pipelined import PipelinedModel, pipelined, unpatched
-from terapipe.modeling.hf.refusals import refuse_unfit, switch_checkpointing, without_wrapper
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
+from terapipe.modeling.hf.decoder import Decoder
+from terapipe.modeling.hf.refusals import refuse_unfit, switch_checkpointing, untrainable, without_wrapper
 from terapipe.modeling.hf.structure import is_classifier
 from terapipe.planning.layout import Layout
+from terapipe.recompute import Recompute
 from terapipe.runtime.environment import rank_and_size
 from terapipe.runtime.mesh import DP, device_mesh
 
 __all__ = ["PipelineConfig", "PipelineMixin", "PipelineTrainer"]
 STATE = "pipeline"  # weights and optimizer state in a checkpoint's folder, for any layout
-SCHEDULER = "scheduler.pt"
+SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"
+PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
 # Methods that are called or replaced here and may change without notice.
 PRIVATE = (
     "_wrap_model", "_move_model_to_device", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler",
     "_load_best_model", "_finalize_training", "_get_train_sampler",
 )  # fmt: skip
+
+
+class ResumeThroughAPipelineTrainer:
+    """In the place of an optimizer's state in a checkpoint's folder: that is in the folder ``pipeline``. The plain
+    Trainer would go on without it if the file were missing; of this, it says the name and stops."""
 
 
 class PipelineMixin:
@@ -67,7 +76,8 @@ class PipelineMixin:
         self.pipelined: PipelinedModel | None = None
         self._predicting = False
         super().__init__(*arguments, **named)
-        _refuse(self._trainer, self.ranks_per_replica)
+        _refuse_arguments(self._trainer, self.ranks_per_replica)
+        self._refuse_model()
 
     @property
     def _trainer(self) -> Any:
@@ -101,13 +111,92 @@ class PipelineMixin:
             self._stop_checkpointing()
             self.pipelined = pipelined(
                 outer, config=self.pipeline_config, batch_size=args.per_device_train_batch_size,
-                seq_len=getattr(args, "max_length", None), recompute="full" if args.gradient_checkpointing else "none",
-                device=args.device, mesh=self._mesh, timeout=float(args.ddp_timeout),
+                seq_len=getattr(args, "max_length", None), recompute=self._recompute,
+                device=args.device, mesh=self._mesh, timeout=self._timeout,
             )  # fmt: skip
             trainer.accelerator.pipelined = self.pipelined
+            self._pipeline_reference(self.pipelined)
             if self.layout.pp > 1 and hasattr(outer, "generate"):
                 self._generate_on_first(outer)
         return self.pipelined
+
+    def _pipeline_reference(self, policy: PipelinedModel) -> None:
+        """A reference model of the same kind is cut alike: before the first update, both have the same bits, so that
+        ties between them are ties. Its weights stay whole on every rank. Any other is called as it is."""
+        trainer, layout = self._trainer, self.layout
+        reference: Any = getattr(trainer, "ref_model", None)
+        if type(without_wrapper(reference)) is not type(policy.model) or layout.tp > 1 or layout.shard:
+            return
+        names = ("slices", "pp", "microbatch_size", "recompute", "memory", "seq_len")
+        said: dict[str, Any] = dict.fromkeys(names) | {"plan": policy.pipe.plan}  # which says all of it
+        config = replace(self.pipeline_config, **said)
+        wrapped = reference.__dict__.pop("_original_forward", None)  # accelerate's autocast is put around ours instead
+        prepared = reference.__dict__.get("forward")
+        if wrapped is not None:
+            reference.forward = wrapped
+        try:
+            pipelined(reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout)
+        except UnsupportedModelError:
+            if wrapped is not None:
+                reference.forward, reference._original_forward = prepared, wrapped
+            return
+        reference.__dict__.pop("_is_accelerate_prepared", None)
+        trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    @property
+    def _timeout(self) -> float:
+        return float(self._trainer.args.ddp_timeout)
+
+    @property
+    def _recompute(self) -> Recompute:
+        """What gradient checkpointing becomes, unless the configuration of the pipeline says it."""
+        return "full" if self._trainer.args.gradient_checkpointing else "none"
+
+    def _refuse_model(self) -> None:
+        """Looks at a small copy of the model, so that what a step would refuse is refused when the trainer is made."""
+        trainer, inner = self._trainer, without_wrapper(self._trainer.model)
+        name = type(inner).__name__
+        halves = [weight for weight, p in inner.named_parameters() if p.dtype == torch.float16]
+        if halves:
+            raise ValueError(
+                f"weights of {name} are torch.float16 ({halves[0]}), whose small gradients are lost without a loss "
+                "scale, which a pipeline does not have; load the model with dtype=torch.bfloat16 or torch.float32"
+            )
+        if reason := untrainable(inner):
+            raise ValueError(f"{name}: {reason}")
+        self._stop_checkpointing()
+        with unpatched(inner):
+            decoder = Decoder(trainer.model)
+        recompute = self.pipeline_config.recompute or self._recompute
+        if self.pipeline_config.plan is None and recompute not in decoder.recompute_modes:
+            asked = "recompute" if self.pipeline_config.recompute else "gradient_checkpointing"
+            raise ValueError(
+                f"slices of {name} cannot be computed again, as it is cut through its own cache; got {asked}="
+                f"{getattr(self.pipeline_config if asked == 'recompute' else trainer.args, asked)!r}; take "
+                f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
+            )
+        self._refuse_router_losses(decoder.has_router_losses)
+
+    def _refuse_router_losses(self, in_model: bool) -> None:
+        """``in_model``: whether the model adds them to its own loss."""
+        trainer, args = self._trainer, self._trainer.args
+        if getattr(trainer, "aux_loss_enabled", False):
+            raise ValueError(
+                f"{type(trainer).__name__} adds a loss of routers, with router_aux_loss_coef="
+                f"{trainer.router_aux_loss_coef}, which a pipeline cannot compute beside a loss of outputs; set "
+                "router_aux_loss_coef=0.0"
+            )
+        if in_model and not self._is_plain():
+            raise ValueError(
+                "output_router_logits=True adds losses of routers, which a pipeline cannot compute beside a loss of "
+                "outputs; set output_router_logits=False in the model's configuration"
+            )
+        if in_model and (args.gradient_accumulation_steps > 1 or self.layout.dp > 1):
+            raise ValueError(
+                f"transformers adds losses of routers for each accumulated batch of each replica, got "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} and dp={self.layout.dp}; take 1 of "
+                "each and larger batches, or set output_router_logits=False in the model's configuration"
+            )
 
     def _stop_checkpointing(self) -> None:
         """Trainer switches it on in the model; the plan recomputes instead."""
@@ -127,28 +216,24 @@ class PipelineMixin:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        assert self.pipelined is not None
+        pipelined = self.make_pipeline()  # a step may come before train()
         if not self._is_plain():
             return cast(Tensor, super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
         trainer = self._trainer
-        if self.pipelined.router_losses and trainer.args.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "transformers adds losses of routers for each accumulated batch; with them take "
-                "gradient_accumulation_steps=1 and larger batches, or set output_router_logits=False"
-            )
         model.train()
         train = getattr(trainer.optimizer, "train", None)
         if callable(train):
             train()
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
-            return self.pipelined.step(inputs, lambda counted: self._total(counted, num_items_in_batch)).detach()
+            return pipelined.step(inputs, lambda counted: self._total(counted, num_items_in_batch)).detach()
 
     def _is_plain(self) -> bool:
         """Whether a step is Trainer's own, and its loss the model's own cross-entropy."""
         trainer, following = self._trainer, cast(Any, super())
         own = trainer.compute_loss.__func__ is Trainer.compute_loss
         own &= following.training_step.__func__ is Trainer.training_step
+        own &= not is_classifier(without_wrapper(trainer.model))
         return own and trainer.compute_loss_func is None and trainer.label_smoother is None
 
     def _total(self, counted: int, items: Tensor | int | None) -> float:
@@ -156,7 +241,8 @@ class PipelineMixin:
         transformers takes of them."""
         trainer, dp = self._trainer, self.layout.dp
         if items is None or not trainer.model_accepts_loss_kwargs:
-            return float(max(counted, 1) * dp * trainer.current_gradient_accumulation_steps)
+            accumulated = getattr(trainer, "current_gradient_accumulation_steps", 1)  # known in train() only
+            return float(max(counted, 1) * dp * accumulated)
         return float(items) * (1 if trainer.args.average_tokens_across_devices else dp)
 
     def prediction_step(
@@ -171,8 +257,9 @@ class PipelineMixin:
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """The norm of gradients is read from the device here anyway, so this is where zeros are noticed."""
-        if self.pipelined is not None and self._trainer.is_world_process_zero():
-            self.pipelined.pipe.zero_gradients.check_norm(float(logs.get("grad_norm", math.nan)))
+        norm = logs.get("grad_norm")  # None without clipping
+        if norm is not None and self.pipelined is not None and self._trainer.is_world_process_zero():
+            self.pipelined.pipe.zero_gradients.check_norm(float(norm))
         super().log(logs, *arguments, **named)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -221,6 +308,7 @@ class PipelineMixin:
         trainer = self._trainer
         self.make_pipeline().pipe.save(Path(output_dir) / STATE, self._optimizer())
         if trainer.args.should_save:
+            torch.save(ResumeThroughAPipelineTrainer(), os.path.join(output_dir, OPTIMIZER))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # schedulers warn that optimizers are saved beside them
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
@@ -259,18 +347,13 @@ class PipelineMixin:
         return sampler
 
 
-def _refuse(trainer: Any, ranks_per_replica: int) -> None:
+def _refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
     """What a pipeline would ignore or get wrong, before training."""
     several = ranks_per_replica > 1
     args = trainer.args
     inner = without_wrapper(trainer.model)
     with unpatched(inner):
         refuse_unfit(inner)
-    if is_classifier(inner):
-        raise ValueError(
-            f"{type(inner).__name__} is a sequence classifier, which trainers cannot train in slices; use "
-            "terapipe.Pipeline with losses.classification() or losses.reward_pairs()"
-        )
     generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
     if several and generates:
         raise ValueError(
@@ -278,12 +361,15 @@ def _refuse(trainer: Any, ranks_per_replica: int) -> None:
             "use one process, or PipelineGRPOTrainer"
         )
     best_only = args.load_best_model_at_end and args.save_only_model
+    per_layer = str(getattr(args.optim, "value", args.optim)).endswith(PER_LAYER)
     synced = several and getattr(args, "sync_ref_model", False)
     rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
     named = {
         "save_only_model": ("load_best_model_at_end needs what it leaves out", best_only),
         "sync_ref_model": ("ranks have only their own stage's weights as they are; leave it off", synced),
         "train_sampling_strategy": ("'batch_rebalance' counts ranks as replicas; take another", rebalanced),
+        "optim": ("it updates weights in the middle of a backward, with a slice's part; take another", per_layer),
+        "cast_lm_head_to_fp32": ("leave it off", getattr(args, "cast_lm_head_to_fp32", None)),
         "fsdp": ("PipelineConfig(shard=True) shards over replicas", args.fsdp),
         "deepspeed": ("a pipeline takes its place", args.deepspeed),
         "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),

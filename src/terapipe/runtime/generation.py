@@ -22,15 +22,15 @@ from terapipe.runtime.transport import Transport
 class Generation:
     def __init__(self, plan: Plan, sync: GradientSync, executors: Executors, transport: Transport) -> None:
         self._plan, self._sync, self._executors, self._transport = plan, sync, executors, transport
-        self._predicts = False  # known only when asked
+        self._checked: set[bool] = set()  # what the last stage was asked
 
-    def check(self, last: nn.Module | None) -> None:
+    def check(self, last: nn.Module | None, *, of_tokens: bool = True) -> None:
         """Asked once, of the last stage where it is. Refused on all ranks alike, before anything is sent: the pipeline
-        can go on training."""
-        if self._predicts:
+        can go on training. ``of_tokens``: whether logits are to be those of a vocabulary, not of classes."""
+        if of_tokens in self._checked:
             return
         missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
-        if str(getattr(last, "no_default_loss", "")):
+        if of_tokens and str(getattr(last, "no_default_loss", "")):
             missing = "a sequence classifier, which predicts no tokens,"
         found = next(filter(None, self._transport.gather(missing)), None)
         if found:
@@ -38,7 +38,7 @@ class Generation:
                 f"logits and log-probabilities need a last stage with a method logits(hidden), as Predictor in "
                 f"modeling/stage.py describes it; {found} has none"
             )
-        self._predicts = True
+        self._checked |= {of_tokens, False}
 
     def next_token_logits(self, padded: Tensor, tokens: int, executor: Executor) -> Tensor:
         """After so many tokens of each row; the rest is padding."""

@@ -144,7 +144,8 @@ class TokenOutputSteps(Forwards):
         """
         train = torch.is_grad_enabled()
         training = any(stage.training for stage in self.stages.values())
-        self._generation.check(self.stages.get(self.plan.num_stages - 1))
+        last = self.stages.get(self.plan.num_stages - 1)
+        self._generation.check(last, of_tokens=per_token is token_log_probs)
         batch, executor = self._admission.outputs(
             input_ids, labels, documents, train=train, training=training, held=Held.of(self)
         )
