@@ -277,9 +277,9 @@ _INSIDE_ADAPTERS = re.compile(r"(?<=\.)(base_layer|original_module|token_adapter
 
 def _folder_of(name: str) -> Path | None:
     """A folder, or what was downloaded from the Hub under this name."""
-    if not name or Path(name).is_dir():
-        return Path(name).resolve() if name else None
     try:
+        if not name or Path(name).is_dir():
+            return Path(name).resolve() if name else None
         config = cached_file(name, "config.json", local_files_only=True)
     except (OSError, ValueError):  # not there, or no name that the Hub knows
         return None
