@@ -85,7 +85,7 @@ def can_project(x: Tensor, weight: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
     ):
         return False
-    return _fits(x, weight) if isinstance(x, DTensor) or isinstance(weight, DTensor) else True
+    return _fits(x, weight) if type(weight) is DTensor or isinstance(x, DTensor) else True
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
@@ -160,8 +160,7 @@ class _Project(torch.autograd.Function):
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
         local = to_local(weight) if call.dtype is None else call.cache.cast(weight, call.dtype)
         local = local.t() if call.inputs_first else local
-        ctx.weight, ctx.local, ctx.call = weight, local, call
-        ctx.version = weight._version if ctx.needs_input_grad[0] else None
+        ctx.of_forward = weight, local, call, weight._version if ctx.needs_input_grad[0] else None
         # Of F.linear the output would be a view, which models may not change in place behind a Function.
         out = x.new_empty(*x.shape[:-1], local.shape[0])
         rows, flat = x.flatten(0, -2), out.flatten(0, -2)
@@ -173,17 +172,18 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        kept, weight, cache = ctx.call.kept, ctx.weight, ctx.call.cache
-        (x,) = ctx.saved_tensors if kept is None else kept[0].saved_tensors
+        weight, local, call, version = ctx.of_forward
+        cache, returned = call.cache, None
+        (x,) = ctx.saved_tensors if call.kept is None else call.kept[0].saved_tensors
         want_x, want_weight, want_bias, _ = ctx.needs_input_grad
-        if want_x and weight._version != ctx.version:
-            raise changed_weight("a weight", weight, ctx.version)
-        rows, local, returned = grad.flatten(0, -2), ctx.local, None
+        if want_x and weight._version != version:
+            raise changed_weight("a weight", weight, version)
+        rows = grad.flatten(0, -2)
         if torch.is_grad_enabled():  # somebody will differentiate this: by the weight, too
-            local = to_local(weight) if ctx.call.dtype is None else to_local(weight).to(ctx.call.dtype)
-            local = local.t() if ctx.call.inputs_first else local
+            local = to_local(weight) if call.dtype is None else to_local(weight).to(call.dtype)
+            local = local.t() if call.inputs_first else local
         if want_weight:
-            left, right = (x.flatten(0, -2), rows) if ctx.call.inputs_first else (rows, x.flatten(0, -2))
+            left, right = (x.flatten(0, -2), rows) if call.inputs_first else (rows, x.flatten(0, -2))
             deferred = DeferredGrad(weight, left, right, cache.main_grads and is_half(weight))
             if not cache.is_own_backward or weight._backward_hooks:
                 returned = laid_out_like(weight, deferred.product().to(weight.dtype))
