@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,7 +93,8 @@ def stage_traits(model: Splittable, stages: Mapping[int, nn.Module], tile: int) 
     own. ``tile``: lengths must be multiples of it."""
     about: dict[str, Any] = {}
     for stage in stages.values():
-        about["shape of hidden states"] = tuple(cast(Stage, stage).hidden_shape(1, 8 * tile))
+        if isinstance(stage, Stage):
+            about["shape of hidden states"] = tuple(stage.hidden_shape(1, 8 * tile))
         if isinstance(stage, HasVocabulary):
             names = ("vocabulary of inputs", "vocabulary of labels")
             about |= {name: size for name, size in zip(names, stage.vocabulary, strict=True) if size is not None}
