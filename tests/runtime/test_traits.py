@@ -175,6 +175,9 @@ def replicas(how: str, layout: Layout) -> str:
     odd, model = dist.get_rank() == layout.devices - 1, make_model(TINY)
     if odd and how == "at once":
         model.layers["0"].requires_grad_(False)
+    if odd and how == "other values":
+        with torch.no_grad():
+            model.layers["1"].up.weight[0, 0] += 1e-7
     plan = replace(PLAN, boundaries=(0, 2, 4) if layout.pp == 2 else (0, 4))
     try:
         pipe = Pipeline(model, plan, mesh=mesh_of(layout), timeout=300.0)
@@ -194,6 +197,12 @@ def test_ranks_of_the_same_stage_train_the_same_parameters(
     for answer in ranks(2)(replicas, how, layout):
         assert "rank 1 differs from rank 0 in layers.0." in answer
         assert "frozen instead of " in answer
+
+
+def test_replicas_begin_with_the_same_weights(ranks: Callable[[int], Ranks]) -> None:
+    for answer in ranks(2)(replicas, "other values", Layout(2, 1, 1)):
+        assert "rank 1 differs from rank 0 in values of layers.1.up.weight (" in answer
+        assert "same seed" in answer
 
 
 def test_stages_may_be_frozen_differently(ranks: Callable[[int], Ranks]) -> None:

@@ -33,6 +33,7 @@ from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.mesh import DP, PP, TP
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.silence import Nothing, SilentTransport
+from terapipe.runtime.traits import Traits
 from terapipe.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -156,6 +157,10 @@ class _DryPipeline(Pipeline):
     ) -> None:
         self._place = rank, dp, mesh
         super().__init__(model, plan, device=device, verify=False)  # fake tensors have no numbers to compare
+
+    def _compared_parts(self, model: Splittable) -> tuple[Traits, ...]:
+        """There are no other ranks, and no numbers."""
+        return ()
 
     def train_on_nothing(self) -> None:
         """A step. What it checks of a batch before needs numbers, and is left out."""

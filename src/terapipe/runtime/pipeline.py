@@ -43,6 +43,7 @@ from terapipe.runtime.traits import (
     parameter_traits,
     refuse_differences,
     stage_traits,
+    weight_traits,
 )
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
@@ -179,12 +180,15 @@ class Pipeline(TokenOutputSteps):
         known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, HasVocabulary)]
         return Vocabulary(*known[0]) if known else Vocabulary()
 
-    def _compared_parts(self, model: Splittable) -> tuple[Traits, Traits]:
-        """What all ranks must agree on once their stages are made, and what those that hold the same stages must."""
-        held = (named for stage in self.stages.values() for named in stage.named_parameters())
+    def _compared_parts(self, model: Splittable) -> tuple[Traits, ...]:
+        """What all ranks must agree on once their stages are made, what those that hold the same stages must, and what
+        those that hold the same parts of them."""
+        held = [named for stage in self.stages.values() for named in stage.named_parameters()]
+        place = self.rank * self._transport.tp_size + self._transport.tp_rank
         return (
             Traits(stage_traits(model, self.stages, self._tile), is_partial=True),
             Traits(parameter_traits(held, trained=True), self.rank),
+            Traits(weight_traits(held) if self._transport.dp_size > 1 else {}, place),
         )
 
     def _check(self, model: Splittable) -> None:

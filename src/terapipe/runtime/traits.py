@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from terapipe.modeling.stage import HasVocabulary, Splittable, Stage
+from terapipe.runtime.checkpoint.frozen import local_sums
 from terapipe.runtime.inputs import checksum
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.transport import Transport
@@ -54,6 +55,8 @@ def _refuse_difference(transport: Transport, everyone: list[Traits]) -> None:
             if differences := _differences(everyone[usual], everyone[rank]):
                 more = f", and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
                 other = "; if this may differ, give the model a method traits()" if "config." in differences[0] else ""
+                if differences[0].startswith("values of "):
+                    other = "; draw weights from the same seed (torch.manual_seed) or load the same file on all ranks"
                 raise ValueError(
                     f"all ranks must have the same model, plan and options, {transport.name(rank)} differs from "
                     f"{transport.name(usual)} in {', '.join(differences[:SHOWN])}{more}{other}"
@@ -120,6 +123,11 @@ def parameter_traits(named: Iterable[tuple[str, nn.Parameter]], *, trained: bool
         for name, p in named
         if p.numel()
     }
+
+
+def weight_traits(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Sums of the bits of the weights that a rank holds: replicas must begin with the same ones."""
+    return {f"values of {name}": f"checksum {total:x}" for name, total in local_sums(dict(named)).items()}
 
 
 def flatten(value: Any, name: str = "") -> dict[str, str]:

@@ -43,7 +43,7 @@ class FrozenBase:
         """What a checkpoint of these weights need not hold, over all ranks. All ranks call it together."""
         known = {} if self._source is None else weights
         frozen = {name: x for name, x in known.items() if isinstance(x, torch.nn.Parameter) and not x.requires_grad}
-        sums = _local_sums(frozen)
+        sums = local_sums(frozen)
         if any(self._transport.gather(sums != self._sums, ALL)):
             self._left_out = self._agree(weights, digests_of(frozen))
             self._sums = sums
@@ -104,7 +104,7 @@ def digest_of(tensor: Tensor) -> str:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _local_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
+def local_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Of the bits of this rank's parts, as integers. The device waits once, for all of them."""
     parts = [to_local(x).detach().contiguous() for x in weights.values()]
     if not parts:
