@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from terapipe import GPT
+from terapipe.cli import main
 from terapipe.config import RunConfig, parse
 from terapipe.modeling.stage import IGNORE
 from terapipe.presets import gpt_config
@@ -249,3 +251,27 @@ def test_bad_input_is_one_message(place: Path) -> None:
     with command(folder, told) as run:
         assert run.end() == 2
         assert run.said.count("nothing.txt") == run.said.count("\n") == 1
+
+
+def test_a_finished_run_says_so_and_starts_no_ranks(
+    ranks: Callable[[int], Ranks], place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks met, loaded the last checkpoint, and ended."""
+    folder = place / "finished"
+    told = config(folder, "", "optimizer.steps=2", "plan.pp=2", "optimizer.accumulate=1", "evaluation.every=0")
+    ranks(2)(train, told)
+    file = place / "finished.toml"
+    file.write_text(told.to_toml())
+    started_ranks: list[object] = []
+    monkeypatch.setattr("terapipe.launch.processes.launch_module", lambda *given: started_ranks.append(given) or "")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert main(["train", str(file)]) == 0
+    assert f"this run has finished, at step 2: {folder}" in capsys.readouterr().out
+    assert not started_ranks
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "lock"} == before
+    for more in ("optimizer.steps=3", f"checkpoints.export={place / 'exported'}", "model.seed=1"):
+        main(["train", str(file), more])
+        assert started_ranks.pop(), f"with {more} there is something to do, or to refuse"
+    shutil.rmtree(folder / "checkpoints")
+    main(["train", str(file)])
+    assert started_ranks

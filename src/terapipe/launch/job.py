@@ -187,7 +187,8 @@ def _scalar(text: str, indent: int) -> str:
     lines = text.removesuffix("\n").split("\n")
     if all(line.isprintable() for line in lines):
         return "\n".join(["|", *(" " * indent + line if line else "" for line in lines)])
-    return json.dumps(text, ensure_ascii=False)
+    safe = (c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
+    return f'"{"".join(safe)}"'
 
 
 def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:

@@ -83,7 +83,7 @@ def ensure_process_group(device: torch.device, timeout: float = 300.0) -> bool:
 def stay_on_this_host() -> None:
     """If all ranks are on this host, gloo and NCCL listen on the loopback interface from now on. They would take the
     address of the host's name, where everybody in its network can reach them."""
-    if local_ranks() == rank_and_size()[1]:
+    if under_torchrun() and local_ranks() == rank_and_size()[1]:
         os.environ.update(_loopback())
 
 

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from terapipe.runtime.environment import ensure_process_group, host_name
+from terapipe.runtime.environment import ensure_process_group, host_name, stay_on_this_host
 from terapipe.runtime.failures import (
     Board,
     PipelineError,
@@ -68,6 +68,7 @@ class Transport:
         self._failure: PipelineError | None = None
         self._failing = threading.Lock()
         self._mesh, self.mesh_dims = with_roles(mesh, mesh_dims)
+        stay_on_this_host()  # whoever made the process group
         if mesh is not None or ensure_process_group(device, timeout):
             lines = lines_of(self._mesh, self.mesh_dims)
             await_ranks(lines[ALL][0], timeout, "make a Pipeline")
