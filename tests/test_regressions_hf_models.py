@@ -311,6 +311,14 @@ def sum_tokens(model: Any) -> None:
     model.model.layers[1].mlp.act_fn = Summed()
 
 
+def hook_two_layers(model: Any) -> None:
+    """By hooks of one name, of which the second is not exact."""
+    for layer, dim in enumerate((2, 1)):
+        model.model.layers[layer].mlp.register_forward_hook(
+            lambda module, inputs, output, dim=dim: output - output.mean(dim, keepdim=True)
+        )
+
+
 def center(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output - output.mean(1, keepdim=True)
 
@@ -347,9 +355,10 @@ def test_changes_that_work_on_each_token_alone_are_exact(change: Callable[[Any],
         ),
         (lambda m: m.register_forward_hook(center), "LlamaForCausalLM has a forward hook .* call it otherwise"),
         (lambda m: m.lm_head.register_full_backward_hook(lambda *_: None), "lm_head has a backward hook: it would see"),
+        (hook_two_layers, r"layers\.1\.mlp has a forward hook"),
         (fewer_layers, r"model\.layers has 3 layers: the configuration of LlamaForCausalLM says 4"),
     ],
-    ids=["attention", "sum", "batch norm", "hook", "hook of the model", "backward hook", "layers"],
+    ids=["attention", "sum", "batch norm", "hook", "hook of the model", "backward hook", "two hooks", "layers"],
 )
 def test_changes_that_slices_would_get_wrong_are_refused_by_name(change: Callable[[Any], None], reason: str) -> None:
     """Nothing was checked: gradients were wrong by 0.4 with a hook that centers tokens, and by 0.1 to 3 with others."""

@@ -194,16 +194,16 @@ class _Probe:
     the first. It is called with a few tokens, and remembers what changed modules are called with and return."""
 
     def __init__(self, model: PreTrainedModel, structure: ModelStructure, changes: list[Change]) -> None:
-        around, self._alike = f"{structure.layers}.", {}
-        kinds: dict[tuple[str, ...], str] = {}
-        by_layer: dict[str, list[Change]] = {}
+        around = f"{structure.layers}."
+        by_layer: dict[str, list[Change]] = {}  # by the number of the layer; "" for modules outside of layers
         for change in changes:
             inside = change.name.startswith(around)
             by_layer.setdefault(change.name.removeprefix(around).partition(".")[0] if inside else "", []).append(change)
+        alike: dict[Any, str] = {}  # the first layer of each kind of changes
         for layer, own in by_layer.items():
-            kinds.setdefault(tuple(f"{c.name.removeprefix(f'{around}{layer}.')} {c.what}" for c in own), layer)
-        chosen = set(kinds.values())
-        self._changes = [change for layer, own in by_layer.items() if layer in chosen for change in own]
+            alike.setdefault(tuple(_kind(model, change, f"{around}{layer}") for change in own), layer)
+        chosen = list(alike.values())
+        self._changes = [change for layer in chosen for change in by_layer[layer]]
         passing = PassThrough(structure.returns)
         few = with_layers(model, structure.layers, lambda i, m: m if str(i) in chosen else stub(m, passing))
         self._model = owned_copy(few, own_buffers=True)
@@ -249,6 +249,15 @@ class _Probe:
         except Exception as error:  # whatever the module or the hook raises
             return first_line(error)
         return ""
+
+
+def _kind(model: nn.Module, change: Change, layer: str) -> tuple[Any, ...]:
+    """Equal for changes that need to be checked once. Hooks are the same only if they are one function: closures of one
+    code may differ."""
+    module = model.get_submodule(change.name)
+    forward = getattr(vars(module).get("forward"), "__func__", None)
+    hooks = tuple(id(hook.call) for hook in change.hooks)
+    return change.name.removeprefix(layer), change.what, type(module), repr(module), forward, hooks
 
 
 _Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, named arguments, and what was returned

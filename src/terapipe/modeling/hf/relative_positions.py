@@ -53,7 +53,7 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
 def _sees_distances_only(config: PretrainedConfig, kind: type[PreTrainedModel]) -> bool:
     with quietly(), torch.no_grad():
         try:
-            model = small_model(config, kind=kind).eval()
+            model = small_model(config, kind=kind).train(False)
             batch = Batch.of(model)
             places = torch.arange(batch.tokens).expand_as(batch.ids)
             here, there = (
