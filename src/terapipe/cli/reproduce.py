@@ -47,7 +47,7 @@ CUT = "microbatches and slices"
 def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
     room = f"the {units.memory(source_of(SETTINGS[0]).budget)} of a V100 that are usable"
     if question:
-        header = ("setting", "order", "step", "idle", "peak memory", "dp x pp x tp", CUT)
+        header: tuple[str, ...] = ("setting", "order", "step", "idle", "peak memory", "dp x pp x tp", CUT)
         rows = [row for setting in SETTINGS for row in _orders(setting)]
         yield Section(f"The ten settings with every order in its own best layout, within {room}", header, rows)
     if grow:

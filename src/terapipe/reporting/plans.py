@@ -1,5 +1,6 @@
 """Plans and comparisons for people: what was chosen, why, and next to what."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from io import StringIO
@@ -81,8 +82,7 @@ def runs(numbers: Sequence[int]) -> str:
 
 def microbatches(plan: Plan) -> str:
     """Number of microbatches x sequences in each: 8 x 1 seq."""
-    grouped = [(value, len(list(group))) for value, group in groupby(plan.sizes)]
-    return ", ".join(f"{count} x {value}" for value, count in grouped) + " seq"
+    return ", ".join(f"{count} x {size}" for size, count in Counter(plan.sizes).items()) + " seq"
 
 
 def budget_title(result: "PlanResult | Comparison") -> str:
