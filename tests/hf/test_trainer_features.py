@@ -173,7 +173,7 @@ def with_virtual_tokens() -> Any:
             "save_only_model",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",  # names of functions are not the same twice
 )
 def test_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

@@ -156,6 +156,8 @@ class PipelineMixin:
         """Looks at a small copy of the model, so that what a step would refuse is refused when the trainer is made."""
         trainer, inner = self._trainer, without_wrapper(self._trainer.model)
         name = type(inner).__name__
+        with unpatched(inner):
+            refuse_unfit(inner)
         halves = [weight for weight, p in inner.named_parameters() if p.dtype == torch.float16]
         if halves:
             raise ValueError(
@@ -351,9 +353,6 @@ def _refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
     """What a pipeline would ignore or get wrong, before training."""
     several = ranks_per_replica > 1
     args = trainer.args
-    inner = without_wrapper(trainer.model)
-    with unpatched(inner):
-        refuse_unfit(inner)
     generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
     if several and generates:
         raise ValueError(

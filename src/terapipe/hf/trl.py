@@ -7,10 +7,12 @@ generate text in one process only::
 """
 
 import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from trl import (  # type: ignore[attr-defined]
     DPOTrainer,
     GRPOTrainer,
@@ -71,14 +73,22 @@ class _Generating(PipelineMixin):
 
     def _generate_and_score_completions(self, *arguments: Any) -> Any:
         """TRL then shuffles them, which all ranks of a pipeline must do alike."""
-        completions = super()._generate_and_score_completions(*arguments)  # type: ignore[misc]
+        scored = super()._generate_and_score_completions  # type: ignore[misc]
+        with self._gathering_replicas(sys.modules[scored.__func__.__module__]):
+            completions = scored(*arguments)
         torch.set_rng_state(self.make_pipeline().pipe.gather(torch.get_rng_state())[0])
         return completions
 
-    def _calculate_rewards(self, *arguments: Any) -> Tensor:
-        """TRL gathers them from all processes; those of each replica count once."""
-        rewards: Tensor = super()._calculate_rewards(*arguments)  # type: ignore[misc]
-        return rewards.view(self.layout.dp, self.ranks_per_replica, -1, rewards.shape[-1])[:, 0].flatten(0, 1)
+    @contextmanager
+    def _gathering_replicas(self, module: Any) -> Iterator[None]:
+        """TRL's modules gather rewards by a function of accelerate, from all processes; those of each replica count
+        once."""
+        gather = module.gather
+        module.gather = self._trainer.accelerator.gather
+        try:
+            yield
+        finally:
+            module.gather = gather
 
 
 class PipelineGRPOTrainer(_Generating, GRPOTrainer):
