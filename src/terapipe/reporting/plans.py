@@ -133,7 +133,7 @@ def reasons(result: "PlanResult") -> list[str]:
     if result.reserve is not None:
         out.append(
             f"{result.reserve - 1:.1%} slower than this order and layout would be with all memory of a device, "
-            "and room to start"
+            "part of which is reserved"
         )
     if result.price is not None:
         out.append(f"the limit on distinct lengths costs {result.price - 1:.1%}")
