@@ -53,7 +53,7 @@ def described(estimate: "PlanEstimate") -> dict[str, str]:
     plan = estimate.plan
     out = {
         "order": plan.order,
-        "layers": "stages of " + runs([b - a for a, b in pairwise(plan.boundaries)]),
+        "layers": runs([b - a for a, b in pairwise(plan.boundaries)]) + " per stage",
         "microbatches": microbatches(plan),
         "slices": slices(plan),
         "recompute": recompute_title(plan.recompute),
@@ -70,7 +70,7 @@ def described(estimate: "PlanEstimate") -> dict[str, str]:
 def slices(plan: Plan) -> str:
     if all(len(row) == 1 for row in plan.lengths):
         return f"none: whole sequences of {plan.seq_len} tokens (do not slice)"
-    rows = [f"{len(row)} of {runs(row)}" for row in dict.fromkeys(plan.lengths)]
+    rows = [f"{len(row)}: {runs(row)}" for row in dict.fromkeys(plan.lengths)]
     return "; or ".join(rows) + " tokens"
 
 
@@ -112,10 +112,13 @@ def reasons(result: "PlanResult") -> list[str]:
         out.append("slicing does not pay here: shorter slices cost more than the idle time they would save")
     elif whole and whole is not estimate:
         ratio = whole.step_time / estimate.step_time
-        out.append(
-            f"{ratio:.2f} times as fast as the best without slicing ({whole.title}, "
-            f"{units.seconds(whole.step_time)}): {units.share(estimate.idle)} idle instead of {units.share(whole.idle)}"
+        best = (
+            f"{ratio:.2f} times as fast as the best without slicing ({whole.title}, {units.seconds(whole.step_time)})"
         )
+        if estimate.idle < whole.idle:
+            out.append(f"{best}: {units.share(estimate.idle)} idle instead of {units.share(whole.idle)}")
+        else:  # it idles less because it pays for that with tensor parallelism or recomputation
+            out.append(f"{best}, which takes {whole.layout}, {recompute_title(whole.plan.recompute)} recompute")
     if result.runners_up:
         other = result.runners_up[0]
         ahead = other.step_time / estimate.step_time - 1
@@ -130,7 +133,7 @@ def reasons(result: "PlanResult") -> list[str]:
     if result.reserve is not None:
         out.append(
             f"{result.reserve - 1:.1%} slower than this order and layout would be with all memory of a device, "
-            "and room to start"
+            "part of which is reserved"
         )
     if result.price is not None:
         out.append(f"the limit on distinct lengths costs {result.price - 1:.1%}")
