@@ -249,6 +249,7 @@ def from_a_peft_model() -> tuple[Any, dict[str, Any]]:
 WAYS = {
     "configuration": (from_a_configuration, {}),
     "peft model": (from_a_peft_model, {}),
+    "precomputed": (from_a_configuration, {"precompute_ref_log_probs": True}),  # before the trainer trains
     "reentrant": (from_a_configuration, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
 }
 
@@ -287,6 +288,7 @@ CASES = [
     pytest.param("kto", "configuration", marks=MORE),
     pytest.param("dpo", "peft model", marks=MORE),
     pytest.param("kto", "peft model", marks=MORE),
+    pytest.param("dpo", "precomputed", marks=MORE),
     pytest.param("dpo", "reentrant", marks=MORE),
     pytest.param("kto", "reentrant", marks=MORE),
 ]

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from terapipe.runtime.module_states import ABSENT, Snapshot, configurations, is_plain, set_attributes
 
-# Of the model itself: what pipelines, trainers and generation put there.
+# Of the model itself: what pipelines, trainers and generation change. Notes that they add have no effect either.
 OUTSIDE = {
     "forward", "zero_grad", "generate", "generation_config", "warnings_issued", "model_tags", "name_or_path",
     "peft_config", "_hf_peft_config_loaded", "hf_device_map", "is_parallelizable", "model_parallel",
 }  # fmt: skip
+LOSS = "_loss_function"  # of transformers' models that were given a loss
 # Of any module. Stages refuse checkpointing that is switched on later themselves.
 WITHOUT_EFFECT = {
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
@@ -98,10 +99,10 @@ class ModelRecord:
         return ""
 
     def _follow_attribute(self, entry: Entry, name: str) -> str:
-        is_root = entry.module is self._model
-        if name in WITHOUT_EFFECT or (is_root and name in OUTSIDE):
-            return ""
         old, new = (owned.get(name, ABSENT) for owned in (entry.snapshot.attributes, entry.module.__dict__))
+        is_root = entry.module is self._model
+        if name in WITHOUT_EFFECT or (is_root and (name in OUTSIDE or (old is ABSENT and name != LOSS))):
+            return ""
         if name == "_buffers":
             return self._follow_buffers(entry, old, new)
         # Losses are made of what the model itself says, stages' hooks of the kinds of rotary embeddings.
