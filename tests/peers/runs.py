@@ -118,7 +118,7 @@ def trainer_of(case: Case, folder: str, *, ours: bool, exact: bool) -> Any:
         several = "multi_objective_aggregation" in case.options
         given["reward_funcs"] = [reward, longest] if several else reward
         if case.options.get("beta", case.kind == "RLOO"):  # the reference is loaded from where the model is from
-            model.save_pretrained(folder)
+            save(model, Path(folder))
             model.config._name_or_path = folder
     if case.kind in ("DPO", "KTO") and not case.adapter:
         given["ref_model"] = copy.deepcopy(model)
@@ -126,6 +126,16 @@ def trainer_of(case: Case, folder: str, *, ours: bool, exact: bool) -> Any:
     if ours:
         return getattr(own, f"Pipeline{case.kind}Trainer")(model, **given, slices=SLICES)
     return getattr(trl, f"{case.kind}Trainer")(model, **given)
+
+
+def save(model: Any, folder: Path) -> None:
+    """On every rank, each of which has a folder of its own; transformers would write on the first only."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    model.config.architectures = [type(model).__name__]
+    (folder / "config.json").write_text(model.config.to_json_string())
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
 
 
 def longest(completion_ids: list[list[int]], **_: Any) -> list[float]:
