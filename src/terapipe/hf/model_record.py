@@ -22,11 +22,14 @@ OUTSIDE = {
     "forward", "zero_grad", "generate", "generation_config", "warnings_issued", "model_tags", "name_or_path",
     "peft_config", "_hf_peft_config_loaded", "hf_device_map", "is_parallelizable", "model_parallel",
 }  # fmt: skip
+# Hooks of transformers and peft on embeddings, for checkpointing: outputs get a gradient, which nobody looks at.
+HOOKS_WITHOUT_EFFECT = ("make_inputs_require_grads", "make_inputs_require_grad")
 LOSS = "_loss_function"  # of transformers' models that were given a loss
 # Of any module. Stages refuse checkpointing that is switched on later themselves.
 WITHOUT_EFFECT = {
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    "_non_persistent_buffers_set", "gradient_checkpointing", "_gradient_checkpointing_func",
+    "_non_persistent_buffers_set", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+    "_require_grads_hooks",
 }  # fmt: skip
 # Of a configuration: names, ids of tokens, and what is looked at in each call.
 CONFIG_WITHOUT_EFFECT = {
@@ -103,6 +106,8 @@ class ModelRecord:
         is_root = entry.module is self._model
         if name in WITHOUT_EFFECT or (is_root and (name in OUTSIDE or (old is ABSENT and name != LOSS))):
             return ""
+        if "_hooks" in name and _hooks_with_effect(old) == _hooks_with_effect(new):
+            return ""
         if name == "_buffers":
             return self._follow_buffers(entry, old, new)
         # Losses are made of what the model itself says, stages' hooks of the kinds of rotary embeddings.
@@ -136,6 +141,12 @@ def _config_change(snapshot: Snapshot) -> str:
             now = snapshot.owner.__dict__.get(name)
             return f"{name} of its configuration is {now!r}, was {snapshot.attributes.get(name)!r}"
     return ""
+
+
+def _hooks_with_effect(hooks: Any) -> Any:
+    if not isinstance(hooks, dict):
+        return hooks
+    return {key: hook for key, hook in hooks.items() if getattr(hook, "__name__", "") not in HOOKS_WITHOUT_EFFECT}
 
 
 def _moved_buffers(entry: Entry) -> Iterator[tuple[Tensor, Tensor, list[int]]]:

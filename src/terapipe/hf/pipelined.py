@@ -299,7 +299,9 @@ class PipelinedModel:
 
     def _refuse_new_stages(self, change: str) -> None:
         """Other processes have the rest of the model, and an optimizer may hold parameters of stages as they are."""
-        if self.layout.devices > 1 or not self._shares_all:
+        if self.layout.devices == 1 and self._shares_all:
+            return
+        with self.pipe.failing_together():  # the model of another rank may be as it was
             raise ValueError(
                 f"the model was changed after pipelined(): {change}; stages on {self.layout.devices} devices cannot "
                 "follow; change the model before, or call remove() of the PipelinedModel, and pipelined() again after"
