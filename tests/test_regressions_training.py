@@ -185,7 +185,7 @@ class AskedError(Exception):
 
 
 def request_of(config: RunConfig, made: RunModel, monkeypatch: pytest.MonkeyPatch) -> Request:
-    def choose(source: object, request: Request) -> None:
+    def choose(source: object, request: Request, progress: object) -> None:
         raise AskedError(request)
 
     monkeypatch.setattr(api, "choose", choose)

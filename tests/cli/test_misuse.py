@@ -223,7 +223,7 @@ def conflicts(files: Files) -> Iterator[tuple[str, list[str]]]:
     yield from (("simulate bare", [pair]) for pair in ("--shard", "--dp=0", "--tp=3", "--batch-size=3", "--pp=4"))
     for verb in files.bases():
         yield from ((verb, [word]) for word in ("--nonsense", "--js", "--all=1", "--json=yes"))
-    yield from (("", words.split()) for words in ("", "fly", "plan", "simulate", "compare --json", "train", "verify"))
+    yield from (("", words.split()) for words in ("fly", "plan", "simulate", "compare --json", "train", "verify"))
     yield from (("", words.split()) for words in ("verify llama --all", "verify llamma", "profile --seq-len 64"))
     yield "", ["plan", *CLUSTER, "--batch-size", "2"]
     yield "", ["plan", "--cluster", "dgx-a100:1", *SIZE]

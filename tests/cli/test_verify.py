@@ -43,7 +43,7 @@ def test_a_model_that_differs_and_one_that_is_refused(capsys: pytest.CaptureFixt
         ([], "give one model, or --all"),
         (["no-such-model"], "'no-such-model' is no file or folder here, and no causal-LM type"),
         (["llama", "--num-slices", "20"], "a check divides 29 tokens into 1 to 14 slices, got 20"),
-        (["llama", "--stages", "0"], "--stages must be at least 1, got 0"),
+        (["llama", "--stages", "0"], "--stages must be at least 1 and at most 10000, got 0"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

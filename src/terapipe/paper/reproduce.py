@@ -10,7 +10,7 @@ from typing import Any
 from terapipe.planning.cost import StageSpec, with_recompute
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.presets import PRESETS
 from terapipe.search.choose import choose, compare, pick
 from terapipe.search.cuts import uniform
@@ -60,7 +60,7 @@ SWEEP = {1: 9.990, 4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.2
 SWEPT = 9
 
 
-UNLIMITED = 1 << 62  # the paper has no memory limit
+UNLIMITED = MOST_BYTES  # the paper has no memory limit
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ class Executor:
             raise ValueError(
                 f"the output of stage 0 must depend on its parameters that are trained, {len(trained)} such as "
                 f"{trained[0]}, got an output without a gradient; do not detach it in the stage, nor compute it under "
-                "torch.no_grad(), or freeze these parameters with requires_grad_(False)"
+                "torch.no_grad(); switch adapters on that are trained; or freeze these parameters"
             )
 
     def _weights(self, run: Run) -> None:
