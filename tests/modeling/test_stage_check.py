@@ -182,6 +182,11 @@ class MeanLoss(Changed):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+class LossThatFails(Changed):
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        raise RuntimeError("no loss today")
+
+
 class DrawnAnew(Changed):
     def stage(self, first: int, last: int, device: torch.device) -> Decoder:
         torch.seed()
@@ -238,6 +243,7 @@ def test_two_layers_with_one_cache_name_are_named() -> None:
     ("model", "where", "reason"),
     [
         (MeanLoss, "MeanLoss.loss", "reduction='sum'"),
+        (LossThatFails, "LossThatFails", "no loss today"),
         (DrawnAnew, "layers.0", "drawn anew"),
         (WrongLayers, "", "stages one after the other"),
         (Detached, "layers.0.qkv.weight", "output has no gradient"),

@@ -112,10 +112,10 @@ class StageCheck:
     # Whole against slices
 
     def _check_slices(self) -> tuple[list[Problem], dict[str, float]]:
-        if self._last and self._own_loss and (problem := self._check_sum()):
-            return [problem], {"loss": problem.error}
         use = _CacheUse(self._module)
         try:
+            if self._last and self._own_loss and (problem := self._check_sum()):
+                return [problem], {"loss": problem.error}
             with self._without_dropout() as is_random:
                 whole = self._compute((self._tokens,))
                 if not self._is_reproducible(whole):
