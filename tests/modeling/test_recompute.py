@@ -76,7 +76,7 @@ def slice_of(stage: Any, x: Tensor, *, selective: bool) -> tuple[int, Callable[[
     cache.begin(0, x.shape[1])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = sliced.forward(x, cache, selective=selective)
-    kept = {t.untyped_storage().data_ptr(): t for pair in cache._attention.values() for t in pair}
+    kept = {t.untyped_storage().data_ptr(): t for entry in cache._attention.values() for t in entry[:2]}
     total = sum(tensor.untyped_storage().nbytes() for tensor in (held | kept).values())
     return total, lambda: sliced.backward(cache, out, torch.ones_like(out))
 

@@ -83,8 +83,9 @@ class SliceCache:
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
         self._sums: dict[str, Tensor] = {}  # of the current slice, for auxiliary losses
-        # Outputs and log-sum-exps of attention by layer and start of the slice, for layers that are computed again.
-        self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
+        # Outputs of attention with their versions, and log-sum-exps, by layer and start of the slice, for layers that
+        # are computed again.
+        self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor, int]] = {}
         self._checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
         self.is_in_forward = False  # whether a slice's forward is running
         self._task: int | None = None  # autograd's number of the running backward of a slice
@@ -134,10 +135,10 @@ class SliceCache:
         slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before that, too."""
         if self._checkpointed != "again":
             return None
-        out, lse = self._attention[layer, self.context]
+        out, lse, version = self._attention[layer, self.context]
         if self.is_own_backward:
             del self._attention[layer, self.context]
-        if out._version:  # autograd would notice if it had been saved there
+        if out._version != version:  # autograd would notice if it had saved it
             raise RuntimeError(
                 f"the output of attend(layer={layer!r}) was changed in place, but the layer's recomputation needs it; "
                 "write out = out * 2 in place of out *= 2"
@@ -147,7 +148,7 @@ class SliceCache:
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
         """In the first forward of a layer that is computed again."""
         if self._checkpointed == "first":
-            self._attention[layer, self.context] = out.detach(), lse
+            self._attention[layer, self.context] = out.detach(), lse, out._version
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -363,7 +363,7 @@ class _CacheUse:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._path = module, [""]
         self._users: dict[tuple[str, object], str] = {}  # of the current slice, by kind and name
-        self._outputs: list[tuple[str, Tensor]] = []  # of attention, by the module that called it
+        self._outputs: list[tuple[str, Tensor, int]] = []  # of attention: caller, output, and its version
         self._clash: tuple[object, str, str] | None = None
 
     @contextmanager
@@ -401,7 +401,7 @@ class _CacheUse:
             return set_state(cast(str, name), state)
 
         def note_output(name: object, out: Tensor, lse: Tensor) -> None:
-            self._outputs.append((self._path[-1], out))
+            self._outputs.append((self._path[-1], out, out._version))
             keep_attention(cast(str, name), out, lse)
 
         cache.__dict__.update(begin=note_begin, store=note_store, set_state=note_state, keep_attention=note_output)
@@ -413,7 +413,7 @@ class _CacheUse:
         self._users[key] = self._path[-1]
 
     def problem(self) -> Problem | None:
-        changed = [path for path, out in self._outputs if out._version > 0]
+        changed = [path for path, out, version in self._outputs if out._version != version]
         if changed:
             return Problem("slices", changed[0], float("inf"), CHANGED_IN_PLACE)
         if self._clash is None:
