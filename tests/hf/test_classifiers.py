@@ -66,7 +66,11 @@ def classified(folder: str, own: dict[str, Any] | None, kind: str, side: str, la
 
 @pytest.mark.parametrize(
     ("kind", "side", "labels"),
-    [("llama", "right", "class"), ("llama", "left", "several"), ("gpt2", "right", "number")],
+    [
+        ("llama", "right", "class"),
+        ("llama", "left", "several"),
+        pytest.param("gpt2", "right", "number", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_curves_are_the_plain_trainers(
     tmp_path: Path, ranks: Callable[[int], Ranks], kind: str, side: str, labels: str

@@ -19,6 +19,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 MODES = ("none", "selective", "full")
+MORE = pytest.mark.exhaustive
 
 
 def ids() -> Tensor:
@@ -203,8 +204,9 @@ def in_another_precision(first: bool, second: bool) -> dict[str, Tensor]:
         return gradients(model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("first", "size"), [(True, 2), *(pytest.param(*case, marks=MORE) for case in ((True, 1), (False, 1), (False, 2)))]
+)
 def test_a_reference_in_another_precision(first: bool, size: int, ranks: Callable[[int], Ranks]) -> None:
     def run(second: bool) -> list[dict[str, Tensor]]:
         return [in_another_precision(first, second)] if size == 1 else ranks(2)(in_another_precision, first, second)
@@ -282,7 +284,6 @@ def tuned_lora(kind: str, way: str, folder: str, own: dict[str, Any] | None) -> 
         return runs.finished(trainer(model, **given, **extra, pipeline=PipelineConfig(**own)))
 
 
-MORE = pytest.mark.exhaustive
 CASES = [
     ("dpo", "configuration"),
     pytest.param("kto", "configuration", marks=MORE),

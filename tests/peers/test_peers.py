@@ -12,7 +12,12 @@ pytestmark = pytest.mark.usefixtures("quiet_models")
 CASES = [case for case in all_cases() if case.defaults and (case.adapter or case.stages == 1)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+GENERATING = ("GRPO", "RLOO")  # the slowest; test_trainer.py trains one of them
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind in GENERATING)) for kind in KINDS]
+)
 def test_default_arguments(kind: str, ranks: Callable[[int], Ranks]) -> None:
     """With and without an adapter, with one also in two stages: bfloat16 and gradient checkpointing are on."""
     cases = [case for case in CASES if case.kind == kind]
