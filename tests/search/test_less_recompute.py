@@ -28,6 +28,18 @@ def test_modes_are_mixed_between_two_budgets(light: str, heavy: str) -> None:
     assert mixed.peak_bytes > budget - 2 * per_slice
 
 
+def test_whole_sequences_are_mixed_by_microbatch() -> None:
+    """1F1B holds few of its microbatches at a time, so memory for some of them is left between two modes. The last
+    microbatch, with which the step ends, keeps its activations on every rank."""
+    request = REQUEST.fixed(order="1f1b", num_slices=None, batch_size=16)
+    more, less = (choose(SOURCE, request.fixed(recompute=mode)).estimate for mode in ("none", "selective"))
+    mixed = choose(SOURCE, request.fixed(budget=(more.peak_bytes + less.peak_bytes) // 2)).estimate
+    first = mixed.plan.recompute_of(0)
+    assert {*first} == {"none", "selective"}
+    assert first[-1] == "none"
+    assert mixed.step_time < less.step_time
+
+
 def test_what_the_request_fixes_is_not_mixed() -> None:
     full = choose(SOURCE, REQUEST.fixed(recompute="full")).estimate
     assert full.plan.recompute == "full"

@@ -11,8 +11,8 @@ from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     """The plan in which slices recompute less, if that is faster and fits. Not if the request fixes the mode.
 
-    On each rank by itself, as many slices as its memory permits take the next mode, which keeps more; those that follow
-    the first slices of their microbatches, because full recomputation of slices with more context takes longer.
+    On each rank by itself, as many slices as its memory permits take the next mode, which keeps more. The order in
+    which slices are asked is the same for all ranks, see ``_by_gain``.
     """
     if evaluator.budget is None or evaluator.request.recompute is not None or not start.fits:
         return start
@@ -28,25 +28,45 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
 
 def _relaxed(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
     """As many slices on each rank take this mode as fit. Ranks do not share memory, so all are searched at once."""
-    most = max(map(len, plan.lengths))
-    low, high = [0] * plan.num_ranks, [most] * plan.num_ranks  # slices at the end of each microbatch
+    places = _by_gain(plan)
+    low, high = [0] * plan.num_ranks, [len(places)] * plan.num_ranks
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
-        found = peaks(program(plan), _with(plan, mode, middle), evaluator.memory)
-        for rank, peak in enumerate(found):
+        for rank, peak in enumerate(peaks(program(plan), _with(plan, mode, places, middle), evaluator.memory)):
             if peak <= (evaluator.budget or 0):
                 low[rank] = middle[rank]
             else:
                 high[rank] = min(high[rank], middle[rank] - 1)
-    return _with(plan, mode, low)
+    return _with(plan, mode, places, low)
 
 
-def _with(plan: Plan, mode: Recompute, counts: list[int]) -> Plan:
-    """On each rank, so many slices at the end of each microbatch have the mode."""
-    left = [len(plan.grid[s.microbatch]) - s.number for s in plan.slices]  # this slice and those after it
+def _by_gain(plan: Plan) -> list[int]:
+    """For each slice, its place in the order in which slices stop to recompute.
+
+    Last slices of microbatches come first: they have the longest context, so their recomputation takes longest. Among
+    these the last microbatch is first, because the step ends with its way back through all stages. The others follow
+    spread evenly, so that no few consecutive ones, which 1F1B holds at a time, take all the memory: of 8 microbatches
+    7, 3, 5, 1, 6, 2, 4, 0.
+    """
+    bits = (len(plan.sizes) - 1).bit_length()
+
+    def key(index: int) -> tuple[int, int]:
+        s = plan.slices[index]
+        from_end = len(plan.sizes) - 1 - s.microbatch
+        return len(plan.grid[s.microbatch]) - s.number, int(f"{from_end:0{bits}b}"[::-1], 2)
+
+    ranking = sorted(range(len(plan.slices)), key=key)
+    places = [0] * len(ranking)
+    for place, index in enumerate(ranking):
+        places[index] = place
+    return places
+
+
+def _with(plan: Plan, mode: Recompute, places: list[int], counts: list[int]) -> Plan:
+    """On each rank, so many slices by their places have the mode."""
     stages = []
     for k in range(plan.num_stages):
         count = counts[plan.rank_of(k)]
         modes = plan.recompute_of(k)
-        stages.append(tuple(mode if n <= count else own for n, own in zip(left, modes, strict=True)))
+        stages.append(tuple(mode if place < count else own for place, own in zip(places, modes, strict=True)))
     return replace(plan, recompute=tuple(stages))
