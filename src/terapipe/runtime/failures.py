@@ -35,7 +35,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_timeout(error: Exception) -> bool:
-    return bool(re.search(r"timed? ?out", str(error), re.IGNORECASE))
+    """Whether this very operation took too long. gloo also names a time-out where another one has closed the
+    connection, as ranks do on purpose to wake each other."""
+    said = str(error)
+    return bool(re.search(r"timed? ?out", said, re.IGNORECASE)) and "caused pair closure" not in said
 
 
 def own_words(error: Exception) -> str:
