@@ -10,7 +10,9 @@ from terapipe.doctor.examine import links, share_cores
 from terapipe.doctor.proof import Proof, Size, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
+from terapipe.modeling.kernels import Need, kernel_for
 from terapipe.modeling.stage import next_token_labels
+from terapipe.planning.hardware import blas_workspaces
 from terapipe.planning.layout import split_layers
 from terapipe.planning.slices import Plan
 from terapipe.runtime.environment import ensure_process_group, local_device, rank_and_size
@@ -53,7 +55,9 @@ def _memory(size: Size) -> list[tuple[int, int]]:
             counter.count(pipe)
             pipe.step(ids, labels)
         measured = counter.peak
-    predicted = api.predicted_peaks(size.model, plan, str(dtype).removeprefix("torch."))[pipe.rank]
+    kernel = kernel_for(Need(device, dtype, size.model.head_size)).name
+    blas = blas_workspaces(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 0
+    predicted = api.predicted_peaks(size.model, plan, str(dtype).removeprefix("torch."), kernel, blas)[pipe.rank]
     found = pipe.gather((measured, predicted))
     meet()
     return found
