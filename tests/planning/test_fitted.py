@@ -216,6 +216,14 @@ def test_a_profile_without_host_times_is_read() -> None:
     assert FittedCost(read).forward(StageSpec(3), 1, 16, 0) == pytest.approx(truth(1, 16, 0), rel=0.01)
 
 
+def test_what_cannot_be_deferred_takes_its_time_in_the_backward() -> None:
+    cost = FittedCost(made())
+    assert cost.weights(StageSpec(3), 1, 64) > 0
+    compiled = ProfileSource(made(), 2, fused=False).cost(Layout())
+    assert compiled.weights(StageSpec(3), 1, 64) == 0
+    assert compiled.backward(StageSpec(3), 1, 64, 0) == cost.backward(StageSpec(3), 1, 64, 0)
+
+
 def test_bad_profiles_are_refused() -> None:
     text = made().to_json()
     for damaged, said in (

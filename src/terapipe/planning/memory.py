@@ -43,7 +43,7 @@ def attention_inside(
     return np.asarray(np.multiply(rows, heads * padded * 4.0) + expanded, dtype=np.float64)
 
 
-_FLASH = (FLASH, "flash-attn")
+_FLASH = (FLASH, "flash-attn", "cudnn")  # cuDNN's stands beside FlashAttention, which takes the slices that it does not
 _PLAIN = 5 * 4  # bytes of the matrices of a backward by matrix products, for a row and a key of a block ...
 _PLAIN_BLOCK = 512, 1024  # ... of at most so many
 

@@ -16,6 +16,7 @@ from terapipe.planning.hardware import FLASH
 from terapipe.planning.memory import attention_inside
 
 _CPU_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDNN_BACKWARD: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 @cache
@@ -24,7 +25,7 @@ def _backwards() -> set[Any]:
     package = getattr(torch.ops, "flash_attn", None)  # registered by the package of that name, if it is there
     names = ("_flash_attn_backward", "_flash_attn_varlen_backward")
     others = {getattr(package, name) for name in names if hasattr(package, name)}
-    return {_CPU_BACKWARD, torch.ops.aten._flash_attention_backward, *others}
+    return {_CPU_BACKWARD, _CUDNN_BACKWARD, torch.ops.aten._flash_attention_backward, *others}
 
 
 class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,7 +56,7 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _inside(self, operator: Any, q: Tensor, k: Tensor) -> int:
         """Bytes that a backward of attention allocates beside its results."""
-        if operator is _CPU_BACKWARD:
+        if operator in (_CPU_BACKWARD, _CUDNN_BACKWARD):
             q, k = (x.transpose(1, 2) for x in (q, k))
         kernel = self._attention if operator is _CPU_BACKWARD else FLASH
         (*rows, heads, size), (*keys, kv_heads, _) = q.shape, k.shape
