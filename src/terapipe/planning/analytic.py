@@ -37,7 +37,7 @@ class AnalyticCost:
         return replace(self, recompute=mode)
 
     def by_side(self) -> tuple["AnalyticCost", HostTime]:
-        return replace(self, hosted=False), self._host
+        return replace(self, hosted=False), self._host if self.hosted else HostTime()
 
     @cached_property
     def _host(self) -> HostTime:

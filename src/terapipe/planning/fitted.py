@@ -158,7 +158,7 @@ class FittedCost:
         return self._changed(recompute=mode)
 
     def by_side(self) -> tuple["FittedCost", HostTime]:
-        return self._changed(hosted=False), self._host
+        return self._changed(hosted=False), self._host if self.hosted else HostTime()
 
     def _changed(self, **fields: Any) -> "FittedCost":
         """A copy, with the fits of the same profile."""
