@@ -110,7 +110,7 @@ def test_cublas_counts_once_for_a_rank() -> None:
     without, with_it = (
         peaks(program(plan), plan, ShapeMemory(GPTConfig(4, 64, 4), blas=blas)) for blas in (0, blas_workspaces(9))
     )
-    assert [b - a for a, b in zip(without, with_it, strict=True)] == [64 << 20] * 2
+    assert [b - a for a, b in zip(without, with_it, strict=True)] == [96 << 20] * 2
     assert blas_workspaces(8) < blas_workspaces(9)
 
 

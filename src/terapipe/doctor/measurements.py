@@ -20,7 +20,7 @@ from terapipe.modeling.kernels import Need, kernel_for, table
 from terapipe.modeling.stage import Splittable, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.hardware import blas_workspaces
+from terapipe.planning.hardware import blas_workspace, blas_workspaces
 from terapipe.planning.layout import split_layers
 from terapipe.planning.slices import Plan
 from terapipe.presets import GPTConfig
@@ -141,10 +141,13 @@ def gpus_of_processes(listing: str) -> dict[str, int]:
 
 
 def memory(ranks: int, size: Size) -> Proof:
-    """The peak of a step against what the planner counts."""
+    """The peak of a step against what the planner counts. One of cuBLAS's workspaces may not be there: whether
+    self-tests of kernels multiply anything depends on the kernels."""
     found: list[tuple[int, int]] = launch(_memory, ranks, size)
     says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in found)}"
-    return Proof("memory", all(abs(a / b - 1) <= CLOSE for a, b in found), says, {"bytes": found})
+    spare = blas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0
+    holds = all(b - spare - CLOSE * b <= a <= b + CLOSE * b for a, b in found)
+    return Proof("memory", holds, says, {"bytes": found})
 
 
 def _memory(size: Size) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ class Device:
     tile: int = 8  # tokens; slice lengths that are multiples of it use the device well
     accelerator: bool = True  # whether a context and NCCL take part of its memory, see ``usable_memory``
     flash: bool = True  # whether FlashAttention runs in half precision; else memory-efficient attention
-    blas: int = 2 * 32 * MIB  # bytes of cuBLAS's workspaces, for the thread of forwards and that of backwards
+    blas: int = 3 * 32 * MIB  # bytes of cuBLAS's workspaces, see ``blas_workspaces``
     # Seconds of the host that issues the kernels; zero where ``min_layer_time`` has them, or the device is the host.
     host_forward: float = 0.0  # of a layer's forward
     host_backward: float = 0.0  # of a layer's backward
@@ -119,9 +119,14 @@ class Cluster:
         return self.host.devices * self.hosts
 
 
+def blas_workspace(capability: int) -> int:
+    """Bytes that torch's cuBLAS keeps for each thread, on a GPU of this compute capability (its first number)."""
+    return 32 * MIB if capability >= 9 else 8 * MIB + 128 * 2**10
+
+
 def blas_workspaces(capability: int) -> int:
-    """Bytes that torch's cuBLAS keeps on a GPU of this compute capability (its first number), for two threads."""
-    return 2 * (32 * MIB if capability >= 9 else 8 * MIB + 128 * 2**10)
+    """For the threads of forwards, of backwards, and of attention kernels' self-tests, if these multiply anything."""
+    return 3 * blas_workspace(capability)
 
 
 # The V100 as the TeraPipe paper used it.
