@@ -226,12 +226,14 @@ def run(
     other in the order of the rank's list, and waits neither for the device nor for messages, unless the queue is full.
     The device begins a computation with its first kernel, and cannot end it before its last has been issued:
 
-        host    |F1|F2|F3|B3|B2|B1|                  short kernels:   |F1  |F2  |F3  |B3  |B2  |B1  |
-        device  |F1....|F2....|  wait  |F3....|...                     |F1. |F2. |F3. |B3. |B2. |B1. |
+        long kernels                                    short kernels
+        host    F1 F2 F3 B3 B2 B1                       host    F1---F2---F3---B3---B2---B1---
+        device  F1-----F2-----   F3-----B3----- ...     device  F1.  F2.  F3.  B3.  B2.  B1.
+                              ^ waits for a message
 
-    On the left the host is ahead, and its time does not show. What it gained while the device waited is used up when
-    short computations follow. On the right the device runs dry at every computation, and the step is as long as the
-    host needs for all of it.
+    On the left the host is ahead, and its time does not show; what it gained while the device waited is used up when
+    short computations follow. On the right the device runs dry within every computation, and the step is as long as the
+    host needs for all of it, whatever overlaps.
     """
     overlapped, latency = [link.overlapped for link in links], [link.latency for link in links]
     clock = [0.0] * program.num_ranks
