@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, GradientBytes, LinkBehavior, Memory, Numbers, StageSpec
+from terapipe.planning.cost import Array, Cost, GradientBytes, HostTime, LinkBehavior, Memory, Numbers, StageSpec
 from terapipe.planning.layout import Layout
 
 
@@ -43,6 +43,17 @@ class SimpleCost:
 
 
 @dataclass(frozen=True)
+class HostedCost(SimpleCost):
+    """The same, with a host that takes so long to issue a layer's forward, and as long for its backward."""
+
+    host: float = 0.0
+    message: float = 0.0
+
+    def by_side(self) -> tuple[Cost, HostTime]:
+        return self, HostTime(self.host, self.host, message=self.message)
+
+
+@dataclass(frozen=True)
 class SimpleMemory:
     """A byte per token and layer; the rest as asked."""
 
@@ -67,7 +78,10 @@ class SimpleMemory:
     def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int) -> Array:
         return np.asarray(self.caching * stage.layers * np.multiply(size, tokens), dtype=np.float64)
 
-    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+    def per_rank(self) -> float:
+        return 0.0
+
+    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.asarray(self.extra * np.multiply(size, length), dtype=np.float64)
         return tokens * stage.last, 0.0 * tokens
 

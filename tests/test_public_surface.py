@@ -19,7 +19,7 @@ dry_run estimate fill_batch next_token_labels plan profile register schedule sim
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 HF = "Decoder PipelineConfig PipelinedModel UnsupportedModelError pipelined save_pretrained split_layers"
-SOURCE = "--model --cluster --profile --layers-only"
+SOURCE = "--model --cluster --profile --layers-only --autocast"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
 --chunks --recompute --shard --tile --distinct"""
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"

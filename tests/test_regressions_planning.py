@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import terapipe
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
 from terapipe.cli.profile import _warn_if_unreliable
@@ -295,3 +296,15 @@ def test_a_profile_that_is_far_off_is_called_so(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
     _warn_if_unreliable(replace(good, samples=tuple(noisy)))
     assert "Measure again on a quiet machine" in capsys.readouterr().out
+
+
+def test_slices_do_not_outrun_the_host_that_issues_them() -> None:
+    """An eager layer takes its host 0.35 ms forward and 0.4 ms backward for every slice; 0.15 and 0.3 were counted, so
+    that plans had slices so short that the GPU would have run dry."""
+    plan = Plan((1,), ((16,) * 128,), tuple(range(0, 25, 3)))
+    found = terapipe.estimate(plan, "dgx-h100:1", model="gpt3-1b")
+    assert found.step_time > 128 * 3 * (0.35e-3 + 0.40e-3)
+    assert found.price_of_host > 1.2
+    assert "longer than devices alone would take" in str(found)
+    whole = terapipe.estimate(Plan((1,), ((2048,),), plan.boundaries), "dgx-h100:1", model="gpt3-1b")
+    assert "devices alone" not in str(whole)

@@ -23,6 +23,7 @@ from rich.console import Console
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from examples import own_model
 from terapipe import Pipeline, Timeline, api
 from terapipe.cli import main
 from terapipe.config import CheckpointConfig, RunConfig, parse
@@ -210,6 +211,16 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     assert request_of(one, picky, monkeypatch).recompute_modes == ("none",)
     even = replace(one, plan=replace(one.plan, num_slices=255))
     assert min(run_plan.equal_slices(even, picky, 2).plan.lengths[0]) >= 2
+
+
+def test_the_search_knows_what_compiled_layers_cannot_defer(tmp_path: Path) -> None:
+    """Orders that defer weight gradients were chosen for layers whose compiled code gives them with the backward."""
+    config = told(tmp_path, GPT, "model.compile=true")
+    own = make_model(config.model, config.data, 257)
+    other = replace(own, model=own_model.Decoder())
+    eager = replace(config, model=replace(config.model, compile=False))
+    spec = [run_plan._spec(c, m) for c, m in ((config, own), (config, other), (eager, other))]
+    assert [s is not None and s.fused_grads for s in spec] == [True, False, True]
 
 
 def sizes_measured(config: RunConfig) -> set[int]:

@@ -17,7 +17,7 @@ from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parse_bytes
-from terapipe.planning.profile import Profile
+from terapipe.planning.profile import ELEMENT, Profile
 from terapipe.planning.slices import Plan
 from terapipe.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
 from terapipe.recompute import Recompute
@@ -114,6 +114,7 @@ def plan(
     distinct: int | None = None,
     devices: int | None = None,
     layers_only: bool = False,
+    autocast: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> PlanResult:
     """Chooses the fastest plan that fits into memory, by simulation. Arguments that are None are chosen.
@@ -135,6 +136,8 @@ def plan(
     - ``distinct``: maximum number of different slice lengths.
     - ``devices``: number of ranks to plan for, if a Profile was measured on another number.
     - ``layers_only``: ignore embedding, head and loss, as the TeraPipe paper does (with a Cluster).
+    - ``autocast``: weights are float32 and products autocast to the device's half precision (with a Cluster; a Profile
+      that was measured under ``torch.autocast`` knows it).
     - ``progress``: called with the completed share, between 0 and 1.
     """
     spec = model_spec(model)
@@ -158,7 +161,7 @@ def plan(
     )
     if isinstance(costs, CostTable):
         return timed(lambda: choose_by_table(costs, request))
-    source = source_of(spec, costs, request, devices, layers_only)
+    source = source_of(spec, costs, request, devices, layers_only, autocast)
     return timed(lambda: _with_price_of_reserve(choose(source, request, progress)))
 
 
@@ -190,6 +193,7 @@ def compare(
     tile: int | None = None,
     devices: int | None = None,
     layers_only: bool = False,
+    autocast: bool = False,
     same_layout: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Comparison:
@@ -216,7 +220,7 @@ def compare(
         recompute=recompute,
         tile=tile,
     )
-    source = source_of(spec, costs, request, devices, layers_only)
+    source = source_of(spec, costs, request, devices, layers_only, autocast)
     rows = tuple(compare_orders(source, request, same_layout=same_layout, progress=progress))
     return Comparison(rows, request, source, same_layout, time.perf_counter() - began)
 
@@ -229,6 +233,7 @@ def estimate(
     layout: Layout | None = None,
     memory: str | int | None = None,
     layers_only: bool = False,
+    autocast: bool = False,
 ) -> PlanResult:
     """Predicts step time and memory of a given plan, without choosing anything.
 
@@ -249,7 +254,9 @@ def estimate(
         tile=1,
         budget=budget if memory is None else _nbytes(memory),
     )
-    source = saved_source() if costs is None else source_of(model_spec(model), costs, request, None, layers_only)
+    source = (
+        saved_source() if costs is None else source_of(model_spec(model), costs, request, None, layers_only, autocast)
+    )
     _check_fit(given, layout, source)
     evaluator = PlanEvaluator(source, request, layout, given.recompute_modes[-1])
     return timed(lambda: PlanResult(evaluator.evaluate(given), (), request, source))
@@ -304,6 +311,8 @@ def dry_run(
     given, saved_layout, _, _ = _parts(plan)
     layout = layout or saved_layout or Layout(1, given.num_ranks, 1)
     memory = plan.memory if isinstance(plan, PlanResult) else None
+    if getattr(memory, "autocast", False):
+        raise ValueError("a dry run computes in the dtype of the weights; plan without autocast for it")
     predicted = peaks(program(given), given, memory) if memory is not None else None
     if rank is None:
         rank = given.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
@@ -311,14 +320,15 @@ def dry_run(
         raise ValueError(f"the pipeline has ranks 0 to {given.num_ranks - 1}, got {rank}")
     dtype = plan.source.dtype if isinstance(plan, PlanResult) and plan.source else None
     built = _model_object(model, given.seq_len, dtype)
-    found = dry.dry_run(built, given, layout, rank, state=getattr(memory, "state", 0))
+    device = {name: getattr(memory, name) for name in ("state", "attention", "blas") if hasattr(memory, name)}
+    found = dry.dry_run(built, given, layout, rank, **device)
     return replace(found, predicted=None if predicted is None else predicted[rank])
 
 
-def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str) -> list[int]:
-    """The bytes of every pipeline rank, by the planner, without optimizer state."""
-    element = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
-    return peaks(program(plan), plan, ShapeMemory(config, element, 0))
+def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str, attention: str, blas: int) -> list[int]:
+    """The bytes of every pipeline rank, by the planner, without optimizer state. ``attention`` is the kernel, ``blas``
+    the bytes of cuBLAS's workspaces."""
+    return peaks(program(plan), plan, ShapeMemory(config, ELEMENT[dtype], 0, attention=attention, blas=blas))
 
 
 def _parts(
@@ -357,22 +367,35 @@ def model_spec(model: Any) -> ModelSpec | None:
 
 
 def source_of(
-    spec: ModelSpec | None, costs: Costs, request: Request, devices: int | None = None, layers_only: bool = False
+    spec: ModelSpec | None,
+    costs: Costs,
+    request: Request,
+    devices: int | None = None,
+    layers_only: bool = False,
+    autocast: bool = False,
 ) -> Source:
+    fused = True if spec is None else spec.fused_grads
     if isinstance(costs, str):
         costs = Cluster(costs)
     if isinstance(costs, Profile):
         if spec is not None:
             costs.check_model(spec.config)
+        if autocast and costs.autocast is None:
+            raise ValueError(
+                f"the profile was measured in {costs.dtype} without autocast; measure again under torch.autocast, or "
+                "leave autocast out"
+            )
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
-        return ProfileSource(costs, devices or fixed or costs.ranks, request.tp or 1)
+        return ProfileSource(costs, devices or fixed or costs.ranks, request.tp or 1, fused)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
         raise ValueError("a Cluster says nothing of the model; give a preset, a GPTConfig, or a model to plan for")
     # For sequences longer than the preset's, plan for the same model with more positions.
     config = replace(spec.config, max_seq_len=max(spec.config.max_seq_len, request.seq_len))
-    return ClusterSource(config, costs, not layers_only)
+    if autocast and costs.host.device.element != 2:
+        raise ValueError(f"autocast is for devices that compute in half precision, {costs.name} does not")
+    return ClusterSource(config, costs, not layers_only, fused, autocast)
 
 
 def _request(spec: ModelSpec | None, memory: str | int | None, **given: Any) -> Request:

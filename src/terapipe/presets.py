@@ -93,6 +93,9 @@ class ModelSpec:
     config: GPTConfig  # a GPT of about the same shape
     min_slice: int = 1  # tokens in the shortest slice with which the model is exact
     recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
+    # Whether gradients of weights are added to their sum by the product itself, and can be deferred. Not so in layers
+    # of Hugging Face models that are compiled: compiled code knows the class of their linear layers.
+    fused_grads: bool = True
 
 
 def gpt_config(text: str) -> GPTConfig:

@@ -96,6 +96,8 @@ def _results(configs: dict[str, Any], stages: int, slices: int, tp: int, device:
 
 
 def _verified(configs: dict[str, Any], stages: int, slices: int, device: str = "cpu") -> Iterator[VerifyResult]:
+    """In float32 that is float32, not TF32, whatever the surroundings allow."""
+    torch.set_float32_matmul_precision("highest")
     for name, config in configs.items():
         if isinstance(config, str):
             yield VerifyResult(name, reason=config)

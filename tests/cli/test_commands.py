@@ -64,7 +64,7 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(found["sizes"]) == 2
     assert all(sum(row) == 2048 for row in found["lengths"])
     assert found["order"] == "terapipe"
-    assert 0.5 < found["step_time"] < 1.5
+    assert 0.5 < found["step_time"] < 2
 
 
 def test_planning_and_comparing_do_not_load_torch() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from terapipe import Profile, api
 from terapipe.runtime.checkpoint.reader import Reader
 from tests.hf import runs
 from tests.hf.runs import Run, causal, tuned
@@ -121,10 +122,15 @@ def test_dpo_with_an_adapter_needs_no_reference(tmp_path: Path, ranks: Callable[
         check(found, wanted, 1e-4)
 
 
-def test_bfloat16_is_autocast(tmp_path: Path) -> None:
+def test_bfloat16_is_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And planned so: the model was profiled in float32, whose products take many times as long on a GPU."""
+    profiles: list[Profile] = []
+    measure = api.profile
+    monkeypatch.setattr(api, "profile", lambda *a, **k: profiles.append(measure(*a, **k)) or profiles[-1])
     given = {"bf16": True, "model": partial(runs.model, torch.float32)}
     wanted = causal(str(tmp_path / "plain"), None, **copy.copy(given))
-    found = causal(str(tmp_path / "own"), {"slices": 5}, **given)
+    found = causal(str(tmp_path / "own"), {"plan": "auto", "seq_len": 32, "profile_seconds": 0.2}, **given)
+    assert [profile.autocast for profile in profiles] == ["bfloat16"]
     assert all(w.dtype == torch.float32 for w in found.weights.values())
     assert found.column("loss") == pytest.approx(wanted.column("loss"), rel=1e-2)
     assert found.column("loss") != pytest.approx(causal(str(tmp_path / "f"), None).column("loss"), rel=1e-5)

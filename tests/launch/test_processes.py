@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.numa.binding import AffinityMode
 
 from terapipe.files import write
+from terapipe.launch import processes
 from terapipe.launch.loopback import LoopbackRendezvous
-from terapipe.launch.processes import launch
+from terapipe.launch.processes import launch, take_cores
 from terapipe.launch.stopped import LOOK, ending_stopped_ranks
 from terapipe.runtime.environment import rank_and_size
 from tests import hosts
@@ -78,6 +80,60 @@ def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError):
         launch(fail_beside_a_stopped_rank, 2, str(tmp_path))
     assert time.time() - float((tmp_path / "failed").read_text()) < 30
+
+
+def allocator_setting() -> str | None:
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+
+
+def test_the_allocator_of_gpus_may_grow_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has set something about it."""
+    assert launch(allocator_setting, 1) == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    assert launch(allocator_setting, 1) is None
+
+
+def cores_of_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int) -> list[set[int]]:
+    taken: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, those: taken.append(set(those)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    for rank in range(ranks):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        take_cores()
+    return taken
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of ranks that compute on the CPU")
+def test_ranks_get_physical_cores_of_one_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets of 8 cores with two hyperthreads each: 0 to 15 are the first ones, 16 to 31 the second. By their
+    numbers, ranks 0 and 2 of 4 had the same cores."""
+    for core in range(32):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{core % 16 // 8}\n")
+        (folder / "core_id").write_text(f"{core % 8}\n")
+    monkeypatch.setattr(processes, "CORES", tmp_path, raising=False)
+    for ranks in (2, 4, 8):
+        taken = cores_of_ranks(monkeypatch, ranks, 32)
+        physical = [{core % 16 for core in cores} for cores in taken]
+        assert [len(cores) for cores in taken] == [32 // ranks] * ranks
+        assert all(len(cores) == 16 // ranks for cores in physical), "both hyperthreads of a core"
+        assert len(set().union(*physical)) == 16, "no core twice"
+        assert all(len({core // 8 for core in cores}) == 1 for cores in physical), "one socket"
+
+
+def test_gpus_have_cores_on_their_numa_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen by torch, where it can: the same for `terapipe train`, `profile` and `doctor`."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(processes.shutil, "which", lambda name: f"/usr/bin/{name}")
+    options = processes._config(2).numa_options
+    assert options is not None
+    assert options.affinity_mode is AffinityMode.EXCLUSIVE
+    assert processes._config(3).numa_options is None, "more ranks than GPUs"
+    monkeypatch.setattr(processes.shutil, "which", lambda name: None)
+    assert processes._config(2).numa_options is None
 
 
 def test_a_stopped_rank_is_left_alone_while_nobody_has_failed() -> None:

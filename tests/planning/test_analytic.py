@@ -1,11 +1,13 @@
 """Costs from first principles: against published timings, and in the limits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import HOSTS, Cluster
+from terapipe.planning.hardware import EAGER_ACTION, EAGER_BACKWARD, EAGER_FORWARD, HOSTS, Cluster
 from terapipe.planning.layout import Layout
 from terapipe.presets import PRESETS, gpt_config
 
@@ -26,7 +28,7 @@ def test_one_layer_on_a_v100_as_published() -> None:
 @pytest.mark.parametrize("name", sorted(HOSTS))
 def test_costs_rise_with_everything(name: str) -> None:
     for tensor in (1, 8):
-        c = cost(layout=Layout(1, 6, tensor), where=f"{name}:6")
+        c, _ = cost(layout=Layout(1, 6, tensor), where=f"{name}:6").by_side()
         for method in (c.forward, c.backward):
             base = method(LAYER, 2, 2048, 1024)
             assert base > 0
@@ -35,6 +37,52 @@ def test_costs_rise_with_everything(name: str) -> None:
             assert method(LAYER, 2, 2048, 8192) > base
             assert method(StageSpec(3), 2, 2048, 1024) == pytest.approx(3 * base)
         assert 0 < c.weights(LAYER, 2, 2048) < c.backward(LAYER, 2, 2048, 1024)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-b200", "p4d.24xlarge"])
+def test_a_short_slice_takes_as_long_as_its_host(name: str) -> None:
+    """An eager layer was taken for 0.15 ms, less than half of what its host takes to issue it."""
+    c, stage = cost("gpt-small", where=f"{name}:1"), StageSpec(4)
+    for length in (1, 64):
+        assert c.forward(stage, 1, length, 0) == pytest.approx(4 * EAGER_FORWARD + EAGER_ACTION)
+        assert c.backward(stage, 1, length, 0) == pytest.approx(4 * EAGER_BACKWARD + EAGER_ACTION)
+        full = c.with_recompute("full").backward(stage, 1, length, 0)
+        assert full == pytest.approx(4 * (EAGER_FORWARD + EAGER_BACKWARD) + EAGER_ACTION)
+    device, host = c.by_side()
+    assert device.forward(stage, 1, 64, 0) < host.of_forward(stage)
+    assert c.forward(stage, 64, 16384, 0) == device.forward(stage, 64, 16384, 0) > host.of_forward(stage)
+
+
+def test_the_hosts_time_of_the_v100_is_in_its_measurements() -> None:
+    device, host = cost().by_side()
+    assert not host
+    assert device.forward(LAYER, 1, 8, 0) == cost().forward(LAYER, 1, 8, 0)
+
+
+def test_sums_in_float32_are_read_and_written() -> None:
+    """4 bytes for each weight and slice were counted, not 8."""
+    c, config = cost("llama3-8b", where="dgx-h100:1"), PRESETS["llama3-8b"]
+    seconds = 8 * config.layer_parameters / HOSTS["dgx-h100"].device.bandwidth
+    assert c._accumulation == pytest.approx(seconds)
+    unfused = replace(c, fused=False)
+    assert unfused._accumulation == pytest.approx(1.5 * seconds), "the product is written and read, too"
+    device, compiled = c.by_side()[0], unfused.by_side()[0]
+    assert compiled.backward(LAYER, 1, 512, 0) > device.backward(LAYER, 1, 512, 0)
+    assert compiled.weights(LAYER, 1, 512) == 0, "cannot be deferred"
+
+
+def test_the_vocabulary_costs_something_with_every_slice() -> None:
+    """However short it is: the head's weight is read for three products, and its gradient's sum read and written."""
+    c, config = cost("llama3-8b", where="dgx-h100:1").by_side()[0], PRESETS["llama3-8b"]
+    device, weights = HOSTS["dgx-h100"].device, config.vocab * config.hidden
+    bare = c.forward(LAYER, 1, 1, 0)
+    head = float(c.forward(StageSpec(1, last=True), 1, 1, 0) - bare)
+    assert head == pytest.approx((3 * 2 + 8) * weights / device.bandwidth + 3 * device.layer_overhead, rel=0.01)
+    first = StageSpec(1, first=True)
+    rows = (c.forward(first, 1, 64, 0) - c.forward(LAYER, 1, 64, 0)) + (
+        c.backward(first, 1, 64, 0) - c.backward(LAYER, 1, 64, 0)
+    )
+    assert rows == pytest.approx(64 * config.hidden * (3 * 2 + 8) / device.bandwidth, rel=0.01), "rows only"
 
 
 def test_answers_are_element_wise() -> None:

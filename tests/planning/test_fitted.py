@@ -156,7 +156,7 @@ def test_one_interruption_spoils_nothing() -> None:
 
 
 def test_a_profile_survives_its_file() -> None:
-    for profile in (made(0.01), two_hosts(False, True)):
+    for profile in (made(0.01), two_hosts(False, True), hosted(1e-3)):
         assert Profile.from_json(profile.to_json()) == profile
 
 
@@ -171,11 +171,64 @@ def test_a_file_from_before_hosts_were_known_is_of_one() -> None:
     assert not any(t.between_hosts for t in read.transfers)
 
 
+def hosted(seconds: float) -> Profile:
+    """Of a GPU whose host takes so long to issue three layers forward, twice that backward. Long slices show the
+    device's time, because the queue was full."""
+    profile = made()
+    samples = [
+        s._replace(host=(max(seconds * (2 if s.kind == "backward" else 1), s.seconds[0] if s.length > 500 else 0.0),))
+        for s in profile.samples
+        if s.kind in ("forward", "backward")
+    ]
+    transfers = tuple(t._replace(host=(2e-5,)) for t in profile.transfers)
+    return replace(profile, samples=tuple(samples), transfers=transfers)
+
+
+def test_a_computation_takes_as_long_as_its_host() -> None:
+    """The profile hid the host's time: slices seemed to get ever faster."""
+    cost, layers = FittedCost(hosted(4e-3)), StageSpec(3)
+    device, host = cost.by_side()
+    assert host.of_forward(layers) == pytest.approx(4e-3)
+    assert host.of_backward(layers) == pytest.approx(8e-3)
+    assert host.message == 2e-5
+    assert cost.forward(layers, 1, 32, 0) == cost.forward(layers, 1, 256, 0) == pytest.approx(4e-3)
+    assert cost.backward(StageSpec(6), 1, 32, 0) == pytest.approx(16e-3)
+    assert cost.forward(layers, 1, 2048, 0) == pytest.approx(truth(1, 2048, 0), rel=0.01)
+    assert device.forward(layers, 1, 32, 0) == pytest.approx(truth(1, 32, 0), rel=0.01)
+    assert cost.with_recompute("full").by_side()[1].of_backward(layers) == pytest.approx(12e-3)
+
+
+def test_plans_by_a_slow_host_have_fewer_slices() -> None:
+    request = Request(1, 2048, dp=1, pp=2, tp=1, recompute="none", order="terapipe", chunks=1)
+    fast, slow = (len(choose(ProfileSource(hosted(seconds), 2), request).plan.lengths[0]) for seconds in (1e-5, 2e-2))
+    assert slow < fast
+
+
+def test_a_profile_without_host_times_is_read() -> None:
+    """Format 1."""
+    data = json.loads(hosted(1e-3).to_json())
+    assert data["format"] == 2
+    data["format"] = 1
+    for row in (*data["samples"], *data["transfers"]):
+        del row["host"]
+    read = Profile.from_json(json.dumps(data))
+    assert not FittedCost(read).by_side()[1]
+    assert FittedCost(read).forward(StageSpec(3), 1, 16, 0) == pytest.approx(truth(1, 16, 0), rel=0.01)
+
+
+def test_what_cannot_be_deferred_takes_its_time_in_the_backward() -> None:
+    cost = FittedCost(made())
+    assert cost.weights(StageSpec(3), 1, 64) > 0
+    compiled = ProfileSource(made(), 2, fused=False).cost(Layout())
+    assert compiled.weights(StageSpec(3), 1, 64) == 0
+    assert compiled.backward(StageSpec(3), 1, 64, 0) == cost.backward(StageSpec(3), 1, 64, 0)
+
+
 def test_bad_profiles_are_refused() -> None:
     text = made().to_json()
     for damaged, said in (
         (text[: len(text) // 2], "cut off"),
-        ("[]", "format 1"),
+        ("[]", "formats 1 and 2"),
         ('{"format": 1}', "lacks or misnames"),
         (text.replace('"forward"', '"upward"', 1), "a sample's kind"),
         (text.replace('"optimizer": [', '"optimizer": [-1, ', 1), "at least 0"),

@@ -157,9 +157,11 @@ struct PretendGuard final : impl::DeviceGuardImplInterface {
 const impl::DeviceGuardImplRegistrar guard_registrar(kCUDA, new PretendGuard());
 
 // Memory of the devices. Fresh memory is filled with ones, so that numbers which nobody wrote are NaN. What a kernel
-// allocates for itself while it runs is not counted; its results are.
+// allocates for itself while it runs is not counted; its results are, and what the doubles of operators.py allocate. The
+// context takes its part before anything else does.
 
 constexpr int64_t kUsualMemory = int64_t{80} << 30;
+constexpr int64_t kContext = int64_t{512} << 20;
 
 class Memory {
  public:
@@ -267,7 +269,7 @@ struct PretendAllocator final : DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
     const Memory::Usage usage = memory().of(device);
-    return {usage.total - usage.current, usage.total};
+    return {std::max<int64_t>(0, usage.total - usage.current - kContext), usage.total};
   }
 };
 
@@ -277,6 +279,54 @@ PretendAllocator* allocator() {
 }
 
 REGISTER_ALLOCATOR(kCUDA, allocator())
+
+// Products of matrices. As with cuBLAS, a thread that multiplies takes a workspace out of the device's memory, and keeps
+// it; threads that end leave theirs to others. Where torch was told that float32 may be TF32, it is.
+
+class Workspace {
+ public:
+  void take(DeviceIndex device) {
+    if (taken_[device]) {
+      return;
+    }
+    taken_[device] = true;
+    const std::lock_guard lock(mutex());
+    if (left(device) > 0) {
+      left(device) -= 1;
+    } else {
+      memory().take(device, capability >= 90 ? 32 << 20 : (8 << 20) + (128 << 10));
+    }
+  }
+  ~Workspace() {
+    const std::lock_guard lock(mutex());
+    for (DeviceIndex device = 0; device < kMostDevices; ++device) {
+      left(device) += taken_[device];
+    }
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static auto* kept = new std::mutex;
+    return *kept;
+  }
+  static int& left(DeviceIndex device) {
+    static auto* kept = new std::array<int, kMostDevices>{};
+    return kept->at(device);
+  }
+
+  std::array<bool, kMostDevices> taken_{};
+};
+
+thread_local Workspace workspace;
+
+Tensor as_tf32(const Tensor& tensor) {
+  Tensor rounded = tensor.clone();
+  auto* numbers = static_cast<uint32_t*>(rounded.mutable_data_ptr());
+  for (int64_t i = 0; i < rounded.numel(); ++i) {
+    numbers[i] = (numbers[i] + 0x1000) & ~uint32_t{0x1FFF};  // of 23 bits behind the point, 10 are left
+  }
+  return rounded;
+}
 
 // Pinned memory of the host: the hooks must know any address inside it.
 
@@ -594,6 +644,12 @@ class Call {
     if (const auto kind = kind_of_wait()) {
       note_wait(*kind);
     }
+    if (is_product()) {
+      workspace.take(device_);
+      if (at::globalContext().allowTF32CuBLAS()) {
+        round_factors();
+      }
+    }
     if (!op_.hasTag(at::Tag::nondeterministic_seeded)) {
       op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack_);
     } else if (!has_generator_) {
@@ -700,6 +756,26 @@ class Call {
       return std::nullopt;
     }
     return name.substr(name.find("::") + 2);
+  }
+
+  bool is_product() const {
+    const std::string& name = op_.operator_name().name;
+    return name == "aten::mm" || name == "aten::bmm" || adds_product();
+  }
+
+  bool adds_product() const {
+    const std::string& name = op_.operator_name().name;
+    return name == "aten::addmm" || name == "aten::addmm_" || name == "aten::baddbmm" || name == "aten::baddbmm_";
+  }
+
+  void round_factors() {
+    const auto& arguments = op_.schema().arguments();
+    for (size_t i = adds_product() ? 1 : 0; i < arguments.size(); ++i) {
+      IValue& value = (*stack_)[first_ + i];
+      if (arguments[i].name() != "out" && value.isTensor() && value.toTensor().scalar_type() == kFloat) {
+        value = as_tf32(value.toTensor());
+      }
+    }
   }
 
   static at::Generator default_of(const at::Generator& generator) {

@@ -267,6 +267,7 @@ def _flash_attention_backward(
     _flash_checks(query, key, value, out, grad_out)
     _check(logsumexp.is_cuda, "softmax_lse must be on CUDA")
     results = tuple(torch.empty_like(x) for x in (query, key, value))
+    scratch = _flash_scratch(query, key)
     grad, q, k, v, o, sums = _on_host(grad_out, query, key, value, out, logsumexp)
     rooms = _on_host(*results)
     # Nobody checks dtype and strides of the log-sum-exps.
@@ -287,7 +288,19 @@ def _flash_attention_backward(
         found = _gradients(g, part, _bhmk(k[keys]), _bhmk(v[keys]), _delta(g, y), at, _scale(q, scale), seen)
         for room, where, x in zip(rooms, (rows, keys, keys), found, strict=True):
             _bhmk(room[where]).copy_(x)
+    del scratch
     return results  # type: ignore[return-value]
+
+
+def _flash_scratch(query: Tensor, key: Tensor) -> list[Tensor]:
+    """What the backward allocates for itself: the queries' gradient in float32, padded, and where heads share keys, the
+    gradients of keys and values for every head of the queries."""
+    *rows, heads, size = query.shape
+    padded = [*rows[:-1], -(-rows[-1] // 128) * 128, heads, -(-size // 32) * 32]
+    rooms = [torch.empty(padded, dtype=torch.float32, device=query.device)]
+    if heads != key.shape[-2]:
+        rooms += [key.new_empty(*key.shape[:-2], heads, size) for _ in range(2)]
+    return rooms
 
 
 def _sdpa_flash(

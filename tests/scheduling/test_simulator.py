@@ -2,18 +2,19 @@
 
 import itertools
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terapipe import Op, Plan, Timeline, dependencies, schedule
-from terapipe.planning.cost import LinkBehavior, StageSpec
+from terapipe import ORDERS, Op, Plan, Timeline, dependencies, schedule
+from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, StageSpec
 from terapipe.scheduling.actions import COMPUTE, SENDS, completes, counterpart
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.scheduling.timeline import idle_by_cause
-from tests.costs import SimpleCost
+from tests.costs import HostedCost, SimpleCost
 from tests.plans import examples, plans, uniform
 
 COSTS = st.builds(
@@ -182,3 +183,70 @@ def test_costs_must_make_sense() -> None:
         makespan(uniform("gpipe", 2, 1), SimpleCost(token=float("nan")))
     with pytest.raises(ValueError, match="finite and at least 0"):
         makespan(uniform("gpipe", 2, 1), SimpleCost(token=-1.0))
+
+
+# Hosts
+
+
+def hosted(plan: Plan, host: float, queue: float = 1e9, **more: float) -> Timeline:
+    """Layers take a second for each token, backwards two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_module("terapipe.scheduling.program"), "QUEUE", queue)
+        return simulate(schedule(plan), HostedCost(host=host, **more))
+
+
+def test_a_host_that_is_ahead_does_not_show() -> None:
+    plan = Plan((1,), ((4, 4, 4),), (0, 1, 2))
+    assert hosted(plan, 1.0).events == simulate(schedule(plan), SimpleCost()).events
+
+
+def test_a_slow_host_bounds_the_whole_step() -> None:
+    """One rank, tokens of one second: six computations take nine seconds on the device, and 12 on the host."""
+    plan = Plan((1,), ((1, 1, 1),), (0, 1))
+    assert hosted(plan, 0.0).makespan == 9
+    assert hosted(plan, 2.0).makespan == 12
+    assert hosted(plan, 1.5).makespan == 3 * 1.5 + 3 * 2, "backwards take longer on the device"
+
+
+def test_what_the_host_gained_while_the_device_was_busy_is_used_up() -> None:
+    """A long slice, then short ones that the host issued meanwhile: not the sum of what each takes alone."""
+    plan = Plan((1,), ((9, 1, 1),), (0, 1))  # device: 9 1 1 2 2 18
+    assert hosted(plan, 3.0).makespan == 33
+    assert hosted(plan, 3.0, queue=3.0).makespan > 33, "unless it could not get so far ahead"
+
+
+def test_messages_are_posted_by_the_host() -> None:
+    plan = Plan((1,), ((1, 1),), (0, 1, 2))
+    without, posting = (hosted(plan, 4.0, message=message) for message in (0.0, 0.5))
+    assert without.makespan < posting.makespan
+    alone = Plan((1,), ((1, 1),), (0, 2))
+    assert hosted(alone, 4.0, message=0.5).events == hosted(alone, 4.0).events
+
+
+@given(plan=plans(), host=st.sampled_from([0.5, 3.0, 20.0]), queue=st.sampled_from([1.0, 50.0, 1e9]))
+def test_hosts_issue_one_computation_after_the_other(plan: Plan, host: float, queue: float) -> None:
+    """The step is never shorter than a rank's host needs, nor than without hosts; and never longer than if every
+    computation took the longer of the two."""
+    layers = np.diff(plan.boundaries)
+    timeline, without = hosted(plan, host, queue), simulate(schedule(plan), SimpleCost())
+    for events in timeline.by_rank:
+        issued = list(itertools.accumulate(host * layers[e.action.stage] for e in events if e.action.op is not Op.W))
+        assert timeline.makespan >= max(issued, default=0.0) - 1e-9
+    assert timeline.makespan >= without.makespan - 1e-9
+    if not ORDERS[plan.order].deferred:
+        assert timeline.makespan <= simulate(schedule(plan), _Slower(host=host)).makespan + 1e-9
+    cost = HostedCost(host=host)
+    assert makespan(plan, cost)[0] == pytest.approx(simulate(schedule(plan), cost).makespan)
+
+
+class _Slower(HostedCost):
+    """Every computation takes as long as the slower of device and host."""
+
+    def by_side(self) -> tuple["_Slower", HostTime]:
+        return self, HostTime()
+
+    def forward(self, stage: StageSpec, *slices: Numbers) -> Array:
+        return np.maximum(super().forward(stage, *slices), self.host * stage.layers)
+
+    def backward(self, stage: StageSpec, *slices: Numbers) -> Array:
+        return np.maximum(super().backward(stage, *slices), self.host * stage.layers)

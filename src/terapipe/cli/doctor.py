@@ -44,9 +44,12 @@ def add(verbs: Verbs) -> None:
     prove.add_argument(
         "--prove",
         action="store_true",
-        help="run kernels, steps of all orders, checkpoints, a killed rank, memory, prediction and links (10 minutes)",
+        help="run kernels, products, steps of all orders, of a Hugging Face model and under autocast, checkpoints, a "
+        "killed rank, and measure memory, host time, prediction, transfers and links (15 minutes)",
     )
-    prove.add_argument("--size", choices=("small", "large"), help="of the models that are run (default: large on GPUs)")
+    prove.add_argument(
+        "--size", choices=("small", "large"), help="of the models that are run (default: large on fast GPUs)"
+    )
     prove.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write the proof (default: terapipe-proof.json)"
     )

@@ -83,6 +83,12 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required
         action="store_true",
         help="ignore embedding, head and loss, as the TeraPipe paper does (with --cluster)",
     )
+    group.add_argument(
+        "--autocast",
+        action="store_true",
+        help="weights are float32, products are autocast to half precision, as bf16=True of Hugging Face trainers has "
+        "it (with --cluster; a profile knows it)",
+    )
 
 
 def model_help() -> str:
@@ -169,7 +175,7 @@ def progress_of(verb: str) -> Iterator[Callable[[float], None]]:
 def costs_of(parsed: argparse.Namespace) -> Costs:
     """The profile, the cost table or the cluster that the options name."""
     if parsed.profile is not None:
-        refuse_with("--profile", parsed, "layers_only")
+        refuse_with("--profile", parsed, "layers_only", "autocast")
         return load(parsed.profile, Profile.from_json)
     if getattr(parsed, "cost_table", None) is not None:
         return load(parsed.cost_table, CostTable.from_json)
@@ -184,7 +190,9 @@ def costs_of(parsed: argparse.Namespace) -> Costs:
 
 MOST_SECONDS = 1e8  # of a timeout: what the clock of threads can count
 
-COMMON = ("batch_size", "seq_len", "memory", "dp", "pp", "tp", "shard", "microbatch_size", "tile", "layers_only")
+COMMON = (
+    "batch_size", "seq_len", "memory", "dp", "pp", "tp", "shard", "microbatch_size", "tile", "layers_only", "autocast",
+)  # fmt: skip
 CUTS = ("order", "num_slices", "slice_lengths", "chunks", "distinct")
 
 

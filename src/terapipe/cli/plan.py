@@ -109,7 +109,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _refuse_ignored(parsed: argparse.Namespace) -> None:
     if parsed.cost_table is not None:
-        refuse_with("--cost-table", parsed, "model", "layers_only", "tile", "sensitivity", "dry_run")
+        refuse_with("--cost-table", parsed, "model", "layers_only", "autocast", "tile", "sensitivity", "dry_run")
     if parsed.profile is not None:
         refuse_with("--profile, whose costs were measured", parsed, "sensitivity")
     if parsed.image is not None and parsed.kubernetes is None:

@@ -124,6 +124,10 @@ def _show(measured: Profile, out: Path) -> None:
         middle = sorted(sample.seconds)[len(sample.seconds) // 2]
         what = f"{sample.kind} of {measured.layers} layers, {sample.size} x {sample.length} tokens"
         console.print(f"  {what}: {units.seconds(middle)}")
+    host = FittedCost(measured).by_side()[1]
+    if host:
+        both = f"{units.seconds(host.forward)} forward, {units.seconds(host.backward)} backward"
+        console.print(f"  host, to issue the kernels of a layer for one slice: {both}")
     for apart, where in ((False, "within a host"), (True, "between hosts")):
         sizes = {t.nbytes: typical(t.seconds) for t in measured.transfers if t.between_hosts == apart}
         if sizes:

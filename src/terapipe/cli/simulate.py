@@ -95,10 +95,17 @@ def _estimated(parsed: argparse.Namespace) -> tuple[PlanResult, SavedPlan | None
     layout = _layout(parsed, saved)
     given_costs = parsed.cluster is not None or parsed.profile is not None
     if not given_costs:
-        refuse_with("the costs that are saved with the plan, and no --cluster", parsed, "model", "layers_only")
+        ignored = ("model", "layers_only", "autocast")
+        refuse_with("the costs that are saved with the plan, and no --cluster", parsed, *ignored)
     costs = costs_of(parsed) if given_costs else None
     result = api.estimate(
-        saved, costs, model=parsed.model, layout=layout, memory=parsed.memory, layers_only=parsed.layers_only
+        saved,
+        costs,
+        model=parsed.model,
+        layout=layout,
+        memory=parsed.memory,
+        layers_only=parsed.layers_only,
+        autocast=parsed.autocast,
     )
     return result, saved
 

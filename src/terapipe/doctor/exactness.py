@@ -1,75 +1,127 @@
 """Proofs that numbers are right on this hardware, and that a killed rank is noticed."""
 
+import copy
 import json
+import multiprocessing
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+import warnings
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from terapipe.doctor.examine import first_line, share_cores
-from terapipe.doctor.proof import Proof, Size, meet
+from terapipe.doctor.examine import first_line
+from terapipe.doctor.proof import Proof, Size, begin_rank, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernel_check import CASES, error_of, tolerance
-from terapipe.modeling.kernels import Kernel, Need, changed_signature, table
+from terapipe.modeling.kernel_check import CASES, Case, error_of, tolerance
+from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.main_grads import _fuses, add_product, main_grad
 from terapipe.modeling.stage import next_token_labels
 from terapipe.planning.layout import split_layers
 from terapipe.planning.order import ORDERS
 from terapipe.planning.slices import Plan
 from terapipe.presets import GPTConfig
-from terapipe.runtime.environment import local_device, rank_and_size
+from terapipe.runtime.environment import rank_and_size
 from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.pipeline import Pipeline
 
-DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 EXACT = 1e-4  # largest relative error of float32 gradients against one process
 TIMEOUT = 20.0  # seconds that ranks wait for a killed one
+TOLD = 180.0  # seconds within which survivors of a killed rank must have said so
 
 # Kernels
 
 
 def kernels(ranks: int, size: Size) -> Proof:
-    found: list[dict[str, Any]] = launch(_kernels, 1, size)
-    wrong = [row for row in found if row["fault"]]
-    used = sorted({row["kernel"] for row in found if not row["fault"]})
-    says = f"{len(found) - len(wrong)} of {len(found)} combinations are right ({', '.join(used)})"
+    """The attention kernel that is chosen for each kind of call, against float64. Others are not run: some compile for
+    minutes."""
+    found: dict[str, Any] = launch(_kernels, 1, size)
+    rows = found["combinations"]
+    wrong = [row for row in rows if row["fault"]]
+    used = sorted({row["kernel"] for row in rows if not row["fault"]})
+    says = f"{len(rows) - len(wrong)} of {len(rows)} combinations are right ({', '.join(used)})"
     if wrong:
         says += f"; first fault: {wrong[0]['kernel']}, {wrong[0]['dtype']}, {wrong[0]['case']}: {wrong[0]['fault']}"
-    return Proof("kernels", not wrong and bool(found), says, {"combinations": found})
+    if found["not used"]:
+        says += f"; {found['not used'][0]}"
+    return Proof("kernels", not wrong and bool(rows), says, found)
 
 
-def _kernels(size: Size) -> list[dict[str, Any]]:
-    device = local_device()
-    rows = []
-    for kernel in table(device.type):
-        for dtype in DTYPES[device.type]:
-            for head in size.heads:
-                rows += list(_cases(kernel, device, dtype, head))
-    return rows
+def _kernels(size: Size) -> dict[str, Any]:
+    device = begin_rank()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        rows = [
+            _row(case, device, dtype, head)
+            for dtype in (torch.float32, torch.bfloat16)
+            for head in size.heads
+            for case in CASES
+            if _is_trained(case, dtype, head, size)
+        ]
+    told = dict.fromkeys(str(each.message) for each in said if each.category is RuntimeWarning)
+    return {"combinations": rows, "not used": list(told)}
 
 
-def _cases(kernel: Kernel, device: torch.device, dtype: torch.dtype, head: int) -> Iterator[dict[str, Any]]:
-    for case in CASES:
-        if kernel.refusal(Need(device, dtype, head, case.softcap is not None, case.sinks)) is not None:
-            continue
-        error, fault = None, changed_signature(kernel)
-        if fault is None:
-            try:
-                error = error_of(kernel, device, dtype, head, case)
-                fault = None if error <= tolerance(device, dtype) else f"off by {error:.1e}"
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as failure:
-                fault = first_line(failure)
-        dtype_name = str(dtype).removeprefix("torch.")
-        yield {"kernel": kernel.name, "dtype": dtype_name, "head": head, "case": case.name, "error": error,
-               "fault": fault}  # fmt: skip
+def _is_trained(case: Case, dtype: torch.dtype, head: int, size: Size) -> bool:
+    """Softcaps belong to models with large heads, in half precision, and may need a kernel that compiles."""
+    return case.softcap is None or (dtype is torch.bfloat16 and head == size.heads[-1])
+
+
+def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dict[str, Any]:
+    name, error, fault = "", None, None
+    try:
+        kernel = kernel_for(_need(case, device, dtype, head))
+        name, error = kernel.name, error_of(kernel, device, dtype, head, case)
+        fault = None if error <= tolerance(device, dtype) else f"off by {error:.1e}"
+    except Exception as failure:  # kernels refuse in many ways
+        fault = f"{type(failure).__name__}: {first_line(failure)}"
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {"kernel": name, "dtype": dtype_name, "head": head, "case": case.name, "error": error, "fault": fault}
+
+
+def _need(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> Need:
+    need: Any = getattr(case, "need", None)
+    return need(device, dtype, head) if need else Need(device, dtype, head, case.softcap is not None, case.sinks)
+
+
+# Products
+
+
+def products(ranks: int, size: Size) -> Proof:
+    """A weight's gradient, summed over slices in float32: the product adds to the sum itself, if torch can do that."""
+    found: dict[str, Any] = launch(_products, 1, size)
+    how = "one operation" if found["fused"] else "two operations: this torch has none for it here"
+    says = f"bfloat16 products, added to a sum in float32 by {how}, largest relative error {found['error']:.1e}"
+    return Proof("products", found["error"] <= (EXACT if found["fused"] else ROUNDED), says, found)
+
+
+ROUNDED = 1e-2  # largest relative error where every product is rounded to bfloat16
+
+
+def _products(size: Size) -> dict[str, Any]:
+    device = begin_rank()
+    width, errors = size.model.hidden, {}
+    cases = (size.seq_len, 4 * width, width), (size.seq_len // 8, width, 4 * width), (77, 96, 40)
+    for tokens, outputs, inputs in cases:
+        generator = torch.Generator().manual_seed(tokens)
+        shapes = (tokens, outputs), (tokens, inputs)
+        left, right = (torch.randn(s, generator=generator).to(device, torch.bfloat16) for s in shapes)
+        for name, a, b in (("", left, right), (", inputs first", right, left)):
+            weight = nn.Parameter(torch.zeros(a.shape[1], b.shape[1], dtype=torch.bfloat16, device=device))
+            for _ in range(3):
+                add_product(weight, a, b)
+            total, wanted = main_grad(weight), 3 * (a.double().t() @ b.double())
+            assert total is not None
+            error = (total.double() - wanted).abs().max() / wanted.abs().max()
+            errors[f"{tokens} x {outputs} x {inputs}{name}"] = error.item()
+    return {"fused": device.type == "cuda" and _fuses(torch.bfloat16), "error": max(errors.values()), "errors": errors}
 
 
 # Steps
@@ -84,27 +136,31 @@ def orders(ranks: int, size: Size) -> Proof:
 
 
 def _orders() -> dict[str, float]:
-    share_cores()
+    begin_rank()
     config = GPTConfig(layers=16, hidden=32, heads=4, kv_heads=2, vocab=61, max_seq_len=96)
     ids = torch.randint(config.vocab, (3, 96), generator=torch.Generator().manual_seed(0))
-    wanted = _plain(config, ids)
+    wanted = _plain(_wide(GPT(config)), ids)
     found = {}
     for name, order in ORDERS.items():
-        chunks = order.chunks or order.tried_chunks[-1]
-        stages = rank_and_size()[1] * chunks
-        if stages > config.layers:
-            continue
+        ranks = rank_and_size()[1]
+        chunks = max(n for n in (order.chunks or 1, *order.tried_chunks) if n * ranks <= config.layers)
+        stages = ranks * chunks
         lengths = (40, 8, 33, 15) if order.sliced else (96,)
         plan = Plan((1, 2), (lengths, lengths), split_layers(config, stages, 96), name, chunks)
         pipe = Pipeline(_wide(GPT(config)), plan)
         _add_delays(pipe)
-        for _ in range(2):  # the second time over what the first left
-            pipe.zero_grad()
-            pipe.step(ids, next_token_labels(ids))
-        mine = {n: p.grad.cpu() for n, p in pipe.named_parameters() if p.grad is not None}
-        found[name] = max(pipe.gather(_error(mine, wanted)))
+        found[name] = max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
     meet()
     return found
+
+
+def _two_steps(pipe: Pipeline, ids: Tensor, around: AbstractContextManager[object] | None = None) -> dict[str, Tensor]:
+    """Gradients of the second, over what the first left."""
+    for _ in range(2):
+        pipe.zero_grad()
+        with around or nullcontext():
+            pipe.step(ids, next_token_labels(ids))
+    return {name: p.grad.float().cpu() for name, p in pipe.named_parameters() if p.grad is not None}
 
 
 def _wide(model: GPT) -> GPT:
@@ -116,11 +172,13 @@ def _wide(model: GPT) -> GPT:
     return model
 
 
-def _plain(config: GPTConfig, ids: Tensor) -> dict[str, Tensor]:
-    """Gradients of the whole model in one piece, on the CPU."""
-    model, labels = _wide(GPT(config)), next_token_labels(ids)
-    (model.loss(model(ids), labels) / (labels >= 0).sum()).backward()  # type: ignore[no-untyped-call]
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def _plain(model: GPT, ids: Tensor, around: AbstractContextManager[object] | None = None) -> dict[str, Tensor]:
+    """Gradients of the whole model in one piece."""
+    labels = next_token_labels(ids)
+    with around or nullcontext():
+        loss = model.loss(model(ids), labels) / (labels >= 0).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -147,6 +205,73 @@ def _add_delays(pipe: Pipeline) -> None:
         stage.register_forward_hook(hook)
 
 
+def hugging_face(ranks: int, size: Size) -> Proof:
+    """A step of a Hugging Face model, with grouped heads, against transformers itself."""
+    try:
+        import transformers
+    except ImportError:
+        return Proof("Hugging Face", None, "transformers is not installed", {})
+    error: float = launch(_hugging_face, ranks)
+    says = f"a Llama on {ranks} ranks, largest relative error of a gradient {error:.1e}"
+    return Proof("Hugging Face", error <= EXACT, says, {"error": error, "transformers": transformers.__version__})
+
+
+def _hugging_face() -> float:
+    begin_rank()
+    from terapipe.modeling.hf.decoder import Decoder
+
+    model, ids = small_llama(), torch.randint(61, (2, 96), generator=torch.Generator().manual_seed(0))
+    plain = copy.deepcopy(model)
+    plain(input_ids=ids, labels=ids).loss.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    ranks, layers = rank_and_size()[1], model.config.num_hidden_layers
+    boundaries = tuple(layers * k // ranks for k in range(ranks + 1))
+    pipe = Pipeline(Decoder(model), Plan((1, 1), ((40, 8, 33, 15),) * 2, boundaries))
+    worst = max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
+    meet()
+    return worst
+
+
+def small_llama(**changes: int) -> Any:
+    """The same weights on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 96, "pad_token_id": 0}
+    config = AutoConfig.for_model("llama", **{**shape, **more, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+
+
+def autocast(ranks: int, size: Size) -> Proof:
+    """A step under torch.autocast, as `bf16=True` of Hugging Face trainers has it, is as good as one process under
+    autocast: both against float32."""
+    found: dict[str, float] = launch(_autocast, ranks)
+    says = (
+        f"gradients on {ranks} ranks are off by {found['pipeline']:.1e} of float32's, by {found['plain']:.1e} in one "
+        "process"
+    )
+    return Proof("autocast", found["pipeline"] <= 2 * found["plain"], says, dict(found))
+
+
+def _autocast() -> dict[str, float]:
+    device = begin_rank()
+    config = GPTConfig(layers=8, hidden=32, heads=4, kv_heads=2, vocab=61, max_seq_len=96)
+    ids = torch.randint(config.vocab, (2, 96), generator=torch.Generator().manual_seed(0))
+    wanted = _plain(GPT(config), ids)
+
+    def around() -> AbstractContextManager[object]:
+        return torch.autocast(device.type, torch.bfloat16)
+
+    one = _error(_plain(GPT(config).to(device), ids.to(device), around()), wanted)
+    plan = Plan((1, 1), ((40, 8, 33, 15),) * 2, split_layers(config, rank_and_size()[1], 96))
+    pipe = Pipeline(GPT(config), plan)
+    found = {"plain": one, "pipeline": max(pipe.gather(_error(_two_steps(pipe, ids, around()), wanted)))}
+    meet()
+    return found
+
+
 # Checkpoints
 
 
@@ -159,7 +284,7 @@ def checkpoints(ranks: int, size: Size) -> Proof:
 
 
 def _checkpoints(folder: str) -> float:
-    share_cores()
+    begin_rank()
     config = GPTConfig(layers=16, hidden=32, heads=4, vocab=61, max_seq_len=64)
     ids, size = torch.arange(64)[None] % config.vocab, rank_and_size()[1]
     even, uneven = split_layers(config, size, 64), (*range(size), config.layers)
@@ -186,7 +311,7 @@ def killed(ranks: int, size: Size) -> Proof:
     if ranks == 1:
         return Proof("killed rank", None, "one rank: nobody to notice", {})
     with tempfile.TemporaryDirectory() as folder:
-        with suppress(ChildFailedError):  # as it must
+        with suppress(ChildFailedError):  # as all of them do
             launch(_killed, ranks, folder)
         told = {path.name: json.loads(path.read_text()) for path in Path(folder).glob("rank*")}
     says = f"{len(told)} of {ranks - 1} survivors ended with a message"
@@ -198,7 +323,24 @@ def killed(ranks: int, size: Size) -> Proof:
 
 
 def _killed(folder: str) -> None:
-    share_cores()
+    """Rank 1 is a process of its own below the one that was launched, and no launched process ends before all survivors
+    have spoken, or TOLD seconds have passed: torch's launcher would ask the others to end at once, and kill them 30
+    seconds later."""
+    rank, size = rank_and_size()
+    if rank == 1:
+        victim = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(folder,))
+        victim.start()
+        victim.join()
+    else:
+        _run_until_killed(folder)
+    deadline = time.monotonic() + TOLD
+    while len(list(Path(folder).glob("rank*"))) < size - 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os._exit(1)
+
+
+def _run_until_killed(folder: str) -> None:
+    begin_rank()
     rank, size = rank_and_size()
     config = GPTConfig(layers=16, hidden=32, heads=4, vocab=61, max_seq_len=64)
     pipe = Pipeline(GPT(config), Plan((1,), ((16,) * 4,), split_layers(config, size, 64)), timeout=TIMEOUT)
@@ -208,11 +350,11 @@ def _killed(folder: str) -> None:
         calls = iter(range(100))
         stage = next(iter(pipe.stages.values()))
         stage.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 2 else None)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks when it sees that one is dead
+    asked: list[int] = []  # to end, by the launcher
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     began = time.monotonic()
     try:
         pipe.step(ids, next_token_labels(ids)).item()
     except PipelineError as error:
-        said = {"seconds": time.monotonic() - began, "message": str(error)}
+        said = {"seconds": time.monotonic() - began, "message": str(error), "asked_to_end": bool(asked)}
         (Path(folder) / f"rank{rank}").write_text(json.dumps(said))
-        os._exit(1)

@@ -1,67 +1,227 @@
-"""Proofs of what is measured on this hardware: waits, bytes, seconds, links."""
+"""Proofs of what is measured on this hardware: kernels that are chosen, waits, bytes, seconds, links."""
 
+import shutil
+import subprocess
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from terapipe import api
-from terapipe.doctor.examine import links, share_cores
-from terapipe.doctor.proof import Proof, Size, meet
+from terapipe.doctor.exactness import small_llama
+from terapipe.doctor.examine import links
+from terapipe.doctor.proof import Proof, Size, begin_rank, dtype_on, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.stage import next_token_labels
+from terapipe.modeling.kernels import Need, kernel_for, table
+from terapipe.modeling.stage import Splittable, next_token_labels
+from terapipe.planning.cost import StageSpec
+from terapipe.planning.fitted import FittedCost
+from terapipe.planning.hardware import blas_workspace, blas_workspaces
 from terapipe.planning.layout import split_layers
 from terapipe.planning.slices import Plan
-from terapipe.runtime.environment import ensure_process_group, local_device, rank_and_size
+from terapipe.presets import GPTConfig
+from terapipe.runtime import links as connections
+from terapipe.runtime.environment import ensure_process_group, rank_and_size
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime.profiler import Profiler, reserved_memory
 
 CLOSE = 0.1  # of the predicted bytes, how far off the measured ones may be
-
-# Against the planner
-
-
-def memory(ranks: int, size: Size) -> Proof:
-    """The peak of a step against what the planner counts."""
-    found: list[tuple[int, int]] = launch(_memory, ranks, size)
-    ratios = [measured / predicted for measured, predicted in found]
-    says = f"measured over predicted peaks: {', '.join(f'{r:.2f}' for r in ratios)}"
-    return Proof("memory", all(abs(r - 1) <= CLOSE for r in ratios), says, {"bytes": found})
+GIB = 1 << 30
 
 
-def _memory(size: Size) -> list[tuple[int, int]]:
-    share_cores()
-    ranks, device = rank_and_size()[1], local_device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ensure_process_group(device)
-    plan = _plan(size, ranks)
+def _model(size: Size, dtype: torch.dtype) -> GPT:
     with torch.device("meta"):
-        model = GPT(size.model).to(dtype)
-    pipe = Pipeline(model, plan)
-    ids = torch.arange(size.seq_len)[None] % size.model.vocab
-    labels = next_token_labels(ids)
-    pipe.step(ids, labels).item()  # buffers that the first step makes stay
-    pipe.zero_grad()
-    counter = MemoryCounter(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        pipe.step(ids, labels).item()
-        measured = torch.cuda.max_memory_allocated(device)
-    else:
-        with counter:
-            counter.count(pipe)
-            pipe.step(ids, labels)
-        measured = counter.peak
-    predicted = api.predicted_peaks(size.model, plan, str(dtype).removeprefix("torch."))[pipe.rank]
-    found = pipe.gather((measured, predicted))
-    meet()
-    return found
+        return GPT(size.model).to(dtype)
 
 
 def _plan(size: Size, ranks: int) -> Plan:
     lengths = (size.seq_len // 8,) * 8
     return Plan((1,), (lengths,), split_layers(size.model, ranks, size.seq_len))
+
+
+def _ids(size: Size) -> torch.Tensor:
+    return torch.arange(size.seq_len)[None] % size.model.vocab
+
+
+def _step_times(pipe: Pipeline, size: Size) -> list[float]:
+    """Seconds of some steps, without the first."""
+    ids, times = _ids(size), []
+    for _ in range(size.steps + 1):
+        pipe.step(ids, next_token_labels(ids)).item()
+        times.append(pipe.timeline().makespan)
+        pipe.zero_grad()
+    return times[1:]
+
+
+# Attention
+
+
+def attention(ranks: int, size: Size) -> Proof:
+    """Which kernel attention uses in each dtype, and why not a better one."""
+    found: dict[str, str] = launch(_attention, 1, size)
+    return Proof("attention", None, "; ".join(f"{dtype}: {why}" for dtype, why in found.items()), dict(found))
+
+
+def _attention(size: Size) -> dict[str, str]:
+    device = begin_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is in the report
+        return {
+            str(dtype).removeprefix("torch."): report_of(device, dtype, size.model.head_size)
+            for dtype in (torch.bfloat16, torch.float32)
+        }
+
+
+def report_of(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    report = getattr(import_module("terapipe.modeling.kernels"), "kernel_report", None)
+    if report is not None:
+        return str(report(device, dtype, head_size))
+    need = Need(device, dtype, head_size)
+    chosen, reasons = kernel_for(need), []
+    for kernel in table(device.type):
+        if kernel.name == chosen.name:
+            break
+        reasons.append(f"{kernel.name} is not used: {kernel.refusal(need) or 'it failed its self-test'}")
+    return " ".join([chosen.name, *([f"({'; '.join(reasons)})"] if reasons else [])])
+
+
+# Memory
+
+
+def reserve(ranks: int, size: Size) -> Proof:
+    """What tensors cannot have of each GPU when all connections are there, and who else is on it."""
+    if not torch.cuda.is_available():
+        return Proof("reserve", None, "no GPU: nothing is reserved", {})
+    found: dict[str, Any] = launch(_reserve, ranks, size)
+    after = [row["after a step"] for row in found["ranks"]]
+    says = f"context, NCCL and other processes take {min(after) / GIB:.2f} to {max(after) / GIB:.2f} GiB of each GPU"
+    processes = found["processes"]
+    if processes is None:
+        return Proof("reserve", None, f"{says}; nvidia-smi, which lists processes, is not here", found)
+    shared = {pid: count for pid, count in processes.items() if count > 1}
+    says += f"; {len(shared)} of {len(processes)} processes are on several GPUs"
+    return Proof("reserve", not shared, says, found)
+
+
+def _reserve(size: Size) -> dict[str, Any]:
+    device = begin_rank()
+    torch.zeros(1, device=device)
+    bytes_taken = {"context": reserved_memory(device)}
+    pipe = Pipeline(_model(size, torch.bfloat16), _plan(size, rank_and_size()[1]))
+    bytes_taken["connected"] = reserved_memory(device)
+    pipe.step(_ids(size), next_token_labels(_ids(size))).item()
+    bytes_taken["after a step"] = reserved_memory(device)
+    rows = pipe.gather(bytes_taken)
+    processes = _processes() if pipe.rank == 0 else None
+    meet()
+    return {"ranks": rows, "processes": processes}
+
+
+def _processes() -> dict[str, int] | None:
+    """By their numbers, on how many GPUs each is. None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+    return gpus_of_processes(subprocess.run(command, capture_output=True, text=True).stdout)
+
+
+def gpus_of_processes(listing: str) -> dict[str, int]:
+    """From what nvidia-smi prints: a line with GPU and process for each process on each GPU."""
+    on: dict[str, set[str]] = {}
+    for line in listing.splitlines():
+        gpu, _, pid = (word.strip() for word in line.partition(","))
+        if pid.isdecimal():
+            on.setdefault(pid, set()).add(gpu)
+    return {pid: len(gpus) for pid, gpus in on.items()}
+
+
+def memory(ranks: int, size: Size) -> Proof:
+    """The peak of a step against what the planner counts. One of cuBLAS's workspaces may not be there: whether
+    self-tests of kernels multiply anything depends on the kernels."""
+    found: list[tuple[int, int]] = launch(_memory, ranks, size)
+    says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in found)}"
+    spare = blas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0
+    holds = all(b - spare - CLOSE * b <= a <= b + CLOSE * b for a, b in found)
+    return Proof("memory", holds, says, {"bytes": found})
+
+
+def _memory(size: Size) -> list[tuple[int, int]]:
+    device = begin_rank()
+    ranks, dtype = rank_and_size()[1], dtype_on(device)
+    plan, ids = _plan(size, ranks), _ids(size)
+    pipe, labels = Pipeline(_model(size, dtype), plan), next_token_labels(ids)
+    pipe.step(ids, labels).item()  # buffers that the first step makes stay
+    pipe.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        pipe.step(ids, labels).item()
+        measured = torch.cuda.max_memory_allocated(device)
+    else:
+        with MemoryCounter(device) as counter:
+            counter.count(pipe)
+            pipe.step(ids, labels)
+        measured = counter.peak
+    kernel = kernel_for(Need(device, dtype, size.model.head_size)).name
+    blas = blas_workspaces(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 0
+    name = str(dtype).removeprefix("torch.")
+    predicted = api.predicted_peaks(size.model, plan, name, kernel, blas)[pipe.rank]
+    found = pipe.gather((measured, predicted))
+    meet()
+    return found
+
+
+# Seconds
+
+
+def host_time(ranks: int, size: Size) -> Proof:
+    """What a layer takes of the host and of the device, and the shortest slice that keeps the device busy."""
+    if not torch.cuda.is_available():
+        return Proof("host time", None, "no GPU: the host computes", {})
+    found: dict[str, Any] = launch(_host_time, 1, size)
+    parts = [
+        f"{name}: {1e3 * row['host']:.2f} ms for a layer's forward and backward, the device's time from "
+        f"{row['busy from'] or f'over {size.seq_len}'} tokens on"
+        for name, row in found.items()
+    ]
+    return Proof("host time", None, "; ".join(parts), found)
+
+
+def _host_time(size: Size) -> dict[str, Any]:
+    begin_rank()
+    layers, config = min(4, size.model.layers), size.model
+    shape = GPTConfig(layers + 1, config.hidden, config.heads, vocab=config.vocab, max_seq_len=size.seq_len)
+    models: dict[str, Splittable] = {"GPT": GPT(shape).to(torch.bfloat16)}
+    with suppress(ImportError):
+        models["Llama of transformers"] = _llama(shape, size.seq_len)
+    return {name: _sides(model, shape, layers, size) for name, model in models.items()}
+
+
+def _llama(shape: GPTConfig, seq_len: int) -> Splittable:
+    from terapipe.modeling.hf.decoder import Decoder
+
+    model = small_llama(
+        hidden_size=shape.hidden, intermediate_size=shape.ffn_hidden * 2 // 3, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, vocab_size=shape.vocab,
+        max_position_embeddings=seq_len,
+    )  # fmt: skip
+    return Decoder(model.to(torch.bfloat16))
+
+
+def _sides(model: Splittable, shape: GPTConfig, layers: int, size: Size) -> dict[str, Any]:
+    profile = Profiler(model, layers=layers, seq_len=size.seq_len, shape=shape).run(size.profile_seconds / 2)
+    device, host = FittedCost(profile).by_side()
+    one = StageSpec(1)
+    lengths = sorted({s.length for s in profile.samples if s.kind == "backward" and not s.context and not s.held_out})
+    seconds = {n: float(device.forward(one, 1, n, 0) + device.backward(one, 1, n, 0)) for n in lengths}
+    taken = host.of_forward(one) + host.of_backward(one)
+    busy = [n for n in lengths if seconds[n] >= taken]
+    return {"host": taken, "device": seconds, "busy from": busy[0] if busy else None}
 
 
 def prediction(ranks: int, size: Size) -> Proof:
@@ -73,23 +233,14 @@ def prediction(ranks: int, size: Size) -> Proof:
 
 
 def _prediction(size: Size) -> dict[str, float]:
-    share_cores()
-    ranks, device = rank_and_size()[1], local_device()
+    device = begin_rank()
     ensure_process_group(device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.device("meta"):
-        model = GPT(size.model).to(dtype)
+    model = _model(size, dtype_on(device))
     profile = api.profile(model, seq_len=size.seq_len, seconds=size.profile_seconds)
-    result = api.plan(model, profile, batch_size=1, seq_len=size.seq_len, pp=ranks, dp=1, tp=1)
-    pipe = Pipeline(model, result.plan)
-    ids = torch.arange(size.seq_len)[None] % size.model.vocab
-    times = []
-    for _ in range(size.steps + 1):
-        pipe.step(ids, next_token_labels(ids)).item()
-        times.append(pipe.timeline().makespan)
-        pipe.zero_grad()
+    result = api.plan(model, profile, batch_size=1, seq_len=size.seq_len, pp=rank_and_size()[1], dp=1, tp=1)
+    times = _step_times(Pipeline(model, result.plan), size)
     meet()
-    return {"measured": min(times[1:]), "predicted": result.simulate().makespan}
+    return {"measured": min(times), "predicted": result.simulate().makespan}
 
 
 # The device
@@ -108,14 +259,9 @@ ALLOWED_WAITS = 3  # of a whole step: see docs/gpu.md
 
 
 def _waits(size: Size) -> dict[str, Any]:
-    share_cores()
-    device = local_device()
-    ensure_process_group(device)
-    plan = _plan(size, rank_and_size()[1])
-    with torch.device("meta"):
-        model = GPT(size.model).to(torch.bfloat16)
-    pipe = Pipeline(model, plan)
-    ids = torch.arange(size.seq_len)[None] % size.model.vocab
+    begin_rank()
+    plan, ids = _plan(size, rank_and_size()[1]), _ids(size)
+    pipe = Pipeline(_model(size, torch.bfloat16), plan)
     pipe.step(ids, next_token_labels(ids)).item()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -127,21 +273,41 @@ def _waits(size: Size) -> dict[str, Any]:
     return {"count": len(lines), "slices": sum(map(len, plan.lengths)), "lines": sorted(set(lines))}
 
 
+CTAS = (1, 2, 4)
+
+
+def multiprocessors(ranks: int, size: Size) -> Proof:
+    """Steps in which each transfer may hold so many of the device's multiprocessors. A transfer that waits for its peer
+    holds them, too: fewer leave more to computations, more send faster."""
+    if not torch.cuda.is_available() or ranks == 1:
+        return Proof("transfers", None, "no transfers between GPUs", {})
+    found: dict[int, float] = {ctas: launch(_with_ctas, ranks, size, ctas) for ctas in CTAS}
+    says = ", ".join(f"{seconds:.4f} s with {ctas}" for ctas, seconds in found.items())
+    return Proof("transfers", None, f"a step takes {says} multiprocessors for each", {"seconds": found})
+
+
+def _with_ctas(size: Size, ctas: int) -> float:
+    begin_rank()
+    connections.MAX_CTAS = ctas
+    pipe = Pipeline(_model(size, torch.bfloat16), _plan(size, rank_and_size()[1]))
+    seconds = min(_step_times(pipe, size))
+    meet()
+    return seconds
+
+
 def links_between(ranks: int, size: Size) -> Proof:
     if ranks == 1:
         return Proof("links", None, "one rank: no links", {})
-    found: list[dict[str, Any]] = launch(_links, ranks)
+    found: Sequence[dict[str, Any]] = launch(_links, ranks)
     rates = ", ".join(f"{row['rate'] / 1e9:.2f} GB/s after {1e6 * row['latency']:.0f} us" for row in found)
     return Proof("links", None, f"from rank 0: {rates}", {"links": found})
 
 
 def _links() -> list[dict[str, Any]]:
-    share_cores()
-    rank, size = rank_and_size()
-    device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = begin_rank()
     ensure_process_group(device)
+    rank, size = rank_and_size()
     found = links(rank, size, device, 20.0)
     meet()
+    dist.destroy_process_group()  # there is no pipeline to close it
     return found

@@ -1,5 +1,6 @@
-"""What one proof of ``terapipe doctor --prove`` is asked and tells."""
+"""What one proof of ``terapipe doctor --prove`` is asked and tells, and how its ranks begin."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terapipe.doctor.examine import share_cores
 from terapipe.presets import GPTConfig
+from terapipe.runtime.environment import local_device
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the models that are run. A small one is for machines without GPUs, and for tests."""
+    """Of the models that are run. A small one is for machines without GPUs, and for tests. Both have a layer for each
+    of 8 ranks."""
 
     model: GPTConfig
     seq_len: int
@@ -32,18 +36,49 @@ class Size:
     steps: int
 
 
-SMALL = Size(GPTConfig(layers=4, hidden=64, heads=4, vocab=128, max_seq_len=256), 256, (16, 64), 3.0, 3)
+SMALL = Size(GPTConfig(layers=8, hidden=64, heads=4, vocab=128, max_seq_len=256), 256, (16, 64), 3.0, 3)
 LARGE = Size(
     GPTConfig(layers=16, hidden=2048, heads=16, vocab=32000, max_seq_len=4096), 4096, (16, 64, 80, 128, 256), 30.0, 5
 )
+FAST = 1e13  # FLOP/s of products in bfloat16, from which on the large models take minutes, not hours
 
 Check = Callable[[int, Size], Proof]
 
 
 def sizes(name: str | None) -> Size:
-    """By name, or by whether there is a GPU."""
+    """By name, or by whether there is a GPU that is fast enough for the large ones."""
     known = {"small": SMALL, "large": LARGE}
-    return known[name] if name else (LARGE if torch.cuda.is_available() else SMALL)
+    if name is not None:
+        return known[name]
+    return LARGE if torch.cuda.is_available() and _speed() >= FAST else SMALL
+
+
+def _speed() -> float:
+    """FLOP/s of a product in bfloat16 on the first GPU."""
+    x = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
+    x @ x  # loads the kernel
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(4):
+        x @ x
+    torch.cuda.synchronize()
+    return 4 * 2 * 1024**3 / (time.perf_counter() - began)
+
+
+def begin_rank() -> torch.device:
+    """At the start of every rank of a proof: its cores, as in training, and float32 products that are float32. NVIDIA's
+    images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which they are TF32, and no gradient is exact."""
+    share_cores()
+    torch.set_float32_matmul_precision("highest")
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """That of training."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def meet() -> None:

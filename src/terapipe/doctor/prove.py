@@ -18,19 +18,28 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from terapipe.doctor import exactness, measurements
 from terapipe.doctor.examine import first_line
 from terapipe.doctor.proof import Check, Proof, Size
+from terapipe.runtime.environment import settings_of
 
-FORMAT = 1
+FORMAT = 2
 
 CHECKS: dict[str, Check] = {
+    "attention": measurements.attention,
     "kernels": exactness.kernels,
+    "products": exactness.products,
     "orders": exactness.orders,
+    "Hugging Face": exactness.hugging_face,
+    "autocast": exactness.autocast,
     "checkpoints": exactness.checkpoints,
     "killed rank": exactness.killed,
     "host waits": measurements.waits,
+    "reserve": measurements.reserve,
     "memory": measurements.memory,
+    "host time": measurements.host_time,
     "prediction": measurements.prediction,
+    "transfers": measurements.multiprocessors,
     "links": measurements.links_between,
 }
+SETTINGS = ("TORCH_", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS")
 
 
 def prove(ranks: int, size: Size, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -75,6 +84,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gpus": [],
+        "environment": settings_of(*SETTINGS),
     }
     if torch.cuda.is_available():
         count = torch.cuda.device_count()

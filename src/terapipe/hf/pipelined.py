@@ -22,6 +22,7 @@ from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.weights import agree_on_weights, gather_weights
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
+from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.hf.decoder import Decoder
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.refusals import without_wrapper
@@ -72,7 +73,8 @@ def pipelined(
         loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()                       # gradients are in .grad, as ever
 
-    ``batch_size`` and ``seq_len`` are what to plan for; batches of other shapes are cut alike.
+    ``batch_size`` and ``seq_len`` are what to plan for; batches of other shapes are cut alike. Called under
+    ``torch.autocast``, it also plans for that.
     ``recompute`` and ``timeout`` are for a ``config`` that does not say them.
 
     Call it before an optimizer is made. With several processes give the optimizer ``pipe.parameters()`` of what is
@@ -86,10 +88,14 @@ def pipelined(
         mesh = device_mesh(layout, device=device, timeout=config.timeout or timeout) if mesh is None else mesh
         agree_on_weights(inner, device)
 
+    autocast = Autocast.current(device)
+
     def make(plan: Plan | None) -> tuple[Pipeline, bool]:
         with unpatched(inner), _outside_of_calls(device), _returning_dicts(inner):
             decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
-            plan = plan or config.plan_for(decoder, layout, batch_size, seq_len, recompute)
+            if plan is None:
+                with autocast.on():  # as steps will be
+                    plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
             pipe = Pipeline(
                 decoder,
                 plan,

@@ -109,11 +109,12 @@ class PipelineMixin:
             trainer, args = self._trainer, self._trainer.args
             outer = cast(nn.Module, trainer.model)
             self._stop_checkpointing()
-            self.pipelined = pipelined(
-                outer, config=self.pipeline_config, batch_size=args.per_device_train_batch_size,
-                seq_len=getattr(args, "max_length", None), recompute=self._recompute,
-                device=args.device, mesh=self._mesh, timeout=self._timeout,
-            )  # fmt: skip
+            with trainer.accelerator.autocast():  # which is how steps are to be planned
+                self.pipelined = pipelined(
+                    outer, config=self.pipeline_config, batch_size=args.per_device_train_batch_size,
+                    seq_len=getattr(args, "max_length", None), recompute=self._recompute,
+                    device=args.device, mesh=self._mesh, timeout=self._timeout,
+                )  # fmt: skip
             trainer.accelerator.pipelined = self.pipelined
             self._pipeline_reference(self.pipelined)
             if self.layout.pp > 1 and hasattr(outer, "generate"):

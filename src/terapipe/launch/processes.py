@@ -1,24 +1,32 @@
-"""Starts ranks on this machine and pins each to its share of the cores."""
+"""Starts ranks on this machine and pins each to its share of the cores.
+
+Ranks that compute on CPUs pin themselves, each to neighboring cores (``take_cores``). Ranks with GPUs are pinned by
+torch's launcher, to cores on the NUMA node of their GPU, where ``numactl`` is installed. So `terapipe train`, `profile`
+and `doctor` all run on the same cores. Under torchrun, that is up to torchrun (``--numa-binding``).
+"""
 
 import ctypes
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from terapipe.launch import loopback
 from terapipe.launch.stopped import ending_stopped_ranks
-from terapipe.runtime.environment import local_rank, local_ranks, on_loopback
+from terapipe.runtime.environment import growing_segments, local_device, local_rank, local_ranks, on_loopback
 from terapipe.runtime.failures import PipelineError
 
 MOST_RANKS = 1024  # of one host: more than any has devices
@@ -26,8 +34,9 @@ SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish t
 
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result."""
-    with on_loopback(), ending_stopped_ranks():
+    """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result. When one of
+    them dies, torch asks the others to end, and kills them 30 seconds later, whatever its shutdown_timeout says."""
+    with on_loopback(), growing_segments(), ending_stopped_ranks():
         return elastic_launch(_config(ranks), function)(*args)[0]
 
 
@@ -40,7 +49,7 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
     config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
     try:
-        with on_loopback(), ending_stopped_ranks():
+        with on_loopback(), growing_segments(), ending_stopped_ranks():
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except SignalException:
         return ""
@@ -98,7 +107,7 @@ def _config(ranks: int, **more: Any) -> LaunchConfig:
             "several hosts"
         )
     meeting = {"rdzv_backend": loopback.BACKEND, "rdzv_endpoint": loopback.ADDRESS, "local_addr": loopback.ADDRESS}
-    defaults = {"max_restarts": 0, "monitor_interval": 0.1, **meeting}
+    defaults = {"max_restarts": 0, "monitor_interval": 0.1, "numa_options": numa_options(ranks), **meeting}
     return LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=str(uuid.uuid4()), **{**defaults, **more}
     )
@@ -111,15 +120,43 @@ def end_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
 
 
+def numa_options(ranks: int) -> NumaOptions | None:
+    """Has torch give each rank physical cores of its own, with their hyperthreads, on the NUMA node of its GPU. The
+    thread that issues kernels is what short slices wait for; on another socket it takes longer to reach the GPU, and on
+    a core that another rank uses, too, twice as long. None where there are not enough GPUs, or no ``numactl``."""
+    if torch.cuda.device_count() < ranks or shutil.which("numactl") is None:
+        return None
+    return NumaOptions(AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
+
+
 def take_cores() -> None:
-    """Pins this process to its share of the cores, with as many threads. Call it before other threads start."""
+    """Pins a process that computes on the CPU to its share of the cores, with as many threads; one with a GPU stays
+    where its launcher has put it. Call it before other threads start."""
     if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // local_ranks())
-        first = local_rank() * share % len(cores)
-        os.sched_setaffinity(0, set(cores[first : first + share]))
+        cores = sorted(os.sched_getaffinity(0), key=_place)
+        if local_device().type == "cpu":
+            share = max(1, len(cores) // local_ranks())
+            first = local_rank() * share % len(cores)
+            os.sched_setaffinity(0, set(cores[first : first + share]))
+        else:
+            share = max(1, min(len(cores), (os.cpu_count() or 1) // local_ranks()))
         torch.set_num_threads(share)
     keep_memory()
+
+
+CORES = Path("/sys/devices/system/cpu")
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Cores in this order are neighbors: sockets one after the other, and hyperthreads of one physical core together,
+    which the kernel numbers far apart. As numbered where the system does not tell."""
+    try:
+        socket, physical = (
+            int((CORES / f"cpu{core}" / "topology" / name).read_text()) for name in ("physical_package_id", "core_id")
+        )
+    except (OSError, ValueError):
+        return 0, core, core
+    return socket, physical, core
 
 
 def keep_memory() -> None:

@@ -188,13 +188,18 @@ def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int)
     weights = config.parameters * (2 * host.device.element + 4)
     gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)
     per_step = cost.per_step([whole]) / source.devices
-    memory = ShapeMemory(config, host.device.element, host.device.state, 1, recompute="full")
+    kernel, blas = host.device.attention, host.device.blas
+    memory = ShapeMemory(
+        config, host.device.element, host.device.state, 1, recompute="full", attention=kernel, blas=blas
+    )
     layer = StageSpec(1)
     activations = config.layers * float(memory.activations(layer, sequences, length)) / 2
-    working = float(memory.workspace(layer, sequences, length)[1]) + 2 * config.layer_parameters * host.device.element
-    logits = float(memory.workspace(StageSpec(1, last=True), sequences, min(length, 2048))[0])
+    # In a ring, attention sees one device's keys at a time.
+    gathered_layers = 2 * config.layer_parameters * host.device.element
+    working = float(memory.workspace(layer, sequences, length, 0)[1]) + gathered_layers
+    logits = float(memory.workspace(StageSpec(1, last=True), sequences, min(length, 2048), 0)[0])
     state = memory.model_state(whole) + memory.gradients(whole).during
-    peak = state / source.devices + activations + working + logits
+    peak = state / source.devices + activations + working + logits + memory.per_rank()
     note = "traffic taken to overlap" if compute >= max(passed, gathered) else "bound by its traffic"
     name = "FSDP (estimate)" if ring == 1 else f"FSDP, rings of {ring} (estimate)"
     return Estimate(name, max(compute, passed, gathered) + per_step, round(peak), note)

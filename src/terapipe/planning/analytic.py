@@ -2,36 +2,62 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
+from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.hardware import Cluster, Link
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
 from terapipe.presets import GPTConfig
 from terapipe.recompute import Recompute
 
+_WEIGHTS = 0.2  # of the host's time for a layer's backward: products of weight gradients, and their bookkeeping
+
 
 @dataclass(frozen=True)
 class AnalyticCost:
-    """A layer takes its overhead plus its arithmetic, or plus reading its weights if that takes longer (roofline).
+    """A layer takes its overhead plus its arithmetic, or plus reading its weights if that takes longer (roofline). No
+    computation is shorter than its host takes to issue it.
 
-    Ranks are numbered tp innermost, then pp, then dp, so a tensor parallel group lies within a host. ``ends`` says
-    whether embedding, head and loss count.
+    Ranks are numbered tp innermost, then pp, then dp, so a tensor parallel group lies within a host.
     """
 
     config: GPTConfig
     cluster: Cluster
     layout: Layout
     recompute: Recompute = "none"
-    ends: bool = True
+    ends: bool = True  # whether embedding, head and loss count
+    fused: bool = True  # whether gradients of weights are added in place, and can be deferred
+    autocast: bool = False  # whether weights are float32, and products in the device's dtype
+    hosted: bool = True  # whether a computation takes as long as its host does, if that is longer
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
         return replace(self, recompute=mode)
 
+    def by_side(self) -> tuple["AnalyticCost", HostTime]:
+        return replace(self, hosted=False), self._host if self.hosted else HostTime()
+
+    @cached_property
+    def _host(self) -> HostTime:
+        device = self.cluster.host.device
+        again = device.host_forward if self.recompute != "none" else 0.0
+        ends = device.host_action if self.ends else 0.0
+        return HostTime(
+            device.host_forward,
+            device.host_backward + again,
+            _WEIGHTS * device.host_backward * self.fused,
+            device.host_action,
+            embedding=ends,
+            embedding_backward=ends,
+            head=2 * ends,
+            message=device.host_message,
+        )
+
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        return stage.layers * self._layer(size, length, context) + self._ends(stage, size, length)
+        seconds = stage.layers * self._layer(size, length, context) + self._ends(stage, size, length)
+        return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         recomputed = self._recomputed(size, length, context)
@@ -39,16 +65,19 @@ class AnalyticCost:
         # Input and weight gradients take the FLOPs of one forward each. Weight gradients are then accumulated.
         busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
         layer = np.maximum(2 * device.min_layer_time, busy) + self._all_reduces(size, length)
-        return np.asarray(stage.layers * (layer + recomputed), dtype=np.float64)
+        seconds = np.asarray(stage.layers * (layer + recomputed) + self._embedding_backward(stage, size, length))
+        return np.maximum(seconds, self._host.of_backward(stage)) if self.hosted else seconds
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         device = self.cluster.host.device
         flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tp
         products = np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
-        return np.asarray(stage.layers * (products + self._accumulation), dtype=np.float64)
+        seconds = np.asarray(stage.layers * (products + self._accumulation) * self.fused, dtype=np.float64)
+        return np.maximum(seconds, self._host.of_weights(stage)) if self.hosted else seconds
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        nbytes = np.multiply(size, length) * float(self.config.hidden * self.cluster.host.device.element)
+        sent = max(self.cluster.host.device.element, 4 * self.autocast)
+        nbytes = np.multiply(size, length) * float(self.config.hidden * sent)
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
 
@@ -91,7 +120,14 @@ class AnalyticCost:
     @property
     def _accumulation(self) -> float:
         """Seconds to accumulate one layer's weight gradients of a slice."""
-        return self.cluster.host.device.accumulated * self._weight_bytes / self.cluster.host.device.bandwidth
+        return self._accumulate(self._weight_bytes, self.fused)
+
+    def _accumulate(self, weight_bytes: float, fused: bool = True) -> float:
+        """A product that cannot add to the sum itself (in compiled code, or in another dtype) is written, and read by
+        an addition."""
+        device = self.cluster.host.device
+        times = device.accumulated + (0.0 if fused and not self.autocast else 2.0)
+        return times * weight_bytes / device.bandwidth
 
     def _layer(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         device = self.cluster.host.device
@@ -121,16 +157,27 @@ class AnalyticCost:
         return np.asarray(2 * (link.latency + 2 * (t - 1) / t * nbytes / link.bandwidth), dtype=np.float64)
 
     def _ends(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array | float:
-        """Embedding, head and loss. The embedding is bound by memory. The head counts three matmuls: its forward, and
-        its backward, which the executor runs in the forward of the last stage."""
+        """Embedding, head and loss. The embedding reads and writes rows. The head counts three products, its forward
+        and its backward, which the executor runs in the forward of the last stage, each at least as long as reading its
+        weights; and its gradient is accumulated once for every slice."""
         if not self.ends:
             return 0.0
         device, tokens = self.cluster.host.device, np.multiply(size, length) * 1.0
-        embedding = 3.0 * tokens * self.config.hidden * device.element / device.bandwidth if stage.first else 0.0
+        embedding = 2.0 * tokens * self.config.hidden * device.element / device.bandwidth if stage.first else 0.0
         if not stage.last:
             return np.asarray(embedding, dtype=np.float64)
-        head = 3 * self.config.head_flops(1) * tokens / self.layout.tp / self._rate
+        weight_bytes = self.config.vocab * self.config.hidden * device.element / self.layout.tp
+        product = self.config.head_flops(1) * tokens / self.layout.tp / self._rate
+        head = 3 * np.maximum(product, weight_bytes / device.bandwidth) + self._accumulate(weight_bytes)
         return np.asarray(embedding + head + 3 * device.layer_overhead, dtype=np.float64)
+
+    def _embedding_backward(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array | float:
+        """Adds the slice's rows to those of the sum: reads the gradient, reads and writes the sum, in float32."""
+        if not (self.ends and stage.first):
+            return 0.0
+        device, tokens = self.cluster.host.device, np.multiply(size, length) * 1.0
+        nbytes = device.element + 2 * max(device.element, 4)
+        return np.asarray(tokens * self.config.hidden * nbytes / device.bandwidth, dtype=np.float64)
 
     # Links
 

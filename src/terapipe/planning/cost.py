@@ -1,6 +1,7 @@
 """The interfaces of cost models (seconds) and memory models (bytes) of slices on stages."""
 
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
@@ -29,6 +30,34 @@ class LinkBehavior(NamedTuple):
     latency: float = 0.0  # seconds of every transfer that do not occupy the link
 
 
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds in which the host of a device issues the kernels of a computation. They are the same for slices of all
+    lengths: the number of kernels is."""
+
+    forward: float = 0.0  # of a layer
+    backward: float = 0.0  # of a layer, with what it computes again
+    weights: float = 0.0  # of a layer: the part of its backward that can be deferred
+    action: float = 0.0  # of every computation beside its layers
+    embedding: float = 0.0  # in a forward of the first stage
+    embedding_backward: float = 0.0
+    head: float = 0.0  # norm, head, loss and their backward, in a forward of the last stage
+    message: float = 0.0  # to post a send or a receive
+
+    def __bool__(self) -> bool:
+        return any(astuple(self))
+
+    def of_forward(self, stage: StageSpec) -> float:
+        ends = self.embedding * stage.first + self.head * stage.last
+        return self.action + stage.layers * self.forward + ends
+
+    def of_backward(self, stage: StageSpec) -> float:
+        return self.action + stage.layers * self.backward + self.embedding_backward * stage.first
+
+    def of_weights(self, stage: StageSpec) -> float:
+        return min(stage.layers * self.weights, self.of_backward(stage))
+
+
 @lru_cache(maxsize=256)  # asked several times for each plan that is simulated
 def stage_specs(boundaries: tuple[int, ...]) -> tuple[StageSpec, ...]:
     """The StageSpec of every stage."""
@@ -39,8 +68,11 @@ def stage_specs(boundaries: tuple[int, ...]) -> tuple[StageSpec, ...]:
 class Cost(Protocol):
     """Seconds of everything a rank does. Sizes, lengths and contexts broadcast; results are element-wise.
 
+    Where a host issues the kernels of a device, a computation takes as long as the slower of the two.
+
     It may also have ``with_recompute(mode)``, the same with backwards that compute activations again: see
-    recompute.py. Else recomputation costs nothing.
+    recompute.py. Else recomputation costs nothing. And it may have ``by_side()``, which gives the seconds of the device
+    alone, as a Cost, and those of its host, as a HostTime. Else the host takes no time.
     """
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -88,8 +120,17 @@ class Memory(Protocol):
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
         """Keys, values and their gradients of a microbatch, from its first forward to its last backward."""
 
-    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         """Temporary memory during a forward, and during a backward."""
+
+    def per_rank(self) -> float:
+        """What a rank needs once, whatever its stages are: workspaces of libraries."""
+
+
+def by_side(cost: Cost) -> tuple[Cost, HostTime]:
+    """Seconds of the device alone, and of the host that feeds it."""
+    sides: tuple[Cost, HostTime] = getattr(cost, "by_side", lambda: (cost, HostTime()))()
+    return sides
 
 
 T = TypeVar("T", Cost, Memory)

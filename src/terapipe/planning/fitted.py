@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
-from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
+from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
-from terapipe.planning.profile import Profile, Sample, Transfer, typical
+from terapipe.planning.profile import KINDS, Profile, Sample, Transfer, typical
 from terapipe.recompute import Recompute
 
 
@@ -93,6 +94,14 @@ def _interpolate(x: Array, xs: Array, ys: Array) -> Array:
     return np.asarray(ys[at] + slope * (x - xs[at]), dtype=np.float64)
 
 
+def _issuing(points: Sequence[tuple[float, ...]]) -> float:
+    """Seconds of the host, which are the same for slices of all lengths: the mean of the faster half of the points.
+    Behind a device that lags, the host waits until there is room in its queue, so long slices show the device's time.
+    0 without measurements."""
+    seconds = [typical(point) for point in points if point]
+    return typical(seconds) if seconds else 0.0
+
+
 @dataclass(frozen=True)
 class MeasuredLink:
     """Measured messages between two ranks: their bytes, in ascending order, and seconds."""
@@ -121,11 +130,16 @@ NO_LINK = MeasuredLink(np.ones(1), np.zeros(1), False)  # for profiles without t
 
 @dataclass(frozen=True)
 class FittedCost:
-    """Ranks, numbered tp innermost, then pp, then dp, fill the hosts in order, as many on each as in the profile."""
+    """Ranks, numbered tp innermost, then pp, then dp, fill the hosts in order, as many on each as in the profile.
+
+    A computation takes what it took on the device, or as long as the host took to issue it, if that is longer.
+    """
 
     profile: Profile
     recompute: Recompute = "none"
     layout: Layout = field(default_factory=Layout)
+    fused: bool = True  # whether gradients of weights can be deferred
+    hosted: bool = True  # whether a computation takes as long as its host does, if that is longer
 
     def __post_init__(self) -> None:
         for kind in ("forward", "backward"):
@@ -141,9 +155,31 @@ class FittedCost:
         return {kind: Fit.of([s for s in samples if s.kind == kind]) for kind in kinds}
 
     def with_recompute(self, mode: Recompute) -> "FittedCost":
-        changed = replace(self, recompute=mode)
-        changed.__dict__["_fits"] = self._fits  # the same profile
+        return self._changed(recompute=mode)
+
+    def by_side(self) -> tuple["FittedCost", HostTime]:
+        return self._changed(hosted=False), self._host if self.hosted else HostTime()
+
+    def _changed(self, **fields: Any) -> "FittedCost":
+        """A copy, with the fits of the same profile."""
+        changed = replace(self, **fields)
+        changed.__dict__["_fits"] = self._fits
         return changed
+
+    @cached_property
+    def _host(self) -> HostTime:
+        kinds = {kind: _issuing([s.host for s in self.profile.samples if s.kind == kind]) for kind in KINDS}
+        per_layer = {kind: seconds / self.profile.layers for kind, seconds in kinds.items()}
+        again = {"none": 0.0, "full": per_layer["forward"], "selective": per_layer["selective"]}[self.recompute]
+        return HostTime(
+            per_layer["forward"],
+            per_layer["backward"] + again,
+            per_layer["weights"] * self.fused,
+            embedding=kinds["embedding"],
+            embedding_backward=kinds["embedding_backward"],
+            head=kinds["head"],
+            message=_issuing([t.host for t in self.profile.transfers]),
+        )
 
     def _seconds(self, kind: str, size: Numbers, length: Numbers, context: Numbers = 0.0) -> Array:
         """Seconds of one kind of work, 0 if the profile has no samples of it."""
@@ -154,12 +190,16 @@ class FittedCost:
         seconds = self._seconds("forward", size, length, context) * (stage.layers / self.profile.layers)
         if stage.first:
             seconds = seconds + self._seconds("embedding", size, length)
-        return seconds + self._seconds("head", size, length) if stage.last else seconds
+        if stage.last:
+            seconds = seconds + self._seconds("head", size, length)
+        return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         seconds = self._seconds("backward", size, length, context) + self._recomputed(size, length, context)
         seconds = seconds * (stage.layers / self.profile.layers)
-        return seconds + self._seconds("embedding_backward", size, length) if stage.first else seconds
+        if stage.first:
+            seconds = seconds + self._seconds("embedding_backward", size, length)
+        return np.maximum(seconds, self._host.of_backward(stage)) if self.hosted else seconds
 
     def _recomputed(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
         """Older profiles do not have the time of selective recomputation; a forward without context takes about as
@@ -171,7 +211,8 @@ class FittedCost:
         return 0.0
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        return self._seconds("weights", size, length) * (stage.layers / self.profile.layers)
+        seconds = self._seconds("weights", size, length) * (stage.layers / self.profile.layers * self.fused)
+        return np.maximum(seconds, self._host.of_weights(stage)) if self.hosted else seconds
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         nbytes = np.multiply(size, length) * float(self.profile.config.hidden * self.profile.element)

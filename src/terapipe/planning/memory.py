@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
+from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
 from terapipe.presets import GPTConfig
 from terapipe.recompute import Recompute
 
@@ -23,9 +24,37 @@ def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
     return count
 
 
+def attention_inside(
+    kernel: str, rows: Numbers, keys: Numbers, heads: float, kv_heads: float, head_size: int, element: int
+) -> Array:
+    """Bytes that an attention kernel allocates in the backward of one layer, beside the gradients that it returns.
+
+    Queries of ``rows`` tokens see ``keys`` tokens. FlashAttention sums the queries' gradients in float32. Where several
+    query heads share keys, it writes dK and dV for *every query head*, over the whole context of the slice, and sums
+    them afterwards:
+
+        keys    0 ............ context | slice        64 query heads, 8 of keys, heads of 128, 128k tokens of bfloat16:
+        dk, dv  all query heads x all of these keys   2 x 2.15 GB, for each slice at the end of the sequence
+    """
+    if kernel not in _FLASH:
+        return np.zeros(np.broadcast(rows, keys).shape)
+    padded = -(-head_size // 32) * 32
+    expanded = 2 * np.multiply(keys, heads * head_size * element) if heads != kv_heads else 0.0
+    return np.asarray(np.multiply(rows, heads * padded * 4.0) + expanded, dtype=np.float64)
+
+
+_FLASH = (FLASH, "flash-attn", "cudnn")  # cuDNN's stands beside FlashAttention, which takes the slices that it does not
+_PLAIN = 5 * 4  # bytes of the matrices of a backward by matrix products, for a row and a key of a block ...
+_PLAIN_BLOCK = 512, 1024  # ... of at most so many
+
+
 @dataclass(frozen=True)
 class ShapeMemory:
-    """Bytes on one device, counting the tensors that the stages of ``modeling/gpt.py`` keep."""
+    """Bytes on one device, counting the tensors that the stages of ``modeling/gpt.py`` keep.
+
+    Under ``torch.autocast`` (``autocast``) weights, their gradients and what goes from layer to layer are float32,
+    ``element`` is that of products, and a copy of every weight in it lives as long as the step.
+    """
 
     config: GPTConfig
     element: int = 4  # bytes of a weight, an activation, a gradient
@@ -34,17 +63,29 @@ class ShapeMemory:
     recompute: Recompute = "none"
     shards: int = 1  # replicas that shard the model state (FSDP2)
     replicas: int = 1
+    autocast: bool = False
+    attention: str = CPU_ATTENTION  # kernel, as modeling/kernels.py names it
+    blas: int = 0  # bytes of cuBLAS's workspaces
+    fused: bool = True  # whether gradients of weights are added in place, and can be deferred
 
     def with_recompute(self, mode: Recompute) -> "ShapeMemory":
         return replace(self, recompute=mode)
 
+    def per_rank(self) -> float:
+        return float(self.blas)
+
     def model_state(self, stage: StageSpec) -> float:
         """Weights and optimizer state. With FSDP2 a device has a shard of each, and during a step all weights of the
         stage, too."""
-        per_parameter = float(self.element + self.state)
+        per_parameter = float(self._weight + self.state)
         if self.shards > 1:
-            per_parameter = self.element + (self.element + self.state) / self.shards
-        return self._parameters(stage) * per_parameter
+            per_parameter = self._weight + (self._weight + self.state) / self.shards
+        return self._parameters(stage) * per_parameter + self._casts(stage)
+
+    def _casts(self, stage: StageSpec) -> float:
+        """Copies of the weights of products. An embedding is none, unless it is the head, too."""
+        head = self.config.vocab * self.config.hidden * stage.last
+        return (stage.layers * self.config.layer_parameters + head) * self.element / self.tp * self.autocast
 
     def gradients(self, stage: StageSpec) -> GradientBytes:
         """Sums over slices are in float32 or wider. Those of half-precision weights do not exist before the first
@@ -52,14 +93,19 @@ class ShapeMemory:
         also has a shard of the rounded ones."""
         sums = self._parameters(stage) * self._sum
         if self.shards > 1:
-            sums += self._parameters(stage) * self.element / self.shards
-        if self.shards > 1 or self.element == self._sum:
+            sums += self._parameters(stage) * self._weight / self.shards
+        if self.shards > 1 or self._weight == self._sum:
             return GradientBytes(sums, sums, sums)
-        rounded = sums if self.replicas > 1 else self._parameters(stage) * self.element
+        rounded = sums if self.replicas > 1 else self._parameters(stage) * self._weight
         return GradientBytes(0.0, sums, rounded)
 
     def _parameters(self, stage: StageSpec) -> float:
         return parameters(self.config, [stage]) / self.tp
+
+    @property
+    def _weight(self) -> int:
+        """Bytes of a weight, and of a number that goes from layer to layer."""
+        return max(self.element, 4) if self.autocast else self.element
 
     @property
     def _sum(self) -> int:
@@ -69,7 +115,7 @@ class ShapeMemory:
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
         # that gradient.
-        hidden = np.multiply(size, length) * float(self.config.hidden * self.element) / self.tp  # sequence parallel
+        hidden = np.multiply(size, length) * float(self.config.hidden * self._weight) / self.tp  # sequence parallel
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
         layer = self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
@@ -79,7 +125,7 @@ class ShapeMemory:
         c = self.config
         inputs = 3 * c.hidden + c.ffn_hidden
         gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
-        per_token = (inputs + gradients) * self.element / self.tp
+        per_token = (inputs + gradients) * self.element / self.tp * self.fused
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
@@ -87,12 +133,36 @@ class ShapeMemory:
         nbytes = width * (self.element + self._sum) / self.tp
         return np.asarray(stage.layers * np.multiply(size, seq_len) * nbytes, dtype=np.float64)
 
-    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers) -> tuple[Array, Array]:
+    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
         logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
         layers = {"none": 0, "selective": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
-        recomputed = layers * self._layer(size, length)
-        return np.asarray(logits, dtype=np.float64), np.asarray(recomputed, dtype=np.float64)
+        # When the last layer's attention has its turn, what its MLP had saved is gone already.
+        attention = np.maximum(self._attention(size, length, context) - self._mlp(size, length), 0.0)
+        backward = layers * self._layer(size, length) + attention
+        return np.asarray(logits, dtype=np.float64), np.asarray(backward, dtype=np.float64)
+
+    def _attention(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """The backward of one layer's attention: dK and dV of all tokens that the slice sees, as the kernel returns
+        them, and what the kernel needs inside."""
+        c = self.config
+        heads, kv_heads = c.heads / self.tp, c.num_kv_heads / self.tp
+        if self.attention == "plain":
+            rows, keys = np.minimum(length, _PLAIN_BLOCK[0]), np.minimum(np.add(length, context), _PLAIN_BLOCK[1])
+            return np.asarray(np.multiply(size, rows * keys) * _PLAIN * heads, dtype=np.float64)
+        rows, keys = np.multiply(size, length), np.multiply(size, np.add(length, context))
+        # Memory-efficient attention returns them for every query head, whose sums are made after it.
+        copies = kv_heads + heads if self.attention == EFFICIENT and heads != kv_heads else kv_heads
+        returned = np.multiply(keys, 2.0 * copies * c.head_size * self.element)
+        return returned + attention_inside(self.attention, rows, keys, heads, kv_heads, c.head_size, self.element)
+
+    def _mlp(self, size: Numbers, length: Numbers) -> Array:
+        """What autograd had saved in the MLP of a layer, less the gradients that take its place: of the layer's output,
+        of attention's output and of the queries."""
+        c = self.config
+        per_token = c.hidden * self.element + (c.hidden * self._weight + 2 * c.ffn_hidden * self.element) / self.tp
+        gradients = c.hidden * (self._weight + 2 * self.element) / self.tp
+        return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
         """What autograd saves in one layer. Tensor parallel ranks gather the inputs of the two projections and shard
@@ -100,14 +170,15 @@ class ShapeMemory:
         c = self.config
         replicated = 2 * c.hidden
         # Inputs of the norms, queries, attention output twice, both sides of the activation.
-        sharded = 5 * c.hidden + 2 * c.ffn_hidden
-        per_token = (replicated + sharded / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
+        norms, sharded = 2 * c.hidden, 3 * c.hidden + 2 * c.ffn_hidden
+        saved = (replicated + sharded / self.tp) * self.element + norms / self.tp * self._weight
+        per_token = saved + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
         """What selective recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
         c = self.config
-        per_token = (2 * c.hidden * self.element + 4 * c.heads) / self.tp
+        per_token = (c.hidden * (self.element + self._weight) + 4 * c.heads) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
 

@@ -10,9 +10,11 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from terapipe import files
+from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
 from terapipe.presets import LARGEST, GPTConfig
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, 2)  # format 1 has no host times
 MOST_RANKS = 2**20
 # Bytes per element, and bytes of optimizer state per parameter: AdamW's two moments, and with half precision also the
 # float32 copy that `terapipe train` keeps.
@@ -36,7 +38,7 @@ class Sample(NamedTuple):
 
     ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred) and
     ``selective`` (what selective recomputation adds to a backward) cover all layers of the stage. ``head`` is final
-    norm, head and loss, forward plus backward.
+    norm, head and loss, forward plus backward. Seconds are those of the device.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Sample(NamedTuple):
     context: int
     seconds: tuple[float, ...]
     held_out: bool = False  # not used to fit, only to test the fit
+    host: tuple[float, ...] = ()  # seconds in which the host issued it; none where the host computes
 
 
 class Transfer(NamedTuple):
@@ -53,6 +56,7 @@ class Transfer(NamedTuple):
     nbytes: int
     seconds: tuple[float, ...]
     between_hosts: bool = False  # otherwise within one host
+    host: tuple[float, ...] = ()  # seconds in which the host posted one end of it
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ class Profile:
                 f"a profile names the host of every rank, got {len(self.hosts)} hosts and {self.ranks} ranks; "
                 "measure again with terapipe.profile"
             )
-        if self.dtype not in ELEMENT:
-            raise ValueError(f"a profile is of one of {', '.join(ELEMENT)}, got {self.dtype!r}")
+        for dtype in (self.dtype, self.autocast or self.dtype):
+            if dtype not in ELEMENT:
+                raise ValueError(f"a profile is of one of {', '.join(ELEMENT)}, got {dtype!r}")
 
     @property
     def dtype(self) -> str:
@@ -90,6 +95,22 @@ class Profile:
     def element(self) -> int:
         """Bytes per element of ``dtype``."""
         return ELEMENT[self.dtype]
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype that products were autocast to, if they were."""
+        return self.machine.get("autocast")
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.machine.get("device", "cpu") != "cpu")
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel. Older profiles do not name it: the one that such a device has as a rule."""
+        half = ELEMENT[self.autocast or self.dtype] == 2
+        usual = (FLASH if half else EFFICIENT) if self.on_gpu else CPU_ATTENTION
+        return str(self.machine.get("attention", usual))
 
     @cached_property
     def ranks_per_host(self) -> int:
@@ -108,8 +129,8 @@ class Profile:
             raise ValueError(f"{path}: {error}") from None
 
     def to_json(self) -> str:
-        samples = [dict(sample._asdict(), seconds=list(sample.seconds)) for sample in self.samples]
-        transfers = [dict(transfer._asdict(), seconds=list(transfer.seconds)) for transfer in self.transfers]
+        samples = [sample._asdict() for sample in self.samples]
+        transfers = [transfer._asdict() for transfer in self.transfers]
         shape = {"layers": self.layers, "seq_len": self.seq_len, "ranks": self.ranks, "hosts": list(self.hosts)}
         measured = {**shape, "optimizer": list(self.optimizer)}
         about = {"model": asdict(self.config), "machine": dict(self.machine), "versions": dict(self.versions)}
@@ -124,10 +145,11 @@ class Profile:
                 f"a profile must be whole JSON, this one is damaged or cut off: {error}; measure again with "
                 "terapipe.profile"
             ) from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        if not isinstance(data, dict) or data.get("format") not in READ:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(
-                f"this version reads profiles of format {FORMAT}, got {got!r}; measure again with terapipe.profile"
+                f"this version reads profiles of formats {' and '.join(map(str, READ))}, got {got!r}; measure again "
+                "with terapipe.profile"
             )
         try:
             if not isinstance(data["machine"], dict) or not isinstance(data["versions"], dict):
@@ -170,11 +192,15 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     if row["kind"] not in KINDS:
         raise ValueError(f"a sample's kind is one of {', '.join(KINDS)}, got {row['kind']!r}")
     numbers = int(row["size"]), int(row["length"]), int(row["context"])
-    return Sample(row["kind"], *numbers, _seconds(row["seconds"]), bool(row["held_out"]))
+    return Sample(row["kind"], *numbers, _seconds(row["seconds"]), bool(row["held_out"]), _host(row))
 
 
 def _transfer(row: Mapping[str, Any]) -> Transfer:
-    return Transfer(int(row["nbytes"]), _seconds(row["seconds"]), bool(row.get("between_hosts", False)))
+    return Transfer(int(row["nbytes"]), _seconds(row["seconds"]), bool(row.get("between_hosts", False)), _host(row))
+
+
+def _host(row: Mapping[str, Any]) -> tuple[float, ...]:
+    return _seconds(row["host"]) if row.get("host") else ()
 
 
 def _seconds(values: Any) -> tuple[float, ...]:

@@ -130,6 +130,10 @@ def reasons(result: "PlanResult") -> list[str]:
         out.append("with less recomputation it would not fit, or be slower")
     if result.source is not None and result.source.tensor_degrees() == [estimate.layout.tp] != [1]:
         out.append("tensor parallelism was not measured: the step is predicted as long as it would be without")
+    if result.source is not None and (price := result.price_of_host) >= 1.01:
+        out.append(
+            f"{price - 1:.0%} longer than devices alone would take: hosts are too slow for kernels of so short slices"
+        )
     if result.reserve is not None:
         out.append(
             f"{result.reserve - 1:.1%} slower than this order and layout would be with all memory of a device, "

@@ -48,7 +48,7 @@ class DryRun:
     rank: int  # of the pipeline
     device: str  # of the fake tensors
     weights: int  # bytes of parameters and buffers
-    peak: int  # bytes, weights and the optimizer's state included
+    peak: int  # bytes, with weights, the optimizer's state, and what attention kernels and cuBLAS need inside
     seconds: float  # that the dry run took
     sent: dict[str, int] = field(default_factory=dict)  # number of messages in a step, by kind
     waits: tuple[str, ...] = ()  # lines that would make the host wait for the device
@@ -75,16 +75,19 @@ def fake_device() -> torch.device:
     return torch.device("cuda", 0) if known else torch.device("cpu")
 
 
-def dry_run(model: Splittable, plan: Plan, layout: Layout, rank: int, *, state: int = 0) -> DryRun:
+def dry_run(
+    model: Splittable, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
+) -> DryRun:
     """Two steps of this rank of the pipeline, forward and backward. The model must be on the meta device. ``state`` is
-    the number of bytes that the optimizer keeps for a parameter."""
+    the number of bytes that the optimizer keeps for a parameter, ``attention`` the kernel of the device that is planned
+    for, and ``blas`` the bytes of its cuBLAS."""
     if layout.shard:
         raise ValueError(
             "a dry run does not know sharded replicas (FSDP2); take a layout with shard=False, on the command line one "
             "without --shard"
         )
     began, device = time.perf_counter(), fake_device()
-    counter = MemoryCounter(device)
+    counter = MemoryCounter(device, attention)
     waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
@@ -98,7 +101,7 @@ def dry_run(model: Splittable, plan: Plan, layout: Layout, rank: int, *, state: 
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
-        kept = state * sum(to_local(p).numel() for p in pipe.parameters())
+        kept = blas + state * sum(to_local(p).numel() for p in pipe.parameters())
     sent = {kind: count // STEPS for kind, count in cast(_DryTransport, pipe.transport).sent.items()}
     seconds = time.perf_counter() - began
     return DryRun(rank, device.type, weights, counter.peak + kept, seconds, sent, waits)

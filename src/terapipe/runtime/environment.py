@@ -94,6 +94,21 @@ def on_loopback() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def growing_segments() -> Iterator[None]:
+    """On GPUs, processes started inside let torch's allocator grow its segments, unless the user has set something
+    about it. Slices of many lengths would leave gaps between segments that nothing fits into."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    own = {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
+    with _environment(**own):
+        yield
+
+
+def settings_of(*prefixes: str) -> dict[str, str]:
+    """Variables of the environment whose names begin so."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
 def _loopback() -> dict[str, str]:
     """The variables with which gloo and NCCL choose the loopback interface; not those that the user has set."""
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}

@@ -1,6 +1,8 @@
 """Counts the bytes of tensors that are alive, whatever made them."""
 
 import weakref
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -10,14 +12,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from terapipe.modeling.dtensor import to_local
+from terapipe.planning.hardware import FLASH
+from terapipe.planning.memory import attention_inside
+
+_CPU_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDNN_BACKWARD: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
+@cache
+def _backwards() -> set[Any]:
+    """Operators of attention's backward, which begin with the gradient of the output, queries and keys."""
+    package = getattr(torch.ops, "flash_attn", None)  # registered by the package of that name, if it is there
+    names = ("_flash_attn_backward", "_flash_attn_varlen_backward")
+    others = {getattr(package, name) for name in names if hasattr(package, name)}
+    return {_CPU_BACKWARD, _CUDNN_BACKWARD, torch.ops.aten._flash_attention_backward, *others}
 
 
 class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages on a device that are alive, now and at most."""
+    """Bytes of the storages on a device that are alive, now and at most.
 
-    def __init__(self, device: torch.device) -> None:
+    Attention kernels of GPUs also allocate memory inside, which no result shows. Where tensors are fake and of the CPU,
+    ``attention`` names the kernel that they stand for: see planning/memory.py.
+    """
+
+    def __init__(self, device: torch.device, attention: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._attention = device, attention
         self._alive: set[int] = set()
         self.current = self.peak = 0
 
@@ -30,7 +50,17 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not isinstance(x, DTensor):  # the parts of those are seen by themselves
                 self._add(x)
+        if function.overloadpacket in _backwards():
+            self.peak = max(self.peak, self.current + self._inside(function.overloadpacket, *args[1:3]))
         return out
+
+    def _inside(self, operator: Any, q: Tensor, k: Tensor) -> int:
+        """Bytes that a backward of attention allocates beside its results."""
+        if operator in (_CPU_BACKWARD, _CUDNN_BACKWARD):
+            q, k = (x.transpose(1, 2) for x in (q, k))
+        kernel = self._attention if operator is _CPU_BACKWARD else FLASH
+        (*rows, heads, size), (*keys, kv_heads, _) = q.shape, k.shape
+        return int(attention_inside(kernel, prod(rows), prod(keys), heads, kv_heads, size, q.element_size()))
 
     def _add(self, x: Tensor) -> None:
         if x.device.type != self._device.type:

@@ -3,23 +3,26 @@
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import inf
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
+from terapipe.modeling.kernels import Need, kernel_for
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.main_grads import drop_main_grads
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Splittable, Stage
+from terapipe.planning.hardware import blas_workspaces
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.presets import GPTConfig
 from terapipe.runtime.environment import host_name, local_device
@@ -31,12 +34,13 @@ LEAST, MOST = 3, 15  # measurements of each point
 TIGHT = 0.02  # relative uncertainty at which measuring stops
 MESSAGES = tuple(2**n for n in range(12, 25, 2))  # bytes
 CUDA_MESSAGES = tuple(2**n for n in range(12, 29, 2))  # on fast links, smaller ones show the latency only
-RESERVED = 3 << 29  # bytes of a GPU for its context and NCCL's buffers
+HOST_ROUNDS = 3  # over the shortest points, to time the host of a GPU
 SENDING = 4.0  # seconds for messages over one kind of link, if that is enough for the three smallest
 SHARE = 0.1  # of the time, at most, for those messages, for the optimizer, and for a round that only warms up
 TURNS = 9  # of each message, or at least LEAST
 
 Progress = Callable[[float], None]  # the share that is done
+Clock = Callable[..., list[float]]  # seconds of some actions
 
 
 class Profiler:
@@ -61,8 +65,11 @@ class Profiler:
     ) -> None:
         self.device = local_device()
         self._timed = Stopwatch(self.device)
+        self._clock: Clock = self._timed
         self.transport = Transport(self.device)
         self.transport.connect(list(pairwise(range(self.transport.size))))
+        self._reserved = reserved_memory(self.device)
+        self._autocast = Autocast.current(self.device)
         self.hosts = tuple(self.transport.gather(host_name()))
         count = model.num_layers
         self.shape = _shape(model, shape)
@@ -79,6 +86,7 @@ class Profiler:
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
         self._carrying: set[int] = set()  # stages with other states than keys and values
         self._taken: dict[tuple[str, Point], list[float]] = {}
+        self._queued: dict[tuple[str, Point], list[float]] = {}  # seconds of the host
         most = inf if max_tokens is None else max_tokens
         self.points = [
             p
@@ -109,6 +117,7 @@ class Profiler:
         quick = time.monotonic() - began < SHARE * seconds
         if all(self.transport.gather(quick)):
             self._taken.clear()  # that was to warm up; where a round takes long, it counts
+        self._time_host()
         for turn in range(MOST):
             todo = [p for p in points if turn < LEAST or not self._tight(p)]
             progress(min(1.0, max(turn / MOST, 1 - (deadline - time.monotonic()) / seconds)))
@@ -130,19 +139,47 @@ class Profiler:
                 self._taken.setdefault((kind, point), []).append(seconds)
         return whole
 
+    def _time_host(self) -> None:
+        """What the host of a GPU takes to queue each kind of work. It is the same for all lengths, so short slices
+        tell: they leave the device idle."""
+        if self.device.type != "cuda":
+            return
+        shortest = sorted(self._sparse & {p.length for p in self.points})[:2]
+        self._clock = self._timed.queueing
+        for point in [
+            p for p in self.points if p.length in shortest and not p.context and not p.held_out
+        ] * HOST_ROUNDS:
+            self._together()
+            for kind, seconds in self._slices(point):
+                self._queued.setdefault((kind, point), []).append(seconds)
+        self._clock = self._timed
+
     def profile(self) -> Profile:
-        """What has been measured so far, on all ranks, with messages and the optimizer measured now."""
+        """What has been measured so far, on all ranks, with the host, messages and the optimizer measured now."""
+        self._time_host()
         return self._profile(self._transfers(), self._optimizer())
 
     def _profile(self, transfers: Sequence[Transfer], optimizer: Sequence[float]) -> Profile:
         """All ranks' measurements together."""
-        taken = self.transport.gather(self._taken)
+        taken, queued = self.transport.gather(self._taken), self.transport.gather(self._queued)
+
+        def all_ranks(of: Sequence[Mapping[tuple[str, Point], list[float]]], kind: str, p: Point) -> tuple[float, ...]:
+            return tuple(seconds for rank in of for seconds in rank.get((kind, p), ()))
+
         samples = tuple(
-            Sample(kind, p.size, p.length, p.context, tuple(s for rank in taken for s in rank[kind, p]), p.held_out)
+            Sample(kind, *p[:3], all_ranks(taken, kind, p), p.held_out, all_ranks(queued, kind, p))
             for kind, p in self._taken
         )
         rates = tuple(rate for rank in self.transport.gather(tuple(optimizer)) for rate in rank)
-        machine = {
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        return Profile(
+            self.shape, self.layers, self.seq_len, self.transport.size, samples, tuple(transfers), rates,
+            self._machine(), versions, self.hosts,
+        )  # fmt: skip
+
+    def _machine(self) -> dict[str, Any]:
+        dtype = self._autocast.dtype or self.dtype
+        machine: dict[str, Any] = {
             "platform": platform.platform(),
             "processor": platform.machine(),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -152,13 +189,15 @@ class Profiler:
             "dtype": str(self.dtype).removeprefix("torch."),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
+        machine["attention"] = kernel_for(Need(self.device, dtype, self.shape.head_size)).name
+        if self._autocast.dtype is not None:
+            machine["autocast"] = str(dtype).removeprefix("torch.")
         if self.device.type == "cuda":
-            machine["device_memory"] = torch.cuda.mem_get_info(self.device)[1] - RESERVED
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-        return Profile(
-            self.shape, self.layers, self.seq_len, self.transport.size, samples, tuple(transfers), rates,
-            machine, versions, self.hosts,
-        )  # fmt: skip
+            # Kernels that were loaded since are in the context now.
+            reserved = max(self.transport.gather(max(self._reserved, reserved_memory(self.device))))
+            machine["device_memory"], machine["reserved"] = torch.cuda.mem_get_info(self.device)[1], reserved
+            machine["blas"] = blas_workspaces(torch.cuda.get_device_capability(self.device)[0])
+        return machine
 
     # One point
 
@@ -174,7 +213,7 @@ class Profiler:
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
         if self._selects:
             yield "selective", self._selective(point)
-        yield "head", self._timed(lambda: self._loss(cast(Stage, self.stage), point))[0]
+        yield "head", self._clock(lambda: self._loss(cast(Stage, self.stage), point))[0]
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
@@ -203,18 +242,18 @@ class Profiler:
         done: list[tuple[SliceCache, Tensor]] = []
         caches = [self._begun(stage, point, deferred) for _ in range(count + warm)]
         sliced = self._sliced[stage]
-        forwards = self._timed(
-            *(partial(_forward, sliced, self._input(stage, point), cache, selective, done) for cache in caches)
+        forwards = self._clock(
+            *(partial(self._forward, sliced, self._input(stage, point), cache, selective, done) for cache in caches)
         )
         for cache in caches:
             self._fill_state_grads(cache)
 
         def backward() -> None:
             cache, out = done.pop()
-            _backward(sliced, cache, out, gradient)
+            self._backward(sliced, cache, out, gradient)
 
         halves = [(backward, partial(_accumulate, cache)) for cache in reversed(caches)]
-        times = self._timed(*(half for both in halves for half in both))
+        times = self._clock(*(half for both in halves for half in both))
         return forwards[warm:], times[2 * warm :: 2], times[2 * warm + 1 :: 2]
 
     def _begun(self, stage: nn.Module, point: Point, deferred: bool) -> SliceCache:
@@ -242,7 +281,21 @@ class Profiler:
     def _loss(self, stage: Stage, point: Point) -> None:
         hidden = self._hidden(point)
         labels = torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
-        stage.loss(hidden, labels).backward()  # type: ignore[no-untyped-call]
+        with self._autocast.on():
+            loss = stage.loss(hidden, labels)
+        with self._autocast.off():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _forward(
+        self, stage: SlicedStage, x: Tensor, cache: SliceCache, selective: bool, done: list[tuple[SliceCache, Tensor]]
+    ) -> None:
+        with self._autocast.on():
+            done.append((cache, stage.forward(x, cache, selective=selective)))
+
+    def _backward(self, stage: SlicedStage, cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
+        if out.requires_grad:  # a first stage may have nothing to train
+            with self._autocast.off():
+                stage.backward(cache, out, gradient.to(out.dtype))
 
     def _together(self, late: bool = False) -> bool:
         """All ranks begin at the same time; whether it is late for one of them."""
@@ -258,7 +311,7 @@ class Profiler:
         if here not in self._caches:
             cache = self._caches[here] = self._caches[start].clone()
             cache.begin(0, context)
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast.on():
                 stage(self._input(stage, Point(size, context, 0)), cache)
         return self._caches[here]
 
@@ -270,12 +323,13 @@ class Profiler:
         outs = []
         for p in halves:
             cache.begin(p.context, p.length)
-            outs.append((p, self._sliced[stage].forward(self._input(stage, p), cache)))
+            with self._autocast.on():
+                outs.append((p, self._sliced[stage].forward(self._input(stage, p), cache)))
             if cache.next_states():
                 self._carrying.add(id(stage))
         for p, out in reversed(outs):
             cache.begin(p.context, p.length)
-            _backward(self._sliced[stage], cache, out, torch.ones_like(out))
+            self._backward(self._sliced[stage], cache, out, torch.ones_like(out))
         cache.pop_deferred()
         cache.clear()
         return cache
@@ -294,8 +348,17 @@ class Profiler:
             first = next((rank for rank, (a, b) in enumerate(pairwise(self.hosts)) if (a != b) == apart), None)
             if first is not None:
                 messages = self._messages(first, min(SENDING, seconds))
-                found += [Transfer(nbytes, taken, apart) for nbytes, taken in messages]
+                posted = self._posted(first)
+                found += [Transfer(nbytes, taken, apart, posted) for nbytes, taken in messages]
         return found
+
+    def _posted(self, first: int) -> tuple[float, ...]:
+        """Seconds in which the host of a GPU posts one end of a message and its wait."""
+        if self.device.type != "cuda":
+            return ()
+        payload = torch.zeros(1, device=self.device)
+        mine = [self._there_and_back(payload, first, self._timed.queueing) / 2 for _ in range(LEAST)]
+        return tuple(self.transport.gather(mine)[first])
 
     def _messages(self, first: int, left: float = SENDING) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Bytes, and seconds to the next rank, of ever larger messages while there is time left for them."""
@@ -311,8 +374,8 @@ class Profiler:
             expected = 4 * typical(taken)  # the next message is four times as large
             yield nbytes, tuple(seconds / 2 for seconds in taken[1:])
 
-    def _there_and_back(self, payload: Tensor, first: int) -> float:
-        """Seconds, on the first of the two ranks."""
+    def _there_and_back(self, payload: Tensor, first: int, clock: Clock | None = None) -> float:
+        """Seconds, on the first of the two ranks; by default the device's."""
         transport, second, why = self.transport, first + 1, "a measured message"
         shape, dtype = tuple(payload.shape), payload.dtype
 
@@ -325,7 +388,7 @@ class Profiler:
         if transport.rank == first:
             # When this is gone, the other rank is known to have posted its receives, as it has in a step.
             transport.wait(transport.send(payload[:1], second, why), second, why)
-            return self._timed(exchange)[0]
+            return (clock or self._timed)(exchange)[0]
         if transport.rank == second:
             for _, work in [transport.receive(n, dtype, first, why) for n in ((1,), shape)]:
                 transport.wait(work, first, why)
@@ -374,19 +437,16 @@ def _takes(model: Splittable, length: int, recompute: tuple[str, ...] = ()) -> b
     return True
 
 
-def _forward(
-    stage: SlicedStage, x: Tensor, cache: SliceCache, selective: bool, done: list[tuple[SliceCache, Tensor]]
-) -> None:
-    done.append((cache, stage.forward(x, cache, selective=selective)))
-
-
 def _accumulate(cache: SliceCache) -> None:
     accumulate_deferred(cache.pop_deferred())
 
 
-def _backward(stage: SlicedStage, cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
-    if out.requires_grad:  # a first stage may have nothing to train
-        stage.backward(cache, out, gradient)
+def reserved_memory(device: torch.device) -> int:
+    """Bytes of a GPU that tensors of this process cannot have: taken by contexts, by NCCL, by other processes."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _spread(taken: Sequence[float]) -> float:

@@ -13,15 +13,26 @@ LONGEST_HOLD = 0.5  # seconds
 class Stopwatch:
     """On a GPU, times are taken by the device. In a step the host is ahead of it, so here, too, the device is held back
     until the host has queued everything: else short computations would seem to take as long as it takes to queue them.
+
+    What the host takes is another question, and has another answer: ``queueing``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queueing = 0.0  # seconds that the host took to queue one action, at most
+        self._queueing = 0.0  # seconds that the host took to queue one action
 
     def __call__(self, *actions: Callable[[], object]) -> list[float]:
-        """Of each, one after the other."""
+        """Seconds of each on the device, one after the other."""
         return self._by_events(actions) if self._device.type == "cuda" else [_by_host(action) for action in actions]
+
+    def queueing(self, *actions: Callable[[], object]) -> list[float]:
+        """Seconds in which the host queued each. The device is not held back: behind a device that stands still the
+        queue would fill, and the host wait for it. On a CPU they are those of the computation itself."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = [_by_host(action) for action in actions]
+        self._queueing = max(self._queueing / 2, *seconds)  # the first time, torch also loads kernels
+        return seconds
 
     def _by_events(self, actions: tuple[Callable[[], object], ...]) -> list[float]:
         torch.cuda.synchronize(self._device)
@@ -31,7 +42,8 @@ class Stopwatch:
         for action in actions:
             action()
             marks.append(self._mark())
-        self._queueing = max(self._queueing, (time.perf_counter() - began) / len(actions))
+        if not self._queueing:  # while the device is held, the host may have waited for room in its queue
+            self._queueing = (time.perf_counter() - began) / len(actions)
         torch.cuda.synchronize(self._device)
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 

@@ -204,23 +204,58 @@ class Times:
         return max(self.ends)
 
 
-def run(program: Program, seconds: Sequence[float], delays: Sequence[float], links: Sequence[LinkBehavior]) -> Times:
+# A GPU's queue takes about 1024 kernels; then the host waits. It takes an eager host about so many seconds to fill it.
+QUEUE = 5e-3
+
+
+def run(
+    program: Program,
+    seconds: Sequence[float],
+    delays: Sequence[float],
+    links: Sequence[LinkBehavior],
+    host: Sequence[float] | None = None,
+) -> Times:
     """Times a program in one pass.
 
     A computation starts when its rank is free and its input has arrived, and takes its ``seconds``. The transfer of its
     result takes its ``delays``. ``links`` says how each of ``program.links`` behaves. A link is first in, first out,
     and every transfer occupies it for its delay less the latency. A rank that cannot overlap transfers with
     computation is blocked while it sends.
+
+    ``host`` are the seconds in which a host issues the kernels of each computation. It issues one computation after the
+    other in the order of the rank's list, and waits neither for the device nor for messages, unless the queue is full.
+    The device begins a computation with its first kernel, and cannot end it before its last has been issued:
+
+        long kernels                                    short kernels
+        host    F1 F2 F3 B3 B2 B1                       host    F1---F2---F3---B3---B2---B1---
+        device  F1-----F2-----   F3-----B3----- ...     device  F1.  F2.  F3.  B3.  B2.  B1.
+                              ^ waits for a message
+
+    On the left the host is ahead, and its time does not show; what it gained while the device waited is used up when
+    short computations follow. On the right the device runs dry within every computation, and the step is as long as the
+    host needs for all of it, whatever overlaps.
     """
     overlapped, latency = [link.overlapped for link in links], [link.latency for link in links]
     clock = [0.0] * program.num_ranks
+    issued = [0.0] * program.num_ranks  # when each host has issued all that came before
+    behind = None if host is None else _room(program, host)
     free = [0.0] * len(links)  # when each link is free again
-    starts, ends, arrivals = [], [], [0.0] * (len(seconds) + 1)  # the last one is that of need -1: no input
+    starts: list[float] = []
+    ends: list[float] = []
+    arrivals = [0.0] * (len(seconds) + 1)  # the last one is that of need -1: no input
     for i, (rank, need, link, duration, delay) in enumerate(zip(*program.columns, seconds, delays, strict=True)):
         start, arrived = clock[rank], arrivals[need]
         if arrived > start:
             start = arrived
         end = start + duration
+        if host is not None and behind is not None:
+            issue = issued[rank]
+            if behind[i] >= 0 and ends[behind[i]] > issue:
+                issue = ends[behind[i]]
+            issue += host[i]
+            issued[rank] = issue
+            if issue > end:
+                end = issue
         starts.append(start)
         ends.append(end)
         if link >= 0:
@@ -234,3 +269,16 @@ def run(program: Program, seconds: Sequence[float], delays: Sequence[float], lin
         clock[rank] = end
     arrivals.pop()
     return Times(starts, ends, arrivals)
+
+
+def _room(program: Program, host: Sequence[float]) -> list[int]:
+    """For each computation the last one of its rank that must have ended before it can be issued, or -1: from what
+    comes after that, there is room in the queue."""
+    room, taken = np.full(len(host), -1), np.asarray(host, dtype=np.float64)
+    for rank in range(program.num_ranks):
+        own = np.flatnonzero(program.ranks == rank)  # in the order of its list
+        began = np.cumsum(taken[own]) - taken[own]  # by a host that never waits
+        last = np.searchsorted(began, began - QUEUE, side="left") - 1
+        room[own] = np.where(last >= 0, own[last], -1)
+    rooms: list[int] = room.tolist()
+    return rooms

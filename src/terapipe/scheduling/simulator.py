@@ -12,9 +12,11 @@ from terapipe.planning.cost import (
     Array,
     Cost,
     GradientBytes,
+    HostTime,
     LinkBehavior,
     Memory,
     StageSpec,
+    by_side,
     stage_specs,
     with_recompute,
 )
@@ -51,17 +53,22 @@ def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     plan = schedule.plan
     lists = [[a for a in rank if a.op in COMPUTE] for rank in schedule.ranks]
     built = compiled(plan, lists)
-    delays = _delays(built, plan, cost)
-    times = run(built, _durations(built, plan, cost), delays, _link_behaviors(built, cost))
+    times, delays = _timed(built, plan, cost)
     return Timeline(plan, tuple(_events(built, times, delays)))
 
 
 def makespan(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Makespan and idle share, the same as those of ``simulate(schedule(plan), cost)``, but much faster."""
-    built = program(plan)
-    seconds, delays = _durations(built, plan, cost), _delays(built, plan, cost)
-    span = run(built, seconds, delays, _link_behaviors(built, cost)).makespan
-    return span, 1.0 - sum(seconds) / (span * plan.num_ranks) if span else 0.0
+    times, _ = _timed(program(plan), plan, cost)
+    span, busy = times.makespan, sum(end - start for start, end in zip(times.starts, times.ends, strict=True))
+    return span, 1.0 - busy / (span * plan.num_ranks) if span else 0.0
+
+
+def _timed(program: Program, plan: Plan, cost: Cost) -> tuple[Times, list[float]]:
+    """When everything happens, and the seconds of the transfer of each computation's result."""
+    delays = _delays(program, plan, cost)
+    seconds, host = _durations(program, plan, cost), _host_seconds(program, plan, cost)
+    return run(program, seconds, delays, _link_behaviors(program, cost), host), delays
 
 
 def program(plan: Plan) -> Program:
@@ -77,11 +84,29 @@ def _program(shape: Shape) -> Program:
 
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
-    """The seconds of each computation."""
-    tables = _by_stage(plan, lambda spec, mode: _table(plan, spec, with_recompute(cost, mode)))
-    stages, ops, slices = program.places
-    seconds: list[float] = tables[stages, ops, slices].tolist()
+    """The seconds of each computation on its device."""
+    tables = _by_stage(plan, lambda spec, mode: _table(plan, spec, by_side(with_recompute(cost, mode))[0]))
+    seconds: list[float] = tables[program.places].tolist()
     return seconds
+
+
+def _host_seconds(program: Program, plan: Plan, cost: Cost) -> list[float] | None:
+    """The seconds in which the host issues each computation, and posts its messages: one that it receives, one that it
+    sends. None where the host takes no time."""
+    host = by_side(cost)[1]
+    if not host:
+        return None
+    tables = _by_stage(plan, lambda spec, mode: _host_table(plan, spec, by_side(with_recompute(cost, mode))[1]))
+    messages = (program.needs >= 0).astype(np.float64) + (program.links[1] >= 0)
+    seconds: list[float] = (tables[program.places] + messages * host.message).tolist()
+    return seconds
+
+
+def _host_table(plan: Plan, stage: StageSpec, host: HostTime) -> Array:
+    """As ``_table``; all slices are alike."""
+    forward, backward, weights = host.of_forward(stage), host.of_backward(stage), host.of_weights(stage)
+    ops = np.array([forward, backward, backward - weights, weights])
+    return np.repeat(ops[:, None], len(plan.slices), axis=1)
 
 
 def _by_stage(plan: Plan, table: Callable[[StageSpec, Recompute], Array]) -> Array:
@@ -216,7 +241,8 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
 def _model_state(plan: Plan, memory: Memory) -> list[float]:
     stages = stage_specs(plan.boundaries)
     held = {stage: memory.model_state(stage) + memory.gradients(stage).before for stage in set(stages)}
-    return [sum(held[stages[k]] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+    per_rank = memory.per_rank()
+    return [per_rank + sum(held[stages[k]] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
 
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:
@@ -228,7 +254,7 @@ def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:
 def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> Array:
     size, length, context = columns(plan)
     kept, deferred = memory.activations(stage, size, length), memory.deferred_grads(stage, size, length)
-    in_forward, in_backward = memory.workspace(stage, size, length)
+    in_forward, in_backward = memory.workspace(stage, size, length, context)
     # The KV cache of a microbatch lives from the forward of its first slice to the backward of that slice, its last.
     cache = np.where(context == 0, memory.kv_cache(stage, size, plan.seq_len), 0.0)
     nothing = np.zeros_like(kept)

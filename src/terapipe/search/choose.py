@@ -210,7 +210,9 @@ def _simulated(candidate: Candidate, best: PlanEstimate | None, even: bool) -> P
 
 
 def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
-    """The plan to simulate first: with the slices of the request, else even ones, else slices of equal time."""
+    """The plan to simulate first: with the slices of the request, else even ones, else slices of equal time. Where
+    short slices take as long as long ones, because of their host, there are not so many of equal time: then even ones,
+    which need less memory."""
     request, evaluator = candidate.evaluator.request, candidate.evaluator
     if request.slice_lengths is not None:
         lengths = request.slice_lengths
@@ -220,6 +222,8 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
         lengths = uniform(request.seq_len, candidate.count, evaluator.tile)
     else:
         lengths = evaluator.grid(candidate.size).equal_time(candidate.count)
+        if len(lengths) < candidate.count:
+            lengths = uniform(request.seq_len, candidate.count, evaluator.tile)
     return evaluator.plan(candidate.order, candidate.size, lengths, candidate.chunks)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe import files
-from terapipe.planning.cost import Memory
+from terapipe.planning.cost import Memory, by_side
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.presets import GPTConfig
 from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.simulator import simulate
+from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.evaluator import PlanEstimate, pareto_front
 from terapipe.search.request import Request
@@ -80,6 +80,14 @@ class PlanResult:
         """The Timeline of one step, without the work done once per step (gradient all-reduce, optimizer)."""
         cost = self._known_source().cost(self.layout)
         return simulate(schedule(self.plan), cost)
+
+    @property
+    def price_of_host(self) -> float:
+        """The simulated step relative to one whose devices never wait for their hosts; 1 where hosts take no time."""
+        device, host = by_side(self._known_source().cost(self.layout))
+        if not host:
+            return 1.0
+        return makespan(self.plan, self._known_source().cost(self.layout))[0] / makespan(self.plan, device)[0]
 
     def sensitivity(self) -> "list[Mistake]":
         """How much slower the plan would be if a constant of the cluster were assumed wrong."""

@@ -68,9 +68,11 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
     if isinstance(source, ClusterSource):
         host = asdict(source.cluster.host)
         cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
-        return {**cluster, "model": asdict(source.config), "layers_only": not source.ends}
+        model = {"model": asdict(source.config), "layers_only": not source.ends, "fused_grads": source.fused}
+        return {**cluster, **model, "autocast": source.autocast}
     assert isinstance(source, ProfileSource)
-    return {"profile": str(file or ""), "checksum": _checksum(source.profile), "ranks": source.ranks, "tp": source.tp}
+    measured = {"profile": str(file or ""), "checksum": _checksum(source.profile)}
+    return {**measured, "ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused}
 
 
 def _checksum(profile: Profile) -> int:
@@ -83,7 +85,8 @@ def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
         device, intra_node, inter_node = (_numbers(fields.pop(name)) for name in ("device", "intra_node", "inter_node"))
         host = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(fields))
         config = GPTConfig(**costs["model"])
-        return ClusterSource(config, Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"])
+        cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
+        return ClusterSource(config, cluster, ends, costs.get("fused_grads", True), costs.get("autocast", False))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
 
@@ -106,4 +109,5 @@ def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
         raise ValueError(f"{path} has changed since this plan was made with it; plan again, or give the profile")
     ranks = costs.get("ranks")
     tp = costs.get("tp", 1)
-    return ProfileSource(profile, ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks, tp)
+    ranks = ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks
+    return ProfileSource(profile, ranks, tp, bool(costs.get("fused_grads", True)))

@@ -45,10 +45,8 @@ def wrong_host(host: Host, constant: str, factor: float) -> Host:
     if constant == "speed of arithmetic":
         return replace(host, device=replace(device, peak=device.peak * factor))
     if constant == "overhead per layer":
-        least = device.min_layer_time * factor
-        return replace(
-            host, device=replace(device, layer_overhead=device.layer_overhead * factor, min_layer_time=least)
-        )
+        names = ("layer_overhead", "min_layer_time", "host_forward", "host_backward", "host_action", "host_message")
+        return replace(host, device=replace(device, **{name: getattr(device, name) * factor for name in names}))
     if constant == "memory bandwidth":
         return replace(host, device=replace(device, bandwidth=device.bandwidth * factor))
     if constant == "links inside":

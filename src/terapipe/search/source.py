@@ -6,10 +6,10 @@ from typing import Protocol
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, Memory
 from terapipe.planning.fitted import FittedCost
-from terapipe.planning.hardware import Cluster, usable_memory
+from terapipe.planning.hardware import Cluster, usable_memory, usable_of_measured
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
-from terapipe.planning.profile import STATE, Profile
+from terapipe.planning.profile import ELEMENT, STATE, Profile
 from terapipe.presets import GPTConfig
 
 
@@ -52,6 +52,8 @@ class ClusterSource:
     config: GPTConfig
     cluster: Cluster
     ends: bool = True  # whether embedding, head and loss count
+    fused: bool = True  # see ModelSpec.fused_grads
+    autocast: bool = False  # whether weights are float32, and products autocast to the device's dtype
 
     @property
     def name(self) -> str:
@@ -70,12 +72,21 @@ class ClusterSource:
         return usable_memory(self.cluster.host.device)
 
     def cost(self, layout: Layout) -> Cost:
-        return AnalyticCost(self.config, self.cluster, layout, ends=self.ends)
+        return AnalyticCost(self.config, self.cluster, layout, ends=self.ends, fused=self.fused, autocast=self.autocast)
 
     def memory(self, layout: Layout) -> Memory:
         device = self.cluster.host.device
         return ShapeMemory(
-            self.config, device.element, device.state, layout.tp, shards=layout.shards, replicas=layout.dp
+            self.config,
+            device.element,
+            STATE["float32"] if self.autocast else device.state,
+            layout.tp,
+            shards=layout.shards,
+            replicas=layout.dp,
+            autocast=self.autocast,
+            attention=device.attention,
+            blas=device.blas,
+            fused=self.fused,
         )
 
     @property
@@ -84,6 +95,8 @@ class ClusterSource:
 
     @property
     def dtype(self) -> str:
+        if self.autocast:
+            return "float32"
         return {2: "bfloat16", 4: "float32", 8: "float64"}[self.cluster.host.device.element]
 
     def tensor_degrees(self) -> list[int]:
@@ -102,6 +115,7 @@ class ProfileSource:
     profile: Profile
     ranks: int
     tp: int = 1
+    fused: bool = True  # see ModelSpec.fused_grads
 
     @property
     def name(self) -> str:
@@ -117,8 +131,11 @@ class ProfileSource:
 
     @property
     def budget(self) -> int | None:
-        """Memory per rank: that of its GPU. Without GPUs, the ranks of a host share its memory."""
+        """Memory per rank: that of its GPU, less what was measured to be taken by others. Without GPUs, the ranks of a
+        host share its memory. Older profiles have a reserve already taken off."""
         machine = self.profile.machine
+        if "reserved" in machine:
+            return usable_of_measured(int(machine["device_memory"]) - int(machine["reserved"]))
         if "device_memory" in machine:
             return int(machine["device_memory"])
         memory = machine.get("memory")
@@ -126,19 +143,28 @@ class ProfileSource:
 
     @property
     def tile(self) -> int:
-        return 8 if self.profile.machine.get("device", "cpu") == "cpu" else 128
+        return 128 if self.profile.on_gpu else 8
 
     @property
     def dtype(self) -> str:
         return self.profile.dtype
 
     def cost(self, layout: Layout) -> Cost:
-        return FittedCost(self.profile, layout=replace(layout, tp=1))
+        return FittedCost(self.profile, layout=replace(layout, tp=1), fused=self.fused)
 
     def memory(self, layout: Layout) -> Memory:
         profile = self.profile
-        state = STATE[profile.dtype]
-        return ShapeMemory(profile.config, profile.element, state, shards=layout.shards, replicas=layout.dp)
+        return ShapeMemory(
+            profile.config,
+            ELEMENT[profile.autocast or profile.dtype],
+            STATE[profile.dtype],
+            shards=layout.shards,
+            replicas=layout.dp,
+            autocast=profile.autocast is not None,
+            attention=profile.attention,
+            blas=int(profile.machine.get("blas", 0)),
+            fused=self.fused,
+        )
 
     def tensor_degrees(self) -> list[int]:
         return [self.tp]

@@ -51,8 +51,7 @@ ENDED = "ended.json"  # how the run ended: finished or stopped. Missing while it
 def run_rank(config: RunConfig) -> int:
     """Entry point of every process. Returns the exit code."""
     end_with_parent()
-    if local_device().type == "cpu":
-        take_cores()
+    take_cores()
     world: Transport | None = None
     code = 0
     with Terminal() if rank_and_size()[0] == 0 else nullcontext() as terminal:

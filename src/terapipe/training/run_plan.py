@@ -7,6 +7,7 @@ from typing import Any
 
 from terapipe import api, files
 from terapipe.config import PlanConfig, RunConfig
+from terapipe.modeling.gpt import GPT
 from terapipe.planning.document_costs import DocumentCosts
 from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.layout import Layout
@@ -193,13 +194,21 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
     return (1,) if batch == 1 else (1, 4 if batch >= 4 else 2)
 
 
+def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
+    """Linear layers of a GPT stay outside of what is compiled; those of other models are compiled with their layers."""
+    if model.shape is None:
+        return None
+    fused = isinstance(model.model, GPT) or not config.model.compile
+    return ModelSpec(model.shape, model.shortest, model.recompute_modes, fused)
+
+
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> RunPlan:
     """The fastest by simulation that the model can run."""
     wanted = config.plan
     if ranks % wanted.tp:
         raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
     result = api.plan(
-        None if model.shape is None else ModelSpec(model.shape, model.shortest, model.recompute_modes),
+        _spec(config, model),
         profile,
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
