@@ -149,9 +149,9 @@ def test_slices_by_cudnn_are_exact(by_tokens: bool, monkeypatch: pytest.MonkeyPa
     cuts, shapes = (0, 11, 12, 29, 40), ((2, 4), (2, 2), (2, 2))
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(rows, heads, 40, 16, generator=generator).bfloat16() for rows, heads in (*shapes, (2, 4))]
-    given = [x.double().requires_grad_() for x in tensors[:3]]
-    wanted = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
-    truth = [wanted.detach(), *torch.autograd.grad(wanted, given, tensors[3].double())]
+    exact = [x.double().requires_grad_() for x in tensors[:3]]
+    wanted = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    truth = [wanted.detach(), *torch.autograd.grad(wanted, exact, tensors[3].double())]
     for layout in range(3):
         leaves = [x.to(GPU).requires_grad_() for x in tensors[:3]]
         cache, outs = SliceCache(40), []
@@ -172,15 +172,15 @@ def test_slices_by_cudnn_are_exact(by_tokens: bool, monkeypatch: pytest.MonkeyPa
         number = calls - before
         assert number["_scaled_dot_product_cudnn_attention"] == (5 if layout else 10)  # with the self-test
         assert number["_scaled_dot_product_cudnn_attention_backward"] == (5 if layout else 10)
-        found = [torch.cat([out.detach() for out in outs], 2), *(x.grad for x in leaves)]
-        for x, y in zip(found, truth, strict=True):
+        results = [torch.cat([out.detach() for out in outs], 2), *(x.grad for x in leaves)]
+        for x, y in zip(results, truth, strict=True):
             assert x is not None
             assert (x.cpu().double() - y).abs().max() <= 2e-2 * y.abs().max()
 
 
 def test_a_version_that_is_activated_later_is_tested_and_used() -> None:
     sliced(window=5)
-    with flash_packages.activated("FA3"):
+    with flash_packages.activate("FA3"):
         for expected in (4 + 3, 3):  # the first time with the self-test
             before = flash_packages.calls.copy()
             sliced(window=5)

@@ -147,7 +147,7 @@ def test_later_versions_of_flash(version: str) -> None:
     need = Need(CUDA, torch.bfloat16, 128)
     before = kernel_for(need)
     assert before.title == "cudnn"
-    with flash_packages.activated(version):
+    with flash_packages.activate(version):
         calls = flash_packages.calls.copy()
         assert kernel_for(need).title == f"flash ({version})"
         tested = flash_packages.calls - calls
@@ -161,7 +161,7 @@ def test_later_versions_of_flash(version: str) -> None:
 
 def test_a_later_version_that_refuses_leaves_the_others() -> None:
     """Version 4 has no backward for heads of 192 on Blackwell, and says so by an assertion, which ended the step."""
-    with cuda.capability(10, 0), flash_packages.activated("FA4"):
+    with cuda.capability(10, 0), flash_packages.activate("FA4"):
         with pytest.warns(RuntimeWarning, match=r"flash \(FA4\) is not used.*AssertionError.*=\(192, 192\) is not"):
             assert kernel_for(Need(CUDA, torch.bfloat16, 192)).name == "memory-efficient"
         assert kernel_for(Need(CUDA, torch.bfloat16, 64)).title == "flash (FA4)"
@@ -171,7 +171,7 @@ def test_a_later_version_that_refuses_leaves_the_others() -> None:
 def test_later_versions_are_told_to_repeat(version: str) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with flash_packages.activated(version):
+        with flash_packages.activate(version):
             calls = flash_packages.calls.copy()
             assert kernel_for(Need(CUDA, torch.bfloat16, 64)).title == f"flash ({version})"
             assert (flash_packages.calls - calls)[f"{version} deterministic"] == 4

@@ -22,14 +22,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def drawn(tokens: int, width: int, seed: int, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+def draw(tokens: int, width: int, seed: int, dtype: torch.dtype, transposed: bool = False) -> Tensor:
     shape = (width, tokens) if transposed else (tokens, width)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(GPU)
     return x.t() if transposed else x
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.cpu().double() - wanted).abs().max() / wanted.abs().max()).item()
+def error(actual: Tensor, wanted: Tensor) -> float:
+    return ((actual.cpu().double() - wanted).abs().max() / wanted.abs().max()).item()
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -40,7 +40,7 @@ def test_products_are_added_in_float32(dtype: torch.dtype, left: bool, right: bo
     weight = nn.Parameter(torch.zeros(384, 640, dtype=dtype, device=GPU))
     wanted = torch.zeros(384, 640, dtype=torch.float64)
     for i in range(6):
-        a, b = drawn(256, 384, i, dtype, left), drawn(256, 640, 10 + i, dtype, right)
+        a, b = draw(256, 384, i, dtype, left), draw(256, 640, 10 + i, dtype, right)
         wanted += a.cpu().double().t() @ b.cpu().double()
         add_product(weight, a, b)
     total = main_grad(weight)
@@ -55,7 +55,7 @@ def test_older_versions_of_torch_take_two_operations() -> None:
     wanted = torch.zeros(16, 24, dtype=torch.float64)
     with old_addmm():
         for i in range(3):
-            a, b = drawn(64, 16, i, torch.bfloat16), drawn(64, 24, 10 + i, torch.bfloat16)
+            a, b = draw(64, 16, i, torch.bfloat16), draw(64, 24, 10 + i, torch.bfloat16)
             wanted += a.cpu().double().t() @ b.cpu().double()
             add_product(weight, a, b)
     total = main_grad(weight)
@@ -90,7 +90,7 @@ def test_a_step_uses_it() -> None:
     assert number == 2 + 2 * 4 * 4  # to find out that it can, then layers x linear layers x slices
     wanted = steps["cpu", torch.float64]
 
-    def off(found: dict[str, Tensor]) -> float:
-        return sum((found[name].double() - g).square().sum().item() for name, g in wanted.items()) ** 0.5
+    def off(grads: dict[str, Tensor]) -> float:
+        return sum((grads[name].double() - g).square().sum().item() for name, g in wanted.items()) ** 0.5
 
     assert off(steps["cuda", torch.bfloat16]) < 1.1 * off(steps["cpu", torch.bfloat16])

@@ -248,10 +248,10 @@ def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = False
 ) -> tuple[Tensor, ...]:
     none = torch.empty((), dtype=torch.int64, device=CUDA)
-    found: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
+    grads: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=0.3
     )
-    return found
+    return grads
 
 
 @pytest.mark.parametrize("layout", [by_tokens, Tensor.contiguous])
@@ -262,10 +262,10 @@ def test_cudnn_is_causal_at_the_upper_left(causal: bool, layout: Callable[[Tenso
     out, lse = cudnn(q, k, v, causal)
     assert out.stride() == q.stride()
     assert lse.shape == (2, 4, 5, 1)
-    given = [x.cpu().double().requires_grad_() for x in (q, k, v)]
-    wanted = F.scaled_dot_product_attention(*given, is_causal=causal, scale=0.3, enable_gqa=True)
+    inputs_64 = [x.cpu().double().requires_grad_() for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*inputs_64, is_causal=causal, scale=0.3, enable_gqa=True)
     assert close(out, wanted)
-    truth = torch.autograd.grad(wanted, given, grad.cpu().double())
+    truth = torch.autograd.grad(wanted, inputs_64, grad.cpu().double())
     for x, y in zip(cudnn_backward(grad, q, k, v, out, lse, causal), truth, strict=True):
         assert close(x, y, 2e-2)
 
@@ -277,9 +277,9 @@ def test_cudnn_reads_by_the_plan_of_the_first_call(which: str) -> None:
     out, lse = cudnn(q, k, v)
     right = cudnn_backward(grad, q, k, v, out, lse)
     assert torch.equal(cudnn_backward(grad, q, k, v, out, lse)[0].cpu(), right[0].cpu())
-    given = {"out": out, "grad": grad, "sums": lse}
-    given[which] = by_tokens(lse) if which == "sums" else given[which].contiguous()
-    wrong = cudnn_backward(given["grad"], q, k, v, given["out"], given["sums"])
+    tensors = {"out": out, "grad": grad, "sums": lse}
+    tensors[which] = by_tokens(lse) if which == "sums" else tensors[which].contiguous()
+    wrong = cudnn_backward(tensors["grad"], q, k, v, tensors["out"], tensors["sums"])
     assert not close(wrong[0], right[0].double().cpu())
 
 
@@ -311,9 +311,9 @@ def test_addmm_sums_in_float32(size: tuple[int, int, int], left: bool, right: bo
     b = made(columns, inner, seed=1).t() if right else made(inner, columns, seed=1)
     total = made(rows, columns, dtype=torch.float32, seed=2)
     wanted = total.cpu().double() + a.cpu().double() @ b.cpu().double()
-    kept = total.data_ptr()
+    address = total.data_ptr()
     out = torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    assert out.data_ptr() == kept
+    assert out.data_ptr() == address
     assert close(total, wanted, 1e-6)
     new = torch.addmm(a[:1, :1], a, b, out_dtype=torch.float32, beta=0)
     assert close(new, a.cpu().double() @ b.cpu().double(), 1e-6)

@@ -365,10 +365,10 @@ def test_gradients_of_sinks_are_summed_in_float32() -> None:
     """Products and sums over heads were rounded to half precision."""
     grad, out = (torch.randn(1, 4, 64, 128, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
     lse, sinks = torch.zeros(1, 4, 64), torch.zeros(4)
-    found = _sink_gradient(grad, out, lse, sinks)
+    gradient = _sink_gradient(grad, out, lse, sinks)
     wanted = -(grad.double() * out.double()).sum((0, 2, 3))
-    assert found is not None
-    assert (found.double() - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert gradient is not None
+    assert (gradient.double() - wanted).abs().max() < 1e-6 * wanted.abs().max()
 
 
 # The package flash-attn, which is not here

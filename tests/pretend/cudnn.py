@@ -119,8 +119,8 @@ def _sdpa_cudnn(
     plans.forward.add(_plan_key(query, key, value, is_causal))
     out = torch.empty_like(query)
     q, k, v, o = on_host(query, key, value, out)
-    found, lse = attention(q, k, v, scale_of(q, scale), Seen(right=0 if is_causal else -1))
-    o.copy_(found)
+    values, lse = attention(q, k, v, scale_of(q, scale), Seen(right=0 if is_causal else -1))
+    o.copy_(values)
     sums = on_device(lse[..., None], query) if compute_log_sumexp else None
     state = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, None, None, q.shape[2], k.shape[2], state, state.clone(), None
@@ -164,7 +164,7 @@ def _sdpa_cudnn_backward(
     o, grad = (read(x, tuple(q.shape), layout) for x, layout in zip((o, grad), layouts, strict=True))
     lse = read(sums, tuple(q.shape[:3]), contiguous_strides(tuple(q.shape[:3])))
     seen = Seen(right=0 if is_causal else -1)
-    found = gradients(grad, q, k, v, delta_of(grad, o), lse, scale_of(q, scale), seen)
-    for room, x in zip(on_host(*results), found, strict=True):
+    values = gradients(grad, q, k, v, delta_of(grad, o), lse, scale_of(q, scale), seen)
+    for room, x in zip(on_host(*results), values, strict=True):
         room.copy_(x)
     return results  # type: ignore[return-value]

@@ -40,7 +40,7 @@ _library: list[torch.library.Library] = []
 
 
 @contextmanager
-def activated(version: str) -> Iterator[None]:
+def activate(version: str) -> Iterator[None]:
     """FA3 or FA4 is installed, and active."""
     names = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
     modules = {name: ModuleType(name) for name in names[version]}
@@ -96,18 +96,18 @@ def _forward_3(
     v: Tensor,
     *more: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments that are as their defaults at the end are not given."""
+    """Arguments that are as their defaults at the end are not passed."""
     calls["FA3 forward"] += 1
     names = [part.split("=")[0].split()[-1] for part in _FORWARD.partition("(")[2].split(", ")][3:]
-    given = dict(zip(names, more, strict=False))
+    named = dict(zip(names, more, strict=False))
     check(device_capability()[0] == 9, "FlashAttention-3 needs Hopper")
-    lengths = _lengths(q, k, *(given[f"{name}_{x}"] for name in ("cu_seqlens", "max_seqlen") for x in "qk"))
-    found, lse, *_ = flash_forward(
-        q, k, v, *lengths, 0.0, given["is_causal"], False, scale=given["softmax_scale"],
-        window_size_left=given["window_size_left"], window_size_right=given["window_size_right"],
+    lengths = _lengths(q, k, *(named[f"{name}_{x}"] for name in ("cu_seqlens", "max_seqlen") for x in "qk"))
+    values, lse, *_ = flash_forward(
+        q, k, v, *lengths, 0.0, named["is_causal"], False, scale=named["softmax_scale"],
+        window_size_left=named["window_size_left"], window_size_right=named["window_size_right"],
     )  # fmt: skip
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given["out"] is None else given["out"]
-    return out.copy_(found), lse, q.new_empty(0), q.new_empty(0)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if named["out"] is None else named["out"]
+    return out.copy_(values), lse, q.new_empty(0), q.new_empty(0)
 
 
 def _backward_3(
@@ -138,11 +138,11 @@ def _backward_3(
     calls["FA3 deterministic"] += deterministic
     check(not deterministic or q.shape[-1] <= 192, "Deterministic backward not supported for hdim 256.")
     lengths = _lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    found = flash_backward(
+    values = flash_backward(
         dout, q, k, v, out, lse, *lengths, 0.0, is_causal, None, None, scale=softmax_scale,
         window_size_left=window_size_left, window_size_right=window_size_right,
     )  # fmt: skip
-    for room, x in zip((dq, dk, dv), found, strict=True):
+    for room, x in zip((dq, dk, dv), values, strict=True):
         check(room.stride(-1) == 1, "dq, dk and dv must have contiguous last dimension")
         room.copy_(x)
     return tuple(q.new_empty(0) for _ in range(5))
@@ -179,12 +179,12 @@ def _forward_4(
     calls["FA4 forward"] += 1
     _check_heads(q, v)
     lengths = _lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    found, lse, *_ = flash_forward(
+    values, lse, *_ = flash_forward(
         q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale, window_size_left=window_size_left,
         window_size_right=window_size_right,
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    return out.copy_(found), lse
+    return out.copy_(values), lse
 
 
 def _backward_4(

@@ -289,8 +289,8 @@ class Flex(Kernel):
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             # Without their history, which torch would compile another graph for.
-            found: tuple[Tensor, Tensor] = self._run(q.detach(), *store.read(EVERY, self._keys(seen)), seen, scores)
-        return found
+            out, lse = self._run(q.detach(), *store.read(EVERY, self._keys(seen)), seen, scores)
+        return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
