@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe import SliceCache, attend
 from terapipe.modeling import flash_kernels, kernels
-from terapipe.modeling.block_kernels import Cudnn, Efficient
+from terapipe.modeling.block_kernels import Cudnn, Efficient, Plain
+from terapipe.modeling.flash_kernels import Flash
 from terapipe.modeling.kernel_check import fault_of
-from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.kernels import Kernel, Need, kernel_for
 from terapipe.runtime import MemoryCounter
 from tests.pretend import flash_packages
 from tests.pretend.cuda import capability
@@ -139,6 +140,15 @@ def test_queries_and_outputs_are_not_copied(device: str, dtype: torch.dtype, fus
                 cache.backward(outs[i], grad)
             copies.number += backward.number if backward else 0
     assert copies.number <= most
+
+
+@pytest.mark.parametrize("kernel", [Cudnn(), Flash(), Efficient(), Plain()], ids=lambda kernel: kernel.name)
+def test_outputs_lie_as_queries_do(kernel: Kernel) -> None:
+    cache = SliceCache(24)
+    for context in (0, 8, 16):
+        cache.begin(context, 8)
+        q = torch.randn(2, 8, 4, 16, device=GPU, dtype=torch.bfloat16).transpose(1, 2)
+        assert attend(q, q, q, cache, 0, kernel=kernel).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("by_tokens", [False, True])

@@ -361,6 +361,17 @@ def test_a_kernel_must_show_all_that_slices_need(kind: type[Kernel], case: str) 
         assert kernels._fault(kind(), asked, Settings())
 
 
+@pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda kernel: kernel.name)
+def test_outputs_lie_as_queries_do(kernel: Kernel) -> None:
+    """A model whose queries lie by tokens makes a copy of outputs that do not, and both were kept for the backward."""
+    cache = SliceCache(24)
+    for context in (0, 8, 16):
+        cache.begin(context, 8)
+        q = torch.randn(2, 8, 4, 16).transpose(1, 2)
+        assert attend(q, q, q, cache, 0, kernel=kernel).transpose(1, 2).is_contiguous()
+        assert attend(q.contiguous(), q, q, cache, 1, kernel=kernel).is_contiguous()
+
+
 def test_gradients_of_sinks_are_summed_in_float32() -> None:
     """Products and sums over heads were rounded to half precision."""
     grad, out = (torch.randn(1, 4, 64, 128, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))

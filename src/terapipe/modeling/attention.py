@@ -114,8 +114,9 @@ def _check_limits(window: int | None, chunk: int | None) -> None:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+        by_tokens = _lies_by_tokens(q)
         q = q.contiguous() if call.kernel.by_heads else _alone(q)
-        out, lse = call.cache.kept_attention(call.layer) or _computed(q, k, v, sinks, call)
+        out, lse = call.cache.kept_attention(call.layer) or _computed(q, k, v, sinks, call, by_tokens)
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
@@ -166,10 +167,14 @@ def _lies_by_tokens(x: Tensor) -> bool:
     return x.stride(1) < x.stride(2)
 
 
-def _computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+def _computed(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call, by_tokens: bool
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps."""
     call.store.write(k, v, call.seen.context, call.seq_len)
     out, lse = call.kernel.forward(q, call.store, call.seen, call.scores)
+    if by_tokens and not _lies_by_tokens(out):  # or the model would lay it out so, and both would be kept
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)

@@ -99,8 +99,8 @@ class ShapeMemory:
         the rest."""
         c = self.config
         replicated = 2 * c.hidden
-        # Inputs of the norms, queries, attention output twice, both sides of the activation.
-        sharded = 5 * c.hidden + 2 * c.ffn_hidden
+        # Inputs of the norms, queries, attention output, both sides of the activation.
+        sharded = 4 * c.hidden + 2 * c.ffn_hidden
         per_token = (replicated + sharded / self.tp) * self.element + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
