@@ -26,13 +26,11 @@ def test_facts_are_what_the_diagnosis_reads() -> None:
 
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert examine._kernels() == (["float32", "bfloat16"], [])
-    kernels._is_trusted.cache_clear()
-    kernels.kernel_for.cache_clear()
+    assert examine._kernels() == (["float32 (flash for CPUs)", "bfloat16 (flash for CPUs)"], [])
+    kernels.forget()
     monkeypatch.setattr(CpuFlash, "operators", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
     passed, fallbacks = examine._kernels()
-    kernels._is_trusted.cache_clear()
-    kernels.kernel_for.cache_clear()
+    kernels.forget()
     assert passed == []
     assert len(fallbacks) == 2
     assert "expected (query)" in fallbacks[0]

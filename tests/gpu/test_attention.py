@@ -1,31 +1,37 @@
 """Attention on a GPU: one call for a slice, no copies of keys, no masks, kernels by what the device can do."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe import SliceCache, attend
 from terapipe.modeling import flash_kernels, kernels
-from terapipe.modeling.block_kernels import Efficient
+from terapipe.modeling.block_kernels import Cudnn, Efficient, Plain
+from terapipe.modeling.flash_kernels import Flash
 from terapipe.modeling.kernel_check import fault_of
-from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.kernels import Kernel, Need, kernel_for
 from terapipe.runtime import MemoryCounter
+from tests.pretend import flash_packages
 from tests.pretend.cuda import capability
 from tests.pretend.operators import calls
+from tests.pretend.operators import copies as inner_copies
 
 GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def _forget_trust() -> Iterator[None]:
-    for cached in (kernels._is_trusted, kernels.kernel_for):
-        cached.cache_clear()
+    kernels.forget()
     yield
-    for cached in (kernels._is_trusted, kernels.kernel_for):
-        cached.cache_clear()
+    kernels.forget()
 
 
 def sliced(
@@ -76,6 +82,122 @@ def test_grouped_heads_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_kernels, "aten", doubles)
     sliced(heads=8, kv_heads=2)
     assert heads == [(8, 2)] * 6
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors of some number of elements, also those that FlashAttention makes."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.number, self._numel = 0, numel
+
+    def __enter__(self) -> "Copies":
+        self._before = inner_copies["flash"]
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.number += inner_copies["flash"] - self._before
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = ("aten::clone", "aten::copy_", "aten::_to_copy")
+        self.number += operator._schema.name in copies and args[0].numel() == self._numel
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("fused", "most"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
+def test_queries_and_outputs_are_not_copied(device: str, dtype: torch.dtype, fused: bool, most: int) -> None:
+    """Models lay them out as (batch, tokens, heads, size). They were copied five times for each layer and slice:
+    queries, outputs, outputs and their gradients again in the backward, and gradients of queries. Queries that are a
+    part of a fused projection are copied once, so that the rest of it is not kept."""
+    rows, tokens, heads, kv_heads, size, slices = 2, 16, 4, 2, 8, 3
+    weights = [
+        torch.randn(outputs * size, heads * size, device=device, dtype=dtype, requires_grad=True)
+        for outputs in (heads, kv_heads, kv_heads, heads)
+    ]
+    cache = SliceCache(tokens * slices)
+
+    def layer(i: int) -> Tensor:
+        cache.begin(i * tokens, tokens)
+        x = torch.randn(rows, tokens, heads * size, device=device, dtype=dtype)
+        if fused:
+            parts = F.linear(x, torch.cat(weights[:3])).split([w.shape[0] for w in weights[:3]], -1)
+        else:
+            parts = tuple(F.linear(x, w) for w in weights[:3])
+        q, k, v = (part.view(rows, tokens, -1, size).transpose(1, 2) for part in parts)
+        out = attend(q if fused else q * 2, k, v, cache, 0)  # as positions change queries
+        return F.linear(out.transpose(1, 2).reshape(rows, tokens, -1), weights[3])
+
+    for _ in range(2):  # the first time with self-tests
+        outs = [layer(i) for i in range(slices - 1)]
+        with Copies(rows * tokens * heads * size) as copies:
+            outs.append(layer(slices - 1))
+        for i in reversed(range(slices)):
+            cache.begin(i * tokens, tokens)
+            grad = torch.randn_like(outs[i])
+            with Copies(rows * tokens * heads * size) if i == 1 else nullcontext() as backward:
+                cache.backward(outs[i], grad)
+            copies.number += backward.number if backward else 0
+    assert copies.number <= most
+
+
+@pytest.mark.parametrize("kernel", [Cudnn(), Flash(), Efficient(), Plain()], ids=lambda kernel: kernel.name)
+def test_outputs_lie_as_queries_do(kernel: Kernel) -> None:
+    cache = SliceCache(24)
+    for context in (0, 8, 16):
+        cache.begin(context, 8)
+        q = torch.randn(2, 8, 4, 16, device=GPU, dtype=torch.bfloat16).transpose(1, 2)
+        assert attend(q, q, q, cache, 0, kernel=kernel).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_slices_by_cudnn_are_exact(by_tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two calls, whose results are merged. Gradients of outputs come in any layout, and cuDNN reads all as the
+    first."""
+    monkeypatch.setattr(Cudnn, "LEAST_WORK", 0)
+    cuts, shapes = (0, 11, 12, 29, 40), ((2, 4), (2, 2), (2, 2))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(rows, heads, 40, 16, generator=generator).bfloat16() for rows, heads in (*shapes, (2, 4))]
+    exact = [x.double().requires_grad_() for x in tensors[:3]]
+    wanted = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    truth = [wanted.detach(), *torch.autograd.grad(wanted, exact, tensors[3].double())]
+    for layout in range(3):
+        leaves = [x.to(GPU).requires_grad_() for x in tensors[:3]]
+        cache, outs = SliceCache(40), []
+        before = calls.copy()
+        for start, end in pairwise(cuts):
+            cache.begin(start, end - start)
+            parts = (x[:, :, start:end] for x in leaves)
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) if by_tokens else x.contiguous() for x in parts)
+            outs.append(attend(q, k, v, cache, 0))
+        for (start, end), out in reversed(list(zip(pairwise(cuts), outs, strict=True))):
+            cache.begin(start, end - start)
+            grad = tensors[3][:, :, start:end].to(GPU)
+            if layout == 1:
+                grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+            elif layout == 2:
+                grad = torch.stack([grad, grad], -1)[..., 0]
+            cache.backward(out, grad)
+        number = calls - before
+        assert number["_scaled_dot_product_cudnn_attention"] == (5 if layout else 10)  # with the self-test
+        assert number["_scaled_dot_product_cudnn_attention_backward"] == (5 if layout else 10)
+        results = [torch.cat([out.detach() for out in outs], 2), *(x.grad for x in leaves)]
+        for x, y in zip(results, truth, strict=True):
+            assert x is not None
+            assert (x.cpu().double() - y).abs().max() <= 2e-2 * y.abs().max()
+
+
+def test_a_version_that_is_activated_later_is_tested_and_used() -> None:
+    sliced(window=5)
+    with flash_packages.activate("FA3"):
+        for expected in (4 + 3, 3):  # the first time with the self-test
+            before = flash_packages.calls.copy()
+            sliced(window=5)
+            assert flash_packages.calls - before == {"FA3 forward": expected, "FA3 backward": expected}
+    before = flash_packages.calls.copy()
+    sliced(window=5)
+    assert flash_packages.calls == before
 
 
 @pytest.mark.parametrize("head", [8, 20, 96, 256])

@@ -231,22 +231,135 @@ def test_lower_right_masks_and_windows(ragged: bool) -> None:
         assert close(x, y, 1e-5)
 
 
+# cuDNN
+
+
+def by_tokens(x: Tensor) -> Tensor:
+    """The same numbers, lying as (batch, tokens, heads, size)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=0.3)
+    return out, lse
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = False
+) -> tuple[Tensor, ...]:
+    none = torch.empty((), dtype=torch.int64, device=CUDA)
+    grads: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=0.3
+    )
+    return grads
+
+
+@pytest.mark.parametrize("layout", [by_tokens, Tensor.contiguous])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnn_is_causal_at_the_upper_left(causal: bool, layout: Callable[[Tensor], Tensor]) -> None:
+    """Also for five rows and nine keys: the last row does not see the last key."""
+    q, k, v, grad = (layout(made(2, h, n, 16, seed=h + n)) for h, n in ((4, 5), (2, 9), (2, 9), (4, 5)))
+    out, lse = cudnn(q, k, v, causal)
+    assert out.stride() == q.stride()
+    assert lse.shape == (2, 4, 5, 1)
+    inputs_64 = [x.cpu().double().requires_grad_() for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*inputs_64, is_causal=causal, scale=0.3, enable_gqa=True)
+    assert close(out, wanted)
+    truth = torch.autograd.grad(wanted, inputs_64, grad.cpu().double())
+    for x, y in zip(cudnn_backward(grad, q, k, v, out, lse, causal), truth, strict=True):
+        assert close(x, y, 2e-2)
+
+
+@pytest.mark.parametrize("which", ["out", "grad", "sums"])
+def test_cudnn_reads_by_the_plan_of_the_first_call(which: str) -> None:
+    """torch looks plans up by queries, keys and values: the same numbers in another layout are read wrongly."""
+    q, k, v, grad = (by_tokens(made(2, 4, 7, 16, seed=i)) for i in range(4))
+    out, lse = cudnn(q, k, v)
+    right = cudnn_backward(grad, q, k, v, out, lse)
+    assert torch.equal(cudnn_backward(grad, q, k, v, out, lse)[0].cpu(), right[0].cpu())
+    tensors = {"out": out, "grad": grad, "sums": lse}
+    tensors[which] = by_tokens(lse) if which == "sums" else tensors[which].contiguous()
+    wrong = cudnn_backward(tensors["grad"], q, k, v, tensors["out"], tensors["sums"])
+    assert not close(wrong[0], right[0].double().cpu())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda q, k, v: cudnn(q.float(), k.float(), v.float()), "to all be of dtype"),
+        (lambda q, k, v: cudnn(*(made(1, 2, 7, 20) for _ in range(3))), "multiple of 8"),
+        (lambda q, k, v: cudnn(*(made(1, 2, 7, 264) for _ in range(3))), "no more than 256"),
+        (lambda q, k, v: cudnn(q, k[:, :, :1], v[:, :, :1]), "does not support key/value sequence length 1"),
+        (lambda q, k, v: cudnn(q, made(2, 2, 7, 16), made(2, 2, 7, 16)), "must divide"),
+        (lambda q, k, v: cudnn(q.transpose(2, 3).contiguous().transpose(2, 3), k, v), "last dimension must be 1"),
+    ],
+)
+def test_what_cudnn_refuses(call: Callable[..., object], said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        call(*inputs(BF16)[:3])
+
+
+# Products with sums in float32
+
+
+@pytest.mark.parametrize("size", [(3, 5, 7), (257, 129, 301)])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+def test_addmm_sums_in_float32(size: tuple[int, int, int], left: bool, right: bool) -> None:
+    rows, inner, columns = size
+    a = made(inner, rows).t() if left else made(rows, inner)
+    b = made(columns, inner, seed=1).t() if right else made(inner, columns, seed=1)
+    total = made(rows, columns, dtype=torch.float32, seed=2)
+    wanted = total.cpu().double() + a.cpu().double() @ b.cpu().double()
+    address = total.data_ptr()
+    out = torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    assert out.data_ptr() == address
+    assert close(total, wanted, 1e-6)
+    new = torch.addmm(a[:1, :1], a, b, out_dtype=torch.float32, beta=0)
+    assert close(new, a.cpu().double() @ b.cpu().double(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda a, s: torch.addmm(s, a, a.half(), out_dtype=torch.float32), "mat1 and mat2 must have the same dtype"),
+        (
+            lambda a, s: torch.addmm(s, a, a, out_dtype=torch.float16),
+            "out_dtype must be the same as input dtype or fp32",
+        ),
+        (lambda a, s: torch.addmm(s.double(), a, a, out_dtype=torch.float32), "self dtype must match either"),
+        (lambda a, s: torch.addmm(s, a, a[:3], out_dtype=torch.float32), "cannot be multiplied"),
+        (lambda a, s: torch.addmm(s, a, a, out_dtype=torch.float32, out=a.clone()), "the provided out tensor"),
+    ],
+)
+def test_what_addmm_refuses(call: Callable[[Tensor, Tensor], object], said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        call(made(4, 4), made(4, 4, dtype=torch.float32))
+
+
+def test_older_versions_of_addmm_want_a_sum_of_the_matrices_dtype() -> None:
+    with operators.old_addmm(), pytest.raises(RuntimeError, match="self and mat2 must have the same dtype"):
+        torch.addmm(made(4, 4, dtype=torch.float32), made(4, 4), made(4, 4), out_dtype=torch.float32)
+
+
 # torch's own attention takes them
 
 
 @pytest.mark.parametrize(
-    ("dtype", "operator"),
+    ("dtype", "capability", "operator"),
     [
-        (BF16, "_scaled_dot_product_flash_attention"),
-        (torch.float32, "_scaled_dot_product_efficient_attention"),
-        (torch.float64, None),
+        (BF16, (9, 0), "_scaled_dot_product_cudnn_attention"),
+        (BF16, (8, 0), "_scaled_dot_product_flash_attention"),
+        (torch.float32, (9, 0), "_scaled_dot_product_efficient_attention"),
+        (torch.float64, (9, 0), None),
     ],
 )
-def test_scaled_dot_product_attention(dtype: torch.dtype, operator: str | None) -> None:
+def test_scaled_dot_product_attention(dtype: torch.dtype, capability: tuple[int, int], operator: str | None) -> None:
     before = operators.calls.copy()
     given = [x.requires_grad_() for x in inputs(dtype)[:3]]
-    out = F.scaled_dot_product_attention(*given, is_causal=True)
-    out.sum().backward()
+    with cuda.capability(*capability):
+        out = F.scaled_dot_product_attention(*given, is_causal=True)
+        out.sum().backward()
     host = [x.detach().cpu().double().requires_grad_() for x in given]
     wanted = F.scaled_dot_product_attention(*host, is_causal=True)
     wanted.sum().backward()

@@ -2,8 +2,8 @@
 
 ``python -m tests.pretend tests/gpu`` runs tests on it, ``python -m tests.pretend -- COMMAND`` any command. The device
 itself is device.cpp, which build.py compiles. cuda.py fills in torch.cuda, waits.py counts where the host would wait
-for the device, operators.py has doubles of private attention operators, and nccl.py one of NCCL. activation.py puts
-all of them in place when torch is imported.
+for the device, operators.py and cudnn.py have doubles of private operators, and nccl.py one of NCCL. activation.py puts
+all of them in place when torch is imported. flash_packages.py has doubles of packages that tests install.
 
 What it cannot show: speed, work that runs while the host goes on, and the numbers and bugs of real kernels.
 """

@@ -928,14 +928,21 @@ int64_t attention_backend(
   const bool half = dtype == kHalf || dtype == kBFloat16;
   const bool plain = query.dim() != 4 || mask.has_value() || dropout > 0.0;
   const bool square = query.dim() != 4 || query.size(2) == key.size(2);
+  const auto& context = at::globalContext();
+  const bool repeats = context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();
   auto chosen = at::SDPBackend::math;
   if (plain) {
     chosen = at::SDPBackend::math;
   } else if (
-      at::globalContext().userEnabledFlashSDP() && half && query.size(3) <= 256 && capability >= 80 &&
+      (capability == 90 || capability == 100 || capability == 103) && context.userEnabledCuDNNSDP() &&
+      !repeats && half && query.size(3) % 8 == 0 && query.size(3) <= (capability == 90 ? 256 : 128) &&
+      key.size(2) > 1) {
+    chosen = at::SDPBackend::cudnn_attention;
+  } else if (
+      context.userEnabledFlashSDP() && half && query.size(3) <= 256 && capability >= 80 &&
       (square || !causal)) {
     chosen = at::SDPBackend::flash_attention;
-  } else if (at::globalContext().userEnabledMemEfficientSDP() && !grouped && (half || dtype == kFloat)) {
+  } else if (context.userEnabledMemEfficientSDP() && !grouped && (half || dtype == kFloat)) {
     chosen = at::SDPBackend::efficient_attention;
   }
   return static_cast<int64_t>(chosen);
@@ -966,6 +973,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Tensor", &at::native::set_tensor_);
   library.impl("record_stream", &record_stream);
+  library.impl("_fused_sdp_choice", &attention_backend);
   // These would choose kernels that only CUDA has.
   library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());

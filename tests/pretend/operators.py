@@ -1,15 +1,18 @@
-"""Doubles of torch's private attention operators for CUDA: first what their C++ checks, then plain mathematics.
+"""Doubles of torch's private attention operators for CUDA, and of others that the CPU lacks: first what their C++
+checks, then plain mathematics. That of cuDNN is in cudnn.py.
 
 They follow aten/src/ATen/native/transformers/cuda: attention.cu, attention_backward.cu, flash_attn/flash_api.cpp and
-mem_eff_attention. What the C++ takes for granted without a check is taken for granted here too, so that a wrong call
-gives wrong numbers, as on a GPU: FlashAttention reads log-sum-exps as if they were contiguous, and memory-efficient
-attention in half precision reads outputs as if they lay as (batch, tokens, heads, head size).
+mem_eff_attention; and aten/src/ATen/native/cuda/Blas.cpp. What the C++ takes for granted without a check is taken for
+granted here too, so that a wrong call gives wrong numbers, as on a GPU: FlashAttention reads log-sum-exps as if they
+were contiguous, and memory-efficient attention in half precision reads outputs as if they lay as (batch, tokens, heads,
+head size).
 """
 
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 calls: Counter[str] = Counter()  # of each operator, since the process began
+copies: Counter[str] = Counter()  # that operators made of their arguments
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _pretend: Any = torch.ops.pretend
 _library: list[torch.library.Library] = []  # what it registers is gone with it
 
@@ -28,11 +32,13 @@ Three = tuple[Tensor, Tensor, Tensor]
 def install() -> None:
     library = torch.library.Library("aten", "IMPL", "CUDA")
     for name, function in _DOUBLES.items():
-        library.impl(name, _counted(name, function), "CUDA")
+        library.impl(name, with_count(name, function), "CUDA")
     _library.append(library)
+    # Over kernels that are compiled, others may be registered in python: FlashAttention 3 and 4 are.
+    torch.library._impls -= library._op_impls
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def with_count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
@@ -41,12 +47,12 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _check(condition: bool, message: str) -> None:
+def check(condition: bool, message: str) -> None:
     if not condition:
         raise RuntimeError(message)
 
 
-def _capability() -> tuple[int, int]:
+def device_capability() -> tuple[int, int]:
     major, minor = _pretend.capability()
     return major, minor
 
@@ -54,7 +60,7 @@ def _capability() -> tuple[int, int]:
 # Plain attention in float32, on the CPU's view of the same memory. Tensors are (batch, heads, tokens, head size).
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """Which keys a row sees: those within so many places of its own, negative for all of them."""
 
     left: int = -1
@@ -71,7 +77,7 @@ class _Seen(NamedTuple):
         return hidden
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, seen: _Seen) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, seen: Seen) -> Tensor:
     scores = q.float() @ _repeated(k, q).transpose(-1, -2) * scale
     return scores.masked_fill(seen.hidden(*scores.shape[-2:]), -math.inf)
 
@@ -80,7 +86,7 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: _Seen) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps. Rows that see nothing have an output of zero."""
     scores = _scores(q, k, scale, seen)
     lse = scores.logsumexp(-1)
@@ -88,8 +94,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: _Seen) -> tu
     return weights @ _repeated(v, q), lse.masked_fill(lse == -math.inf, math.inf)
 
 
-def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, lse: Tensor, scale: float, seen: _Seen
+def gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, lse: Tensor, scale: float, seen: Seen
 ) -> Three:
     """``delta`` is, for each row, the product of its output and its gradient."""
     weights = (_scores(q, k, scale, seen) - lse[..., None]).exp()
@@ -102,15 +108,15 @@ def _summed(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-def _delta(grad: Tensor, out: Tensor) -> Tensor:
+def delta_of(grad: Tensor, out: Tensor) -> Tensor:
     return (grad.float() * out.float()).sum(-1)
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def scale_of(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _read(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+def read(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """What a kernel reads that was given a pointer and believes in these strides; NaN behind the end of the memory."""
     flat = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,))
     needed = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -119,15 +125,15 @@ def _read(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor
     return torch.as_strided(flat, shape, strides, flat.storage_offset())
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _on_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+def on_host(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(_pretend.as_cpu(x) for x in tensors)
 
 
-def _on_device(x: Tensor, like: Tensor) -> Tensor:
+def on_device(x: Tensor, like: Tensor) -> Tensor:
     """Where ``like`` is. Not by a copy from the host: the counter of waits would take it for the caller's."""
     made = torch.empty(x.shape, dtype=x.dtype, device=like.device)
     _pretend.as_cpu(made).copy_(x)
@@ -138,37 +144,37 @@ def _on_device(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _flash_checks(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
-    _check(_capability() >= (8, 0), "FlashAttention only supports Ampere GPUs or newer.")
-    _check(q.dtype in _HALF, "FlashAttention only support fp16 and bf16 data type")
+    check(device_capability() >= (8, 0), "FlashAttention only supports Ampere GPUs or newer.")
+    check(q.dtype in HALF, "FlashAttention only support fp16 and bf16 data type")
     for name, x in zip(("key", "value", "out", "dout"), (k, v, *more), strict=False):
-        _check(x.dtype == q.dtype, f"query and {name} must have the same dtype")
+        check(x.dtype == q.dtype, f"query and {name} must have the same dtype")
     for x in (q, k, v, *more):
-        _check(x.is_cuda, "Input tensor must be on CUDA")
-        _check(x.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+        check(x.is_cuda, "Input tensor must be on CUDA")
+        check(x.stride(-1) == 1, "Input tensor must have contiguous last dimension")
     heads, size = q.shape[-2:]
-    _check(size % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!")
-    _check(size <= 256, "FlashAttention only supports head dimension at most 256")
-    _check(heads % k.shape[-2] == 0, "Number of heads in key/value must divide number of heads in query")
-    _check(k.shape == v.shape and k.shape[-1] == size, "key and value must have shape (…, num_heads_k, head_size)")
+    check(size % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!")
+    check(size <= 256, "FlashAttention only supports head dimension at most 256")
+    check(heads % k.shape[-2] == 0, "Number of heads in key/value must divide number of heads in query")
+    check(k.shape == v.shape and k.shape[-1] == size, "key and value must have shape (…, num_heads_k, head_size)")
     for x in more:
-        _check(x.shape == q.shape, "out and dout must have the shape of query")
+        check(x.shape == q.shape, "out and dout must have the shape of query")
 
 
 def _dense_checks(q: Tensor, k: Tensor) -> None:
-    _check(q.dim() == k.dim() == 4, "query and key must be (batch, tokens, heads, head size)")
-    _check(q.shape[0] == k.shape[0] > 0, "batch size must be positive")
+    check(q.dim() == k.dim() == 4, "query and key must be (batch, tokens, heads, head size)")
+    check(q.shape[0] == k.shape[0] > 0, "batch size must be positive")
 
 
 def _ragged_checks(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor | None) -> None:
-    _check(starts_k is not None, "cum_seq_q and cum_seq_k must be both set or both not set")
+    check(starts_k is not None, "cum_seq_q and cum_seq_k must be both set or both not set")
     assert starts_k is not None
     for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_k", starts_k)):
-        _check(starts.dtype == torch.int32, f"{name} must have dtype int32")
-        _check(starts.is_cuda, f"{name} must be on CUDA")
-        _check(starts.is_contiguous(), f"{name} must be contiguous")
-    _check(starts_q.numel() > 1, "batch size must be positive")
-    _check(starts_k.shape == starts_q.shape, "cu_seqlens_k must have shape (batch_size + 1)")
-    _check(q.dim() == k.dim() == 3, "ragged query and key must be (tokens, heads, head size)")
+        check(starts.dtype == torch.int32, f"{name} must have dtype int32")
+        check(starts.is_cuda, f"{name} must be on CUDA")
+        check(starts.is_contiguous(), f"{name} must be contiguous")
+    check(starts_q.numel() > 1, "batch size must be positive")
+    check(starts_k.shape == starts_q.shape, "cu_seqlens_k must have shape (batch_size + 1)")
+    check(q.dim() == k.dim() == 3, "ragged query and key must be (tokens, heads, head size)")
 
 
 class _Piece(NamedTuple):
@@ -176,7 +182,7 @@ class _Piece(NamedTuple):
 
     queries: slice
     keys: slice
-    seen: _Seen
+    seen: Seen
 
 
 def _limits(causal: bool, left: int | None, right: int | None, longest: int) -> tuple[int, int]:
@@ -191,8 +197,8 @@ def _segments(
     edges = zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True)
     for (a, b), (c, d) in edges:
         # The kernel's grid covers so many rows and no more.
-        _check(b - a <= longest_q and d - c <= longest_k, "a segment is longer than max_seqlen_q or max_seqlen_k")
-        yield _Piece(slice(a, b), slice(c, d), _Seen(*limits, offset=(d - c) - (b - a)))
+        check(b - a <= longest_q and d - c <= longest_k, "a segment is longer than max_seqlen_q or max_seqlen_k")
+        yield _Piece(slice(a, b), slice(c, d), Seen(*limits, offset=(d - c) - (b - a)))
 
 
 def _bhmk(x: Tensor) -> Tensor:
@@ -200,7 +206,7 @@ def _bhmk(x: Tensor) -> Tensor:
     return x.transpose(-2, -3) if x.dim() == 4 else x.transpose(0, 1)[None]
 
 
-def _flash_attention_forward(
+def flash_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,31 +223,31 @@ def _flash_attention_forward(
     window_size_right: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(dropout_p == 0.0 and not any(more.values()), "this double has neither dropout, nor ALiBi, nor pages")
+    check(dropout_p == 0.0 and not any(more.values()), "this double has neither dropout, nor ALiBi, nor pages")
     _flash_checks(query, key, value)
     out = torch.empty_like(query)
-    q, k, v, o = _on_host(query, key, value, out)
+    q, k, v, o = on_host(query, key, value, out)
     if cum_seq_q is None:
         _dense_checks(query, key)
         limits = _limits(is_causal, window_size_left, window_size_right, k.shape[1])
-        seen = _Seen(*limits, offset=k.shape[1] - q.shape[1])
-        found, lse = _attention(_bhmk(q), _bhmk(k), _bhmk(v), _scale(q, scale), seen)
+        seen = Seen(*limits, offset=k.shape[1] - q.shape[1])
+        found, lse = attention(_bhmk(q), _bhmk(k), _bhmk(v), scale_of(q, scale), seen)
         _bhmk(o).copy_(found)
     else:
         _ragged_checks(query, key, cum_seq_q, cum_seq_k)
         assert cum_seq_k is not None
         lse = torch.full((q.shape[1], q.shape[0]), math.nan)
         limits = _limits(is_causal, window_size_left, window_size_right, max_k)
-        for piece in _segments(*_on_host(cum_seq_q, cum_seq_k), limits, max_q, max_k):
+        for piece in _segments(*on_host(cum_seq_q, cum_seq_k), limits, max_q, max_k):
             parts = q[piece.queries], k[piece.keys], v[piece.keys]
-            found, sums = _attention(*map(_bhmk, parts), _scale(q, scale), piece.seen)
+            found, sums = attention(*map(_bhmk, parts), scale_of(q, scale), piece.seen)
             _bhmk(o[piece.queries]).copy_(found)
             lse[:, piece.queries] = sums[0]
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
-    return out, _on_device(lse, query), state, state[0].clone(), query.new_empty(0)
+    return out, on_device(lse, query), state, state[0].clone(), query.new_empty(0)
 
 
-def _flash_attention_backward(
+def flash_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -262,30 +268,31 @@ def _flash_attention_backward(
     window_size_right: int | None = None,
 ) -> Three:
     """``cum_seq_q`` alone decides between dense and ragged: an empty tensor is one, too."""
-    _check(dropout_p == 0.0, "this double has no dropout")
+    check(dropout_p == 0.0, "this double has no dropout")
+    copies["flash"] += (not grad_out.is_contiguous()) + (not out.is_contiguous())
     grad_out, out = grad_out.contiguous(), out.contiguous()
     _flash_checks(query, key, value, out, grad_out)
-    _check(logsumexp.is_cuda, "softmax_lse must be on CUDA")
+    check(logsumexp.is_cuda, "softmax_lse must be on CUDA")
     results = tuple(torch.empty_like(x) for x in (query, key, value))
     scratch = _flash_scratch(query, key)
-    grad, q, k, v, o, sums = _on_host(grad_out, query, key, value, out, logsumexp)
-    rooms = _on_host(*results)
+    grad, q, k, v, o, sums = on_host(grad_out, query, key, value, out, logsumexp)
+    rooms = on_host(*results)
     # Nobody checks dtype and strides of the log-sum-exps.
     shape = (q.shape[0], q.shape[2], q.shape[1]) if cum_seq_q is None else (1, q.shape[1], q.shape[0])
-    lse = _read(sums.view(torch.float32) if sums.dtype != torch.float32 else sums, shape, _contiguous_strides(shape))
+    lse = read(sums.view(torch.float32) if sums.dtype != torch.float32 else sums, shape, contiguous_strides(shape))
     if cum_seq_q is None:
         _dense_checks(query, key)
         limits = _limits(is_causal, window_size_left, window_size_right, k.shape[1])
-        pieces = iter([_Piece(slice(None), slice(None), _Seen(*limits, offset=k.shape[1] - q.shape[1]))])
+        pieces = iter([_Piece(slice(None), slice(None), Seen(*limits, offset=k.shape[1] - q.shape[1]))])
     else:
         _ragged_checks(query, key, cum_seq_q, cum_seq_k)
         assert cum_seq_k is not None
         limits = _limits(is_causal, window_size_left, window_size_right, max_k)
-        pieces = _segments(*_on_host(cum_seq_q, cum_seq_k), limits, max_q, max_k)
+        pieces = _segments(*on_host(cum_seq_q, cum_seq_k), limits, max_q, max_k)
     for rows, keys, seen in pieces:
         g, part, y = (_bhmk(x[rows]) for x in (grad, q, o))
         at = lse if cum_seq_q is None else lse[..., rows]
-        found = _gradients(g, part, _bhmk(k[keys]), _bhmk(v[keys]), _delta(g, y), at, _scale(q, scale), seen)
+        found = gradients(g, part, _bhmk(k[keys]), _bhmk(v[keys]), delta_of(g, y), at, scale_of(q, scale), seen)
         for room, where, x in zip(rooms, (rows, keys, keys), found, strict=True):
             _bhmk(room[where]).copy_(x)
     del scratch
@@ -314,7 +321,7 @@ def _sdpa_flash(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, state, unused, debug = _flash_attention_forward(
+    out, lse, state, unused, debug = flash_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask, scale=scale
     )
     return out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], state, unused, debug
@@ -339,7 +346,7 @@ def _sdpa_flash_backward(
     scale: float | None = None,
 ) -> Three:
     grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = _flash_attention_backward(
+    found = flash_backward(
         grad, q, k, v, o, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
         philox_offset, scale=scale,
     )  # fmt: skip
@@ -354,36 +361,36 @@ _NOT_CAUSAL, _UPPER_LEFT, _LOWER_RIGHT = range(3)
 
 
 def _efficient_checks(q: Tensor, k: Tensor, v: Tensor, window: int | None, mask_type: int) -> None:
-    _check(q.dim() == k.dim() == v.dim() == 4, "query.dim() == 4")
-    _check(q.shape[0] == k.shape[0] == v.shape[0], "query.size(0) == key.size(0)")
-    _check(k.shape[1] == v.shape[1], "key.size(1) == value.size(1)")
-    _check(q.shape[2] == k.shape[2] == v.shape[2], "query.size(2) == key.size(2)")
-    _check(q.shape[3] == k.shape[3], "query.size(3) == key.size(3)")
-    _check(q.dtype in (torch.float32, *_HALF), f"memory-efficient attention has no {q.dtype}")
-    _check(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
-    _check(q.dtype != torch.bfloat16 or _capability() >= (8, 0), "cutlassF: no kernel found to launch!")
-    _check(not window or mask_type != _NOT_CAUSAL, "custom_mask_type not supported")
+    check(q.dim() == k.dim() == v.dim() == 4, "query.dim() == 4")
+    check(q.shape[0] == k.shape[0] == v.shape[0], "query.size(0) == key.size(0)")
+    check(k.shape[1] == v.shape[1], "key.size(1) == value.size(1)")
+    check(q.shape[2] == k.shape[2] == v.shape[2], "query.size(2) == key.size(2)")
+    check(q.shape[3] == k.shape[3], "query.size(3) == key.size(3)")
+    check(q.dtype in (torch.float32, *HALF), f"memory-efficient attention has no {q.dtype}")
+    check(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
+    check(q.dtype != torch.bfloat16 or device_capability() >= (8, 0), "cutlassF: no kernel found to launch!")
+    check(not window or mask_type != _NOT_CAUSAL, "custom_mask_type not supported")
     for name, x in (("query", q), ("key", k), ("value", v)):
-        _check(x.is_cuda and x.stride(-1) == 1, f"{name}: last dimension must be contiguous")
+        check(x.is_cuda and x.stride(-1) == 1, f"{name}: last dimension must be contiguous")
         _check_alignment(name, x)
 
 
 def _check_alignment(name: str, x: Tensor) -> None:
-    capability = _capability()
+    capability = device_capability()
     if x.dtype == torch.float32:
         multiple = 4 if capability >= (8, 0) else 1
     else:
         multiple = 4 if capability >= (7, 5) else 2 if capability >= (7, 0) else 1
     for dimension, axis in (("B", 0), ("M", 1), ("H", 2)):
         aligned = x.stride(axis) % multiple == 0 or (x.shape[axis] <= 1 and dimension != "M")
-        _check(aligned, f"{name} is not correctly aligned (stride{dimension})")
-    _check(x.data_ptr() % (multiple * x.element_size()) == 0, f"{name} is not correctly aligned")
+        check(aligned, f"{name} is not correctly aligned (stride{dimension})")
+    check(x.data_ptr() % (multiple * x.element_size()) == 0, f"{name} is not correctly aligned")
 
 
-def _efficient_seen(mask_type: int, window: int | None, rows: int, keys: int) -> _Seen:
+def _efficient_seen(mask_type: int, window: int | None, rows: int, keys: int) -> Seen:
     offset = keys - rows if mask_type == _LOWER_RIGHT else 0
     right = -1 if mask_type == _NOT_CAUSAL else 0
-    return _Seen(window - 1 if window else -1, right, offset)
+    return Seen(window - 1 if window else -1, right, offset)
 
 
 class _Batch(NamedTuple):
@@ -393,7 +400,7 @@ class _Batch(NamedTuple):
     queries: tuple[int | slice, ...]
     keys: tuple[int | slice, ...]
     rows: int
-    seen: _Seen
+    seen: Seen
 
 
 def _batches(
@@ -404,9 +411,9 @@ def _batches(
             at = (slice(i, i + 1),)
             yield _Batch(i, at, at, q.shape[1], _efficient_seen(mask_type, window, q.shape[1], k.shape[1]))
         return
-    _check(q.shape[0] == 1, "cu_seqlen only supports batch_size=1")
+    check(q.shape[0] == 1, "cu_seqlen only supports batch_size=1")
     for starts in (starts_q, starts_k):
-        _check(starts.dtype == torch.int32 and starts.dim() == 1, "cu_seqlens must be of int32, and one-dimensional")
+        check(starts.dtype == torch.int32 and starts.dim() == 1, "cu_seqlens must be of int32, and one-dimensional")
     pairs = zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True)
     for i, ((a, b), (c, d)) in enumerate(pairs):
         rows, keys = (slice(None), slice(a, b)), (slice(None), slice(c, d))
@@ -430,25 +437,25 @@ def _efficient_attention_forward(
     seqlen_k: Tensor | None = None,
     window_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-    _check(bias is None and seqlen_k is None and dropout_p == 0.0, "this double has neither bias nor dropout")
-    _check((cu_seqlens_q is None) == (cu_seqlens_k is None), "cu_seqlens_q.has_value() == cu_seqlens_k.has_value()")
+    check(bias is None and seqlen_k is None and dropout_p == 0.0, "this double has neither bias nor dropout")
+    check((cu_seqlens_q is None) == (cu_seqlens_k is None), "cu_seqlens_q.has_value() == cu_seqlens_k.has_value()")
     _efficient_checks(query, key, value, window_size, custom_mask_type)
     longest_q = query.shape[1] if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     longest_k = key.shape[1] if cu_seqlens_k is None or max_seqlen_k is None else max_seqlen_k
     out = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
-    q, k, v, o = _on_host(query, key, value, out)
+    q, k, v, o = on_host(query, key, value, out)
     rows = -(-longest_q // _ROWS) * _ROWS if compute_log_sumexp else 0
     count = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     lse = torch.full((count, query.shape[2], rows), math.inf)
     starts = [None if x is None else _pretend.as_cpu(x) for x in (cu_seqlens_q, cu_seqlens_k)]
     for batch in _batches(q, k, *starts, custom_mask_type, window_size):
         parts = q[batch.queries], k[batch.keys], v[batch.keys]
-        found, sums = _attention(*map(_bhmk, parts), _scale(q, scale), batch.seen)
+        found, sums = attention(*map(_bhmk, parts), scale_of(q, scale), batch.seen)
         _bhmk(o[batch.queries]).copy_(found)
         if compute_log_sumexp:
             lse[batch.number, :, : batch.rows] = sums[0]
     state = torch.empty((), dtype=torch.int64, device=query.device)
-    return out, _on_device(lse, query), state, state.clone(), longest_q, longest_k
+    return out, on_device(lse, query), state, state.clone(), longest_q, longest_k
 
 
 def _efficient_attention_backward(
@@ -474,20 +481,20 @@ def _efficient_attention_backward(
     window_size: int | None = None,
     shared_storage_dqdkdv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    _check(bias is None and dropout_p == 0.0, "this double has neither bias nor dropout")
+    check(bias is None and dropout_p == 0.0, "this double has neither bias nor dropout")
     _efficient_checks(query, key, value, window_size, custom_mask_type)
     _check_log_sum_exps(logsumexp, query.shape[1] if cu_seqlens_q is None else max_seqlen_q)
     results = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    grad, q, k, v, sums = _on_host(grad_out_.contiguous(), query, key, value, logsumexp)
-    rooms = _on_host(*results)
-    delta = _delta(grad, _output_as_read(_pretend.as_cpu(out)))
+    grad, q, k, v, sums = on_host(grad_out_.contiguous(), query, key, value, logsumexp)
+    rooms = on_host(*results)
+    delta = delta_of(grad, _output_as_read(_pretend.as_cpu(out)))
     starts = [None if x is None else _pretend.as_cpu(x) for x in (cu_seqlens_q, cu_seqlens_k)]
     for batch in _batches(q, k, *starts, custom_mask_type, window_size):
         g, part = (_bhmk(x[batch.queries]) for x in (grad, q))
         keys, values = (_bhmk(x[batch.keys]) for x in (k, v))
         lse = sums[batch.number : batch.number + 1, :, : batch.rows]
         rows = delta[batch.queries].transpose(1, 2)
-        found = _gradients(g, part, keys, values, rows, lse, _scale(q, scale), batch.seen)
+        found = gradients(g, part, keys, values, rows, lse, scale_of(q, scale), batch.seen)
         for room, at, x in zip(rooms, (batch.queries, batch.keys, batch.keys), found, strict=True):
             _bhmk(room[at]).copy_(x)
     return *results, None  # type: ignore[return-value]
@@ -495,11 +502,11 @@ def _efficient_attention_backward(
 
 def _check_log_sum_exps(lse: Tensor, rows: int) -> None:
     batch, heads = lse.shape[:2]
-    _check(lse.dtype == torch.float32 and lse.stride(-1) == 1, "LSE must be rows of float32")
-    _check(heads <= 1 or lse.stride(1) % 8 == 0, "LSE is not correctly aligned (strideH)")
-    _check(batch <= 1 or lse.stride(0) % 8 == 0, "LSE is not correctly aligned (strideB)")
+    check(lse.dtype == torch.float32 and lse.stride(-1) == 1, "LSE must be rows of float32")
+    check(heads <= 1 or lse.stride(1) % 8 == 0, "LSE is not correctly aligned (strideH)")
+    check(batch <= 1 or lse.stride(0) % 8 == 0, "LSE is not correctly aligned (strideB)")
     needed = -(-rows // _ROWS) * _ROWS
-    _check(lse.shape[2] >= needed, f"LSE has {lse.shape[2]} rows, and the kernel reads {needed}, in blocks of {_ROWS}")
+    check(lse.shape[2] >= needed, f"LSE has {lse.shape[2]} rows, and the kernel reads {needed}, in blocks of {_ROWS}")
 
 
 def _output_as_read(out: Tensor) -> Tensor:
@@ -507,7 +514,7 @@ def _output_as_read(out: Tensor) -> Tensor:
     if out.dtype == torch.float32:
         return out
     heads, size = out.shape[2:]
-    return _read(out, tuple(out.shape), (out.stride(0), heads * size, out.stride(2), 1))
+    return read(out, tuple(out.shape), (out.stride(0), heads * size, out.stride(2), 1))
 
 
 def _sdpa_efficient(
@@ -553,6 +560,52 @@ def _sdpa_efficient_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None
 
 
+# Products of matrices in half precision with sums in single precision
+
+_is_old = [False]  # whether addmm is that of older versions of torch
+
+
+@contextmanager
+def old_addmm() -> Iterator[None]:
+    """Older versions of torch refuse a sum in another dtype than the matrices'."""
+    _is_old[0] = True
+    try:
+        yield
+    finally:
+        _is_old[0] = False
+
+
+def _addmm(
+    self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    out = torch.empty(mat1.shape[0], mat2.shape[1], dtype=out_dtype, device=mat1.device)
+    return _addmm_out(self, mat1, mat2, out_dtype, beta=beta, alpha=alpha, out=out)
+
+
+def _addmm_out(
+    self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+) -> Tensor:
+    for name, matrix in (("mat1", mat1), ("mat2", mat2)):
+        check(matrix.dim() == 2, f"{name} must be a matrix, got {matrix.dim()}-D tensor")
+    check(mat1.shape[1] == mat2.shape[0], f"mat1 and mat2 shapes cannot be multiplied ({mat1.shape} and {mat2.shape})")
+    check(mat1.dtype == mat2.dtype, f"mat1 and mat2 must have the same dtype, but got {mat1.dtype} and {mat2.dtype}")
+    if _is_old[0]:
+        check(
+            self.dtype == mat2.dtype, f"self and mat2 must have the same dtype, but got {self.dtype} and {mat2.dtype}"
+        )
+    check(
+        out_dtype == mat1.dtype or (out_dtype == torch.float32 and mat1.dtype in HALF),
+        "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs",
+    )
+    check(out_dtype == out.dtype, "out_dtype must be the same as the dtype of the provided out tensor")
+    check(self.dtype in (out_dtype, mat1.dtype), "self dtype must match either out_dtype or mat1 dtype")
+    check(len({x.device for x in (self, mat1, mat2, out)}) == 1, "Expected all tensors to be on the same device")
+    total, left, right, room = on_host(self, mat1, mat2, out)
+    product = left.float() @ right.float() * alpha
+    room.copy_(product if beta == 0 else product + total.float() * beta)
+    return out
+
+
 # Operators that the CPU has for fewer dtypes
 
 
@@ -565,12 +618,14 @@ def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Ten
 
 _DOUBLES: dict[str, Callable[..., Any]] = {
     "histc": _histc,
-    "_flash_attention_forward": _flash_attention_forward,
-    "_flash_attention_backward": _flash_attention_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_efficient_attention_forward": _efficient_attention_forward,
     "_efficient_attention_backward": _efficient_attention_backward,
     "_scaled_dot_product_efficient_attention": _sdpa_efficient,
     "_scaled_dot_product_efficient_attention_backward": _sdpa_efficient_backward,
+    "addmm.dtype": _addmm,
+    "addmm.dtype_out": _addmm_out,
 }

@@ -21,7 +21,7 @@ from terapipe.doctor.proof import Proof, Size, begin_rank, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.kernel_check import CASES, Case, error_of, tolerance
-from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.kernels import kernel_for
 from terapipe.modeling.main_grads import _fuses, add_product, main_grad
 from terapipe.modeling.stage import next_token_labels
 from terapipe.planning.layout import split_layers
@@ -77,18 +77,13 @@ def _is_trained(case: Case, dtype: torch.dtype, head: int, size: Size) -> bool:
 def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dict[str, Any]:
     name, error, fault = "", None, None
     try:
-        kernel = kernel_for(_need(case, device, dtype, head))
+        kernel = kernel_for(case.need(device, dtype, head))
         name, error = kernel.name, error_of(kernel, device, dtype, head, case)
         fault = None if error <= tolerance(device, dtype) else f"off by {error:.1e}"
     except Exception as failure:  # kernels refuse in many ways
         fault = f"{type(failure).__name__}: {first_line(failure)}"
     dtype_name = str(dtype).removeprefix("torch.")
     return {"kernel": name, "dtype": dtype_name, "head": head, "case": case.name, "error": error, "fault": fault}
-
-
-def _need(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> Need:
-    need: Any = getattr(case, "need", None)
-    return need(device, dtype, head) if need else Need(device, dtype, head, case.softcap is not None, case.sinks)
 
 
 # Products

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 import terapipe
 from terapipe.launch.processes import launch, take_cores
 from terapipe.modeling.block_kernels import Plain
-from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.kernels import kernel_report
 from terapipe.runtime.environment import (
     host_name,
     local_device,
@@ -93,15 +93,15 @@ def _needs() -> dict[str, str]:
 
 
 def _kernels() -> tuple[list[str], list[str]]:
-    """The dtypes whose fast attention kernel passes its self-test, and reasons for the others."""
+    """The dtypes whose fast attention kernel passes its self-test, with its name, and reasons for the others."""
     passed, fallbacks = [], []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fast = not isinstance(kernel_for(Need(local_device(), dtype, HEAD_SIZE)), Plain)
-        if fast:
-            passed.append(name)
+            used = [kernel for kernel, _ in kernel_report(local_device(), dtype, HEAD_SIZE).used]
+        if Plain.name not in used:
+            passed.append(f"{name} ({', '.join(used)})")
         else:
             why = [str(w.message).partition(". Use a version")[0] for w in caught if w.category is RuntimeWarning]
             fallbacks.append(f"{name}: {why[0] if why else 'the fast kernel is not trusted'}")

@@ -18,7 +18,7 @@ class Facts:
     gloo: bool
     nccl: bool
     gpus: int
-    kernels: tuple[str, ...]  # dtypes whose fast attention kernel passed its self-test
+    kernels: tuple[str, ...]  # dtypes whose fast attention kernel passed its self-test, with its name
     fallbacks: tuple[str, ...]  # why the other dtypes use plain attention
     cores: tuple[int, ...]  # CPU affinity of this rank
     all_cores: int

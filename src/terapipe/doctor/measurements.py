@@ -5,7 +5,6 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from terapipe.doctor.examine import links
 from terapipe.doctor.proof import Proof, Size, begin_rank, dtype_on, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import Need, kernel_for, table
+from terapipe.modeling.kernels import Need, kernel_for, kernel_report
 from terapipe.modeling.stage import Splittable, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
@@ -73,22 +72,9 @@ def _attention(size: Size) -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say is in the report
         return {
-            str(dtype).removeprefix("torch."): report_of(device, dtype, size.model.head_size)
+            str(dtype).removeprefix("torch."): str(kernel_report(device, dtype, size.model.head_size))
             for dtype in (torch.bfloat16, torch.float32)
         }
-
-
-def report_of(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    report = getattr(import_module("terapipe.modeling.kernels"), "kernel_report", None)
-    if report is not None:
-        return str(report(device, dtype, head_size))
-    need = Need(device, dtype, head_size)
-    chosen, reasons = kernel_for(need), []
-    for kernel in table(device.type):
-        if kernel.name == chosen.name:
-            break
-        reasons.append(f"{kernel.name} is not used: {kernel.refusal(need) or 'it failed its self-test'}")
-    return " ".join([chosen.name, *([f"({'; '.join(reasons)})"] if reasons else [])])
 
 
 # Memory

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from terapipe.modeling.autocast import autocasted
 from terapipe.modeling.cache import KeyValueStore, SliceCache
-from terapipe.modeling.kernels import Kernel, Scores, kernel_of
+from terapipe.modeling.kernels import Kernel, Need, Scores, kernel_of
 from terapipe.modeling.visibility import EVERY, Visibility
 
 
@@ -78,12 +78,16 @@ def _attend(
     q, k, v = autocasted(q), autocasted(k), autocasted(v)
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         scores = Scores(q.shape[3] ** -0.5 if scale is None else scale, softcap or None)
-        kernel = kernel or kernel_of(q, scores.softcap, sinks)
+        seen = cache.visibility(window, chunk)
+        if kernel is None:
+            segments = chunk is not None or cache.has_documents
+            features = (scores.softcap is not None, sinks is not None, window is not None, segments)
+            kernel = kernel_of(q, seen, Need(q.device, q.dtype, q.shape[3], *features))
         width = v.shape[3]
         # Kernels know one head size: zeros add nothing to scores, and values of zeros are cut off.
         size = -(-max(width, q.shape[3]) // kernel.head_multiple) * kernel.head_multiple
         q, k, v = (x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in (q, k, v))
-        call = _Call(cache.store(layer), cache.visibility(window, chunk), cache.seq_len, scores, kernel, cache, layer)
+        call = _Call(cache.store(layer), seen, cache.seq_len, scores, kernel, cache, layer)
         out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out if size == width else out[..., :width]
 
@@ -110,10 +114,12 @@ def _check_limits(window: int | None, chunk: int | None) -> None:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
-        q = q.contiguous()  # a copy of the queries alone, so that a fused projection is not kept for their sake
-        out, lse = call.cache.kept_attention(call.layer) or _computed(q, k, v, sinks, call)
+        by_tokens = _lies_by_tokens(q)
+        q = q.contiguous() if call.kernel.by_heads else _alone(q)
+        out, lse = call.cache.kept_attention(call.layer) or _computed(q, k, v, sinks, call, by_tokens)
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
+        ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
         return out
 
     @staticmethod
@@ -140,17 +146,35 @@ class _Attend(torch.autograd.Function):
                 dk.add(part.dk[:, :, before:], mine)
                 dv.add(part.dv[:, :, before:], mine)
         earlier.finish()
-        if end < seq_len:
-            later_k, later_v = store.grad(context, end)
-            dk.add(later_k)
-            dv.add(later_v)
-        return dq.total(), dk.total(), dv.total(), _sink_gradient(grad, out, lse, sinks), None
+        later = store.grad(context, end) if end < seq_len else (None, None)
+        totals = (own.total(*rest) for own, *rest in zip((dk, dv), later, ctx.by_tokens, strict=True))
+        return dq.total(), *totals, _sink_gradient(grad, out, lse, sinks), None
 
 
-def _computed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+def _alone(q: Tensor) -> Tensor:
+    """The queries as they lie, if they have their memory for themselves: models lay them out as (batch, tokens, heads,
+    size), kernels lay out their outputs and gradients alike, and none of them is copied on its way through the model.
+    Of a view a copy, or a whole fused projection would be kept for the backward."""
+    if q.stride(-1) == 1 and q.untyped_storage().nbytes() == q.numel() * q.itemsize:
+        return q
+    if _lies_by_tokens(q):
+        return q.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def _lies_by_tokens(x: Tensor) -> bool:
+    """Whether, of (batch, heads, tokens, size), the heads of a token lie together, not the tokens of a head."""
+    return x.stride(1) < x.stride(2)
+
+
+def _computed(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call, by_tokens: bool
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps."""
     call.store.write(k, v, call.seen.context, call.seq_len)
     out, lse = call.kernel.forward(q, call.store, call.seen, call.scores)
+    if by_tokens and not _lies_by_tokens(out):  # or the model would lay it out so, and both would be kept
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)
@@ -195,14 +219,22 @@ class _Sum:
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=wide)
         self._sum = self._sum.to(wide)
-        self._sum[at] += part
+        self._sum[at].add_(part)
 
-    def total(self) -> Tensor | None:
-        return None if self._sum is None else self._sum.to(self._like.dtype)
+    def total(self, rest: Tensor | None = None, by_tokens: bool = False) -> Tensor | None:
+        """With one more part, which is whole. In half precision one operation adds it, rounds, and lays out."""
+        if rest is not None and (self._sum is None or self._sum.dtype == rest.dtype):
+            self.add(rest)
+            rest = None
+        if self._sum is None or rest is None:
+            return None if self._sum is None else self._sum.to(self._like.dtype)
+        batch, heads, tokens, size = self._like.shape
+        out = self._like.new_empty((batch, tokens, heads, size) if by_tokens else self._like.shape)
+        return torch.add(self._sum, rest, out=out.transpose(1, 2) if by_tokens else out)
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
     if sinks is None:
         return None
     weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return -(weight * (grad * out).sum(-1).to(lse.dtype)).sum((0, 2)).to(sinks.dtype)
+    return -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)

@@ -5,15 +5,21 @@ The backward of each block takes the merged output and log-sum-exp: then its gra
 """
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend
 
 from terapipe.modeling.cache import KeyValueStore
-from terapipe.modeling.kernels import Gradients, Kernel, Need, Scores, aten
+from terapipe.modeling.kernels import Gradients, Kernel, Need, Operators, Scores, Settings, aten
 from terapipe.modeling.visibility import EVERY, Block, Visibility
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -95,6 +101,7 @@ class Plain(BlockKernel):
     """Written out with matrix products: any device, dtype and head size, and softcaps; slower."""
 
     name = "plain"
+    by_heads = True
     largest = (512, 1024)
 
     @classmethod
@@ -178,11 +185,102 @@ class CpuFlash(BlockKernel):
         return dq, dk, dv
 
 
+class Cudnn(BlockKernel):
+    """cuDNN's attention, which torch itself prefers on Hopper and Blackwell. Its causal mask begins at the first key
+    (top left), so a slice behind others takes two calls: all of what is before it, unmasked, and itself, causal."""
+
+    name = "cudnn"
+    # cuDNN has a plan for each shape, which takes it a tenth of a second or more to make. What sees documents, chunks
+    # or windows has other shapes with every slice or batch, and FlashAttention does it in one call.
+    MOST_SHAPES = 128
+    # Two calls and the merge of their results keep the host busy about 0.15 ms longer than one call of FlashAttention,
+    # which on an H100 takes 0.25 ms for so many multiplications and additions. An estimate: nobody has measured it.
+    LEAST_WORK = 1e11
+    part = "long slices without windows and documents"
+    operators: ClassVar[Operators] = (
+        (
+            "_scaled_dot_product_cudnn_attention",
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
+        ),
+        (
+            "_scaled_dot_product_cudnn_attention_backward",
+            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q "
+            "max_k dropout_p is_causal scale",
+        ),
+    )
+
+    def __init__(self) -> None:
+        self._shapes: set[tuple[torch.Size, int]] = set()
+
+    def refusal(self, need: Need) -> str | None:
+        if need.dtype not in HALF:
+            return "half precision only"
+        if need.softcap or need.window or need.segments:
+            return "no softcaps, windows, documents and chunks"
+        if need.head_size % 16:  # which other kernels of the table need not pad: they share a layer's keys with it
+            return "heads of multiples of 16"
+        return _cudnn_refusal(need[:3], Settings.now(need.device))
+
+    def takes(self, seen: Visibility) -> bool:
+        return seen.length > 1 and seen.context != 1  # no single key
+
+    def pays(self, q: Tensor, seen: Visibility) -> bool:
+        if 4 * q.numel() * (seen.context + seen.length / 2) < self.LEAST_WORK:
+            return False
+        shape = (q.shape, seen.context)
+        if shape not in self._shapes and len(self._shapes) < self.MOST_SHAPES:
+            self._shapes.add(shape)
+        return shape in self._shapes
+
+    def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scores.scale
+        )
+        return out, lse.view(q.shape[:3])
+
+    def block_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
+    ) -> Three:
+        # torch looks plans up by the layouts of queries, keys and values alone: a plan that was made for another layout
+        # of outputs and their gradients would read these wrongly. Log-sum-exps are read as if they were contiguous.
+        dout, o = (x if x.stride() == q.stride() else torch.empty_like(q).copy_(x) for x in (grad, out))
+        none = torch.empty((), dtype=torch.int64, device=q.device)  # the generator's state, for dropout
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, o, lse.contiguous().unsqueeze(-1), none, none, None, None, None, q.shape[2], k.shape[2], 0.0,
+            causal, scale=scores.scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+@cache
+def _cudnn_refusal(asked: tuple[torch.device, torch.dtype, int], settings: Settings) -> str | None:
+    """Why torch itself would not take cuDNN for plain attention here: it knows which versions are wrong or slow for
+    which GPUs. In a thread of its own, as self-tests are."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_ask_torch, *asked).result()
+
+
+def _ask_torch(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    torch.cuda.set_device(device)
+    q, k = (torch.empty(1, heads, 256, head_size, dtype=dtype, device=device) for heads in (2, 1))
+    chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
+    if chosen == SDPBackend.CUDNN_ATTENTION.value:
+        return None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        able = torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, k, k, None, 0.0, True, True), debug=True)
+    if able:
+        return "torch prefers another on this GPU"
+    reasons = [str(each.message).partition(" (Triggered")[0] for each in said]
+    return "torch does not take it: " + ("; ".join(reasons) or "it does not say why")
+
+
 class Efficient(BlockKernel):
     """Memory-efficient attention: float32, and half precision on GPUs that are too old for FlashAttention. It wants as
     many heads of keys as of queries: those that share keys are made one batch, and their keys repeated by a stride."""
 
     name = "memory-efficient"
+    by_heads = True
     head_multiple = 8  # any alignment that one of its variants asks for
     operators = (
         (

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from terapipe.modeling.cache import KeyValueStore, on_device
-from terapipe.modeling.kernels import Gradients, Kernel, Need, Operators, Scores, aten
+from terapipe.modeling.kernels import (
+    Gradients,
+    Kernel,
+    Need,
+    Operators,
+    Scores,
+    active_flash,
+    aten,
+    is_deterministic,
+)
 from terapipe.modeling.visibility import EVERY, Segment, Visibility
 
 HALF = (torch.float16, torch.bfloat16)
 LONGEST_HEAD = 256
+MOST_GRAPHS = 64  # of FlexAttention in one process
 
 
 class _Ragged(NamedTuple):
@@ -82,7 +92,7 @@ class Flash(Kernel):
         (
             "_flash_attention_forward",
             "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
-            "window_size_left window_size_right seqused_k alibi_slopes block_table num_splits",
+            "window_size_left window_size_right",
         ),
         (
             "_flash_attention_backward",
@@ -90,6 +100,11 @@ class Flash(Kernel):
             "unused scale window_size_left window_size_right",
         ),
     )
+
+    @property
+    def title(self) -> str:
+        version = active_flash()
+        return f"{self.name} ({version})" if version else self.name
 
     def refusal(self, need: Need) -> str | None:
         if need.dtype not in HALF:
@@ -173,10 +188,14 @@ def _back(part: _Part, x: Tensor) -> Tensor:
 
 
 class FlashAttnPackage(Flash):
-    """The package flash-attn, version 2.6 or newer, which also has softcaps. It is used if it is installed."""
+    """The package flash-attn, version 2.7 or newer, which also has softcaps. It is used if it is installed."""
 
     name = "flash-attn"
     operators: ClassVar[Operators] = ()
+
+    @property
+    def title(self) -> str:
+        return self.name
 
     def refusal(self, need: Need) -> str | None:
         if reason := super().refusal(need._replace(softcap=False)):
@@ -207,7 +226,7 @@ class FlashAttnPackage(Flash):
         window: int | None,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        package, common = _package(), {**_common(window, scores), "deterministic": False}
+        package, common = _package(), {**_common(window, scores), "deterministic": is_deterministic()}
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if ragged is None:
             package._flash_attn_backward(grad, q, k, v, out, lse, dq, dk, dv, **common)
@@ -245,32 +264,33 @@ def _package_fault() -> str | None:
         function = getattr(package, f"_flash_attn_{name}", None)
         function = getattr(function, "_init_fn", function)  # a torch.library custom op wraps it
         if function is None or not wanted <= set(inspect.signature(function).parameters):
-            return f"the installed flash-attn has another _flash_attn_{name}; version 2.6 or newer is needed"
+            return f"the installed flash-attn has another _flash_attn_{name}; version 2.7 or newer is needed"
     return None
 
 
 class Flex(Kernel):
     """FlexAttention, compiled: softcaps and heads of any size. The backward computes the forward again, so it needs no
-    output and log-sum-exp from outside, and takes none."""
+    output and log-sum-exp from outside, and takes none. ``backend`` is the compiler; None computes it uncompiled."""
 
     name = "flex"
     head_multiple = 16
     BLOCK = 128  # rows and keys of a block, of which the kernel skips those that nobody sees
 
-    def __init__(self, *, compiled: bool = True) -> None:
-        self._compiled = compiled
+    def __init__(self, backend: str | Callable[..., Any] | None = "inductor") -> None:
+        self._backend = backend
 
     def refusal(self, need: Need) -> str | None:
         if need.dtype not in (torch.float32, *HALF):
             return f"no {need.dtype}"
         if need.sinks:
             return "no sinks"
-        return "needs triton" if self._compiled and not _has_triton() else None
+        return "needs triton" if self._backend == "inductor" and not _has_triton() else None
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            found: tuple[Tensor, Tensor] = self._run(q, *store.read(EVERY, self._keys(seen)), seen, scores)
-        return found
+            # Without their history, which torch would compile another graph for.
+            out, lse = self._run(q.detach(), *store.read(EVERY, self._keys(seen)), seen, scores)
+        return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
@@ -289,7 +309,7 @@ class Flex(Kernel):
     def _run(self, q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scores: Scores) -> Any:
         from torch.nn.attention.flex_attention import AuxRequest
 
-        attention = _flex_attention(self._compiled)
+        attention = _flex_attention(self._backend)
         out, aux = attention(
             q, k, v, score_mod=_softcap(scores.softcap), block_mask=self._mask(q, seen), scale=scores.scale,
             enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True),
@@ -310,11 +330,23 @@ def _has_triton() -> bool:
 
 
 @cache
-def _flex_attention(compiled: bool) -> Callable[..., Any]:
+def _flex_attention(backend: str | Callable[..., Any] | None) -> Callable[..., Any]:
+    """Compiled for shapes that vary, in one piece: what cannot be compiled so must raise, or torch would compute whole
+    matrices of scores. Shapes need a few graphs (one row or several, the same number of keys or more, with gradients
+    or without), which are more than torch allows by default. Numbers such as a softcap are parts of a graph: as
+    variables torch cannot differentiate them."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attention: Callable[..., Any] = flex_attention
-    return torch.compile(attention, dynamic=True) if compiled else attention
+    if backend is None:
+        return flex_attention
+    compiled = torch.compile(flex_attention, backend=backend, dynamic=True, fullgraph=True)
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit):
+            return compiled(*args, **kwargs)
+
+    return attention
 
 
 @cache

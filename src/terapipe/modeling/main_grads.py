@@ -41,12 +41,21 @@ def add_to_main_grad(parameter: Tensor, part: Tensor) -> None:
 
 @torch.no_grad()
 def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds ``left.T @ right``, this device's part of a weight's gradient."""
-    total = main_grad(parameter)
-    if total is not None and left.is_cuda and _fuses(left.dtype):
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
-    else:
+    """Adds ``left.T @ right``, this device's part of a weight's gradient. On a GPU that is one operation, which rounds
+    nothing to half precision."""
+    if not (left.is_cuda and _fuses(left.dtype)):
         add_to_main_grad(parameter, left.t() @ right)
+        return
+    total = main_grad(parameter)
+    is_first = total is None
+    if total is None:
+        total = torch.empty(left.shape[1], right.shape[1], device=left.device)
+        setattr(parameter, _NAME, total)
+    _add_product_to(total, left, right, is_first=is_first)
+
+
+def _add_product_to(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    torch.addmm(total, left.t(), right, beta=0 if is_first else 1, out_dtype=torch.float32, out=total)
 
 
 _fused: dict[torch.dtype, bool] = {}
@@ -56,10 +65,12 @@ def _fuses(dtype: torch.dtype) -> bool:
     """Whether this torch multiplies half-precision matrices on a GPU and adds to a sum in float32, in one operation."""
     if dtype not in _fused:
         one = torch.ones(8, 8, dtype=dtype, device="cuda")
-        total = torch.ones(8, 8, device="cuda")
+        total = torch.full((8, 8), torch.nan, device="cuda")
         try:
-            torch.addmm(total, one.t(), one, out_dtype=torch.float32, out=total)
-            _fused[dtype] = bool((total == 9).all())
+            _add_product_to(total, one, one, is_first=True)
+            total += 2**-12  # which half precision would round away
+            _add_product_to(total, one, one, is_first=False)
+            _fused[dtype] = bool((total == 16 + 2**-12).all())
         except (RuntimeError, TypeError):
             _fused[dtype] = False
     return _fused[dtype]

@@ -169,8 +169,8 @@ class ShapeMemory:
         the rest."""
         c = self.config
         replicated = 2 * c.hidden
-        # Inputs of the norms, queries, attention output twice, both sides of the activation.
-        norms, sharded = 2 * c.hidden, 3 * c.hidden + 2 * c.ffn_hidden
+        # Inputs of the norms, queries, attention output, both sides of the activation.
+        norms, sharded = 2 * c.hidden, 2 * c.hidden + 2 * c.ffn_hidden
         saved = (replicated + sharded / self.tp) * self.element + norms / self.tp * self._weight
         per_token = saved + 4 * (c.heads / self.tp + 4)
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
