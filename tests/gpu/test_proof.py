@@ -8,16 +8,21 @@ import pytest
 
 from terapipe.cli import main
 from terapipe.doctor import prove
+from tests.pretend import nccl
 
 HOLDING = ("kernels", "orders", "checkpoints", "killed rank", "host waits", "memory")
 
 
-def test_a_part_of_the_proof_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_proof_kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also that its ranks close their connections: torch warned of each at the end."""
     some = ("checkpoints", "host waits", "memory")
     monkeypatch.setattr(prove, "CHECKS", {name: prove.CHECKS[name] for name in some})
     assert main(["doctor", "--prove", "--ranks", "2", "--size", "small", "--out", str(tmp_path / "proof.json")]) == 0
     told: dict[str, Any] = json.loads((tmp_path / "proof.json").read_text())
     assert {proof["name"]: proof["holds"] for proof in told["proofs"]} == dict.fromkeys(some, True)
+    assert nccl.UNDESTROYED not in capfd.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from terapipe.files import write
+from terapipe.launch import processes
 from terapipe.launch.loopback import LoopbackRendezvous
 from terapipe.launch.processes import launch
 from terapipe.launch.stopped import LOOK, ending_stopped_ranks
@@ -55,6 +56,29 @@ def test_each_restart_has_keys_of_its_own() -> None:
     first.store.set("rank", "0")
     assert not second.store.check(["rank"])
     assert first.bootstrap_store_info == second.bootstrap_store_info
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"}, "roundup_power2_divisions:4"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_memory_of_gpus_is_allocated_in_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], wanted: str | None
+) -> None:
+    """Unless the user has said how. Plans that change from batch to batch left holes that fit no other slice."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    starts = lambda config, function: lambda *args: [os.environ.get("PYTORCH_ALLOC_CONF")]  # noqa: E731
+    monkeypatch.setattr(processes, "elastic_launch", starts)
+    before = dict(os.environ)
+    assert launch(talk, 1) == wanted
+    assert dict(os.environ) == before
 
 
 def fail_beside_a_stopped_rank(folder: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from terapipe.launch import loopback
 from terapipe.launch.stopped import ending_stopped_ranks
-from terapipe.runtime.environment import local_rank, local_ranks, on_loopback
+from terapipe.runtime.environment import growing_segments, local_rank, local_ranks, on_loopback
 from terapipe.runtime.failures import PipelineError
 
 MOST_RANKS = 1024  # of one host: more than any has devices
@@ -27,7 +27,7 @@ SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish t
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result."""
-    with on_loopback(), ending_stopped_ranks():
+    with on_loopback(), growing_segments(), ending_stopped_ranks():
         return elastic_launch(_config(ranks), function)(*args)[0]
 
 
@@ -40,7 +40,7 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
     config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
     try:
-        with on_loopback(), ending_stopped_ranks():
+        with on_loopback(), growing_segments(), ending_stopped_ranks():
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except SignalException:
         return ""
