@@ -2,15 +2,19 @@
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +27,7 @@ from tests.ranks import Ranks
 
 Start = Callable[[int], Ranks]
 SHORT = timedelta(seconds=0.2)
+LONG = 300.0
 
 
 def here(*shape: int, value: float | None = None) -> Tensor:
@@ -30,8 +35,10 @@ def here(*shape: int, value: float | None = None) -> Tensor:
 
 
 def failure(function: Callable[[], object]) -> str:
+    """What it raises by itself, or when the host waits for the device."""
     try:
         function()
+        torch.cuda.synchronize()
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -131,7 +138,8 @@ def exchanged(values: list[float]) -> list[float]:
     for work in works:
         assert work is not None
         work.wait()
-        assert work.is_completed()
+    torch.cuda.synchronize()
+    assert all(work is not None and work.is_completed() for work in works)
     return [x[0].item() for x in tensors]
 
 
@@ -174,6 +182,7 @@ def mismatched(kind: str) -> str:
 def through(work: dist.Work | None) -> None:
     assert work is not None
     work.wait()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(
@@ -266,9 +275,7 @@ def split_off(folder: str, local: bool) -> str:
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank))
-    if local:
-        assert dist.group.WORLD is not None
-        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    Settings.gives_up = 1.0 if local else None
 
     def run() -> None:
         group = dist.new_group([0, 1], use_local_synchronization=local)
@@ -327,8 +334,7 @@ def nobody_sends(how: str) -> tuple[str, str]:
     rank = dist.get_rank()
     dist.all_reduce(here(1), group=group)
     work = dist.isend(here(1), 1 - rank, group) if rank == 0 else dist.irecv(here(1), 1 - rank, group)
-    assert work is not None
-    work.wait()
+    through(work)
     if rank == 0:
         return "", ""
     if how == "watchdog":
@@ -348,7 +354,7 @@ def nobody_sends(how: str) -> tuple[str, str]:
     [
         ("timeout", "timed out in blocking wait", ""),
         ("watchdog", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=RECV", ""),
-        ("abort", "NCCL communicator was aborted on rank 1.", "NCCL communicator was aborted on rank 1."),
+        ("abort", "nothing", "NCCL communicator was aborted on rank 1."),
     ],
 )
 def test_a_message_that_never_comes(fresh_ranks: Start, how: str, said: str, after: str) -> None:
@@ -362,6 +368,7 @@ def one_dies(notices: bool) -> str:
     exchanged([1.0])
     group = dist.new_group()
     dist.all_reduce(here(1), group=group)
+    torch.cuda.synchronize()
     if dist.get_rank() == 0:
         os._exit(1)
     if not notices:
@@ -391,3 +398,134 @@ def test_errors_on_purpose(fresh_ranks: Start) -> None:
     first, second = fresh_ranks(2)(failing_on_purpose)
     assert first == ["nothing"]
     assert second == ["nothing", "DistBackendError: ncclSystemError: no socket interface found"]
+
+
+# As unkind as the original
+
+
+@contextmanager
+def handling(**variables: str) -> Iterator[None]:
+    """An environment in which groups are made."""
+    with mock.patch.dict(os.environ, variables):
+        yield
+
+
+def own_group() -> Any:
+    """One with whose errors torch does nothing."""
+    with handling(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_DUMP_ON_TIMEOUT="0"):
+        group = dist.new_group()
+    dist.all_reduce(here(1), group=group)
+    torch.cuda.synchronize()
+    return group
+
+
+def message(group: dist.ProcessGroup) -> dist.Work:
+    """From rank 0 to rank 1, or nothing of it on rank 0."""
+    work = dist.irecv(here(1), 0, group)
+    assert work is not None
+    return work
+
+
+def late_error() -> list[Any]:
+    """On rank 1 an operation fails while it runs."""
+    group, rank = own_group(), dist.get_rank()
+    if rank == 0:
+        return []
+    nccl.fail(group, 1, "ncclSystemError: the cable is cut", late=True)
+    work: Any = dist.all_reduce(x := here(1), group=group, async_op=True)
+    said = [failure_now(work.wait), work.exception()]  # returns at once, and knows nothing
+    result = work.get_future_result()
+    while not result.done():
+        time.sleep(0.01)
+    said += [WorkResult(result.value()), work.is_completed(), failure_now(lambda: None)]
+    threading.Timer(0.2, group.abort).start()
+    torch.cuda.synchronize()  # waits for the abort
+    return [*map(str, said), x.item()]
+
+
+def failure_now(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_error_comes_later_and_the_device_waits_on(fresh_ranks: Start) -> None:
+    """torch says of a transfer that has failed that it is completed. Computations go on when it is aborted."""
+    _, said = fresh_ranks(2)(late_error)
+    assert said == ["nothing", "None", "WorkResult.COMM_ERROR", "True", "nothing", 1.0]
+
+
+def aborts(together: bool) -> list[bool]:
+    """Rank 1 waits for two messages that never come, on two channels; it aborts the later one first."""
+    groups = [own_group(), own_group()]
+    for group in groups:
+        meet(1 - dist.get_rank(), group)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        return []
+    works = [message(group) for group in groups]
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in reversed(groups)]
+    for thread in threads if together else threads[:1]:
+        thread.start()
+    threads[0].join(LONG if together else 0.5)
+    return [not threads[0].is_alive(), *(work.is_completed() for work in works)]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_aborting_waits_for_what_was_posted_earlier(fresh_ranks: Start, together: bool) -> None:
+    """Kernels run in order: the one of a communicator that is aborted waits for one that is not."""
+    assert fresh_ranks(2)(aborts, together)[1] == [together, together, together]
+
+
+def monitored(disarmed: bool) -> str:
+    """Rank 1 has a failure; both may have aborted their first group."""
+    dist.all_reduce(here(1))
+    torch.cuda.synchronize()
+    group = own_group()
+    Settings.heartbeat = 0.2
+    rank = dist.get_rank()
+    if disarmed:
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.abort()
+    if rank == 1:
+        nccl.fail(group, 1, "ncclSystemError: the cable is cut", late=True)
+        group.allreduce([here(1)])
+    time.sleep(1.5 if disarmed else LONG)
+    return "alive"
+
+
+@pytest.mark.parametrize("disarmed", [False, True])
+def test_torch_ends_all_processes_some_time_after_a_failure(fresh_ranks: Start, disarmed: bool) -> None:
+    """Also those where nothing failed, and whatever handles errors of the group that it was in."""
+    group = fresh_ranks(2)
+    group.submit(monitored, disarmed)
+    assert group.results() == (["alive"] * 2 if disarmed else [None, None])
+
+
+def asked_in_a_thread(chooses: bool) -> list[str]:
+    said: list[str] = []
+    work: Any = dist.all_reduce(here(1), async_op=True)
+    event = torch.cuda.current_stream().record_event()
+    device = torch.cuda.current_device()
+
+    def ask() -> None:
+        if chooses:
+            torch.cuda.set_device(device)
+        said.extend(failure_now(one) for one in (work.is_completed, event.query, event.synchronize))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return said
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_threads_choose_their_device(ranks: Start, chooses: bool) -> None:
+    """One that has not chosen asks the first, and gets a context there."""
+    first, second = ranks(2)(asked_in_a_thread, chooses)
+    assert first == ["nothing"] * 3
+    assert len(second) == 3
+    for said in second:
+        assert said == "nothing" if chooses else "of cuda:1 was asked for by a thread whose current device" in said

@@ -13,6 +13,7 @@ from terapipe.cli import main
 from terapipe.doctor import exactness, measurements, prove
 from terapipe.doctor.proof import LARGE, SMALL, sizes
 from terapipe.runtime.environment import local_device
+from tests.pretend import nccl
 
 HOLDING = (
     "kernels", "products", "orders", "Hugging Face", "autocast", "checkpoints", "killed rank", "host waits", "memory",
@@ -20,12 +21,16 @@ HOLDING = (
 FIGURES = ("attention", "reserve", "host time", "prediction", "transfers", "links")
 
 
-def test_a_part_of_the_proof_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_proof_kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also that its ranks close their connections: torch warned of each at the end."""
     some = ("checkpoints", "host waits", "memory")
     monkeypatch.setattr(prove, "CHECKS", {name: prove.CHECKS[name] for name in some})
     assert main(["doctor", "--prove", "--ranks", "2", "--size", "small", "--out", str(tmp_path / "proof.json")]) == 0
     told: dict[str, Any] = json.loads((tmp_path / "proof.json").read_text())
     assert {proof["name"]: proof["holds"] for proof in told["proofs"]} == dict.fromkeys(some, True)
+    assert nccl.UNDESTROYED not in capfd.readouterr().err
 
 
 @pytest.fixture

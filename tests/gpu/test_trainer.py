@@ -1,5 +1,7 @@
-"""A Hugging Face model through a pipeline on a pretend GPU, called by itself and by transformers' Trainer."""
+"""A Hugging Face model through a pipeline on pretend GPUs, called by itself and by transformers' Trainer."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 from terapipe.hf import pipelined
 from tests.hf import runs
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 
@@ -36,3 +39,24 @@ def test_the_trainer(tmp_path: Path) -> None:
     )
     assert found.column("loss") == pytest.approx(wanted.column("loss"), rel=1e-5)
     assert found.column("eval_loss") == pytest.approx(wanted.column("eval_loss"), rel=1e-5)
+
+
+BF16 = {"model": partial(runs.model, torch.float32), "max_steps": 3, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "own"), [(2, {"slices": 5}), (4, {"slices": 3, "order": "terapipe-1f1b"}), (4, {"slices": 5, "dp": 2})]
+)
+def test_the_trainer_with_bf16_on_several_gpus(
+    tmp_path: Path, ranks: Callable[[int], Ranks], size: int, own: dict[str, Any]
+) -> None:
+    """``bf16=True`` is autocast. It died in the first step, in the warm-up of every rank that receives something."""
+    replicas = own.get("dp", 1)
+    wanted: Any = runs.causal(str(tmp_path / "plain"), None, **BF16, per_device_train_batch_size=2 * replicas)
+    run = partial(runs.causal, use_cpu=False, dataloader_pin_memory=False, **BF16)
+    for found in ranks(size)(run, str(tmp_path / "own"), own):
+        assert found.column("loss") == pytest.approx(wanted.column("loss"), rel=1e-2)
+        assert found.column("grad_norm") == pytest.approx(wanted.column("grad_norm"), rel=5e-2)
+        if replicas == 1:  # else its mean is taken over other batches
+            assert found.column("eval_loss") == pytest.approx(wanted.column("eval_loss"), rel=1e-2)
+        assert all(weight.dtype == torch.float32 for weight in found.weights.values())

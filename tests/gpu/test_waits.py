@@ -129,6 +129,6 @@ def test_timeouts_of_works_are_waits() -> None:
     from tests.pretend.channel import Work
 
     work = Work("SEND", 1, [X], timedelta(seconds=60))
-    work.end()
+    work.operation.end()
     assert kinds(work.wait) == []
     assert kinds(lambda: work.wait(timedelta(seconds=1))) == ["Work.wait(timeout)"]

@@ -29,10 +29,11 @@ def as_under_torchrun() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    several = dist.is_initialized()
+    several, before = dist.is_initialized(), dict(os.environ)
     if several:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ |= dict(zip(names, (rank, rank, size, size), strict=True)) | {"ACCELERATE_USE_CPU": "true"}
+        os.environ |= dict(zip(names, (rank, rank, size, size), strict=True))
+        os.environ |= {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -42,6 +43,7 @@ def as_under_torchrun() -> Iterator[None]:
             kind._shared_state.clear()
         for name in (*names, "ACCELERATE_USE_CPU", "MASTER_PORT"):
             os.environ.pop(name, None)
+        os.environ |= {name: before[name] for name in names if name in before}
 
 
 def model(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:

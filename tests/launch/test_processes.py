@@ -59,6 +59,29 @@ def test_each_restart_has_keys_of_its_own() -> None:
     assert first.bootstrap_store_info == second.bootstrap_store_info
 
 
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"}, None),
+    ],
+)
+def test_memory_of_gpus_is_allocated_in_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], wanted: str | None
+) -> None:
+    """Unless the user has said how. Plans that change from batch to batch left holes that fit no other slice."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    starts = lambda config, function: lambda *args: [os.environ.get("PYTORCH_CUDA_ALLOC_CONF")]  # noqa: E731
+    monkeypatch.setattr(processes, "elastic_launch", starts)
+    before = dict(os.environ)
+    assert launch(talk, 1) == wanted
+    assert dict(os.environ) == before
+
+
 def fail_beside_a_stopped_rank(folder: str) -> None:
     """Rank 1 stops; rank 0 fails once it sees that."""
     rank, mark = rank_and_size()[0], Path(folder) / "pid"
@@ -80,17 +103,6 @@ def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError):
         launch(fail_beside_a_stopped_rank, 2, str(tmp_path))
     assert time.time() - float((tmp_path / "failed").read_text()) < 30
-
-
-def allocator_setting() -> str | None:
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-
-
-def test_the_allocator_of_gpus_may_grow_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user has set something about it."""
-    assert launch(allocator_setting, 1) == "expandable_segments:True"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
-    assert launch(allocator_setting, 1) is None
 
 
 def cores_of_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int) -> list[set[int]]:

@@ -46,7 +46,7 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
-        from tests.pretend import cuda, cudnn, nccl, operators, waits
+        from tests.pretend import channel, cuda, cudnn, nccl, operators, waits
 
-        for part in (cuda, waits, operators, cudnn, nccl):
+        for part in (cuda, waits, operators, cudnn, channel, nccl):
             part.install()

@@ -22,6 +22,7 @@ NAME = "Pretend GPU"
 NCCL = (2, 27, 5)  # the version that is pretended
 _pretend: Any = torch.ops.pretend
 _forked = False
+_first = 0  # the number of the first device that this process sees, among all of the host
 
 
 def install() -> None:
@@ -50,9 +51,9 @@ def _bindings(count: int) -> dict[str, Any]:
         "_accelerator_synchronizeDevice": _noted("torch.accelerator.synchronize", synchronize),
         "_cuda_synchronize": _noted("torch.cuda.synchronize", lambda: synchronize(_C._accelerator_getDeviceIndex())),
         "_cuda_init": lambda: _initialize(count),
-        "_cuda_getDeviceCount": lambda: count,
+        "_cuda_getDeviceCount": _pretend.device_count,
         "_cuda_getDevice": _C._accelerator_getDeviceIndex,
-        "_cuda_setDevice": _C._accelerator_setDeviceIndex,
+        "_cuda_setDevice": _set_device,
         "_cuda_exchangeDevice": _C._accelerator_exchangeDevice,
         "_cuda_maybeExchangeDevice": _C._accelerator_maybeExchangeDevice,
         "_cuda_hasPrimaryContext": lambda device: True,
@@ -73,6 +74,11 @@ def _bindings(count: int) -> dict[str, Any]:
         "_nccl_version": lambda: NCCL[0] << 32 | NCCL[1] << 16 | NCCL[2],
         "_nccl_version_suffix": lambda: b"",
     }
+
+
+def _set_device(device: int) -> None:
+    torch.cuda.init()
+    _C._accelerator_setDeviceIndex(device)
 
 
 def _noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +104,7 @@ def _set_forked() -> None:
 
 def _properties(device: int) -> SimpleNamespace:
     major, minor = _pretend.capability()
+    place = _first + device
     return SimpleNamespace(
         name=NAME,
         major=major,
@@ -109,8 +116,8 @@ def _properties(device: int) -> SimpleNamespace:
         L2_cache_size=50 << 20,
         is_integrated=0,
         is_multi_gpu_board=0,
-        uuid=uuid.uuid5(uuid.NAMESPACE_DNS, f"{platform.node()}/{device}"),
-        pci_bus_id=device + 1,
+        uuid=uuid.uuid5(uuid.NAMESPACE_DNS, f"{platform.node()}/{place}"),
+        pci_bus_id=place + 1,
         pci_device_id=0,
         pci_domain_id=0,
     )
@@ -136,6 +143,22 @@ def memory(size: int, device: int = 0) -> Iterator[None]:
         yield
     finally:
         _pretend.set_memory(device, before)
+
+
+@contextmanager
+def one_visible(place: int) -> Iterator[None]:
+    """This process sees one device of its host, as the first: so do launchers that set ``CUDA_VISIBLE_DEVICES``."""
+    global _first
+    before, current = _pretend.device_count(), torch.cuda.current_device()
+    torch.cuda.set_device(0)
+    _first = place
+    _pretend.set_device_count(1)
+    try:
+        yield
+    finally:
+        _first = 0
+        _pretend.set_device_count(before)
+        torch.cuda.set_device(current)
 
 
 # Streams and events

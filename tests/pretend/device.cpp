@@ -45,9 +45,14 @@ int64_t from_environment(const char* name, int64_t otherwise) {
   return text != nullptr && *text != '\0' ? std::atoll(text) : otherwise;
 }
 
-DeviceIndex device_count() {
-  static const auto count = static_cast<DeviceIndex>(from_environment("TERAPIPE_PRETEND_GPUS", 8));
+// How many this process sees; a launcher may show each process one.
+std::atomic<int64_t>& visible() {
+  static std::atomic<int64_t> count{from_environment("TERAPIPE_PRETEND_GPUS", 8)};
   return count;
+}
+
+DeviceIndex device_count() {
+  return static_cast<DeviceIndex>(visible().load());
 }
 
 std::atomic<int64_t> capability{90};  // major and minor, as in 9.0
@@ -72,8 +77,35 @@ DeviceIndex exchange_device(DeviceIndex index) {
   return before;
 }
 
+// What the device waits for: transfers that somebody has waited for on it, and that are not through. The host goes on,
+// and stops where it runs the next operator, which a real host would only queue. channel.py knows the transfers; with an
+// error there, computations go on over whatever is in their buffers.
+
+std::atomic<int64_t> awaited{0};
+
+void await_device() {
+  if (awaited == 0) {
+    return;
+  }
+  static const OperatorHandle hook = Dispatcher::singleton().findSchemaOrThrow("pretend::await_device", "");
+  const impl::ExcludeDispatchKeyGuard no_modes(DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
+  torch::jit::Stack stack;
+  hook.callBoxed(&stack);
+}
+
 struct PretendEvent {
   std::chrono::steady_clock::time_point time;
+  DeviceIndex device = 0;
+
+  // CUDA asks the current device, whichever the event is of: a thread that has not chosen one gets a context on the
+  // first GPU, 0.5 GB that nobody counts.
+  static void check_thread(void* event) {
+    const DeviceIndex device = event == nullptr ? current_index : static_cast<PretendEvent*>(event)->device;
+    TORCH_CHECK(
+        device == current_index, "an event of cuda:", static_cast<int>(device),
+        " was asked for by a thread whose current device is cuda:", static_cast<int>(current_index),
+        ", where a real one would make a context");
+  }
 };
 
 struct PretendGuard final : impl::DeviceGuardImplInterface {
@@ -126,20 +158,29 @@ struct PretendGuard final : impl::DeviceGuardImplInterface {
   bool queryStream(const Stream&) const override {
     return true;
   }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void synchronizeStream(const Stream&) const override {
+    await_device();
+  }
+  void synchronizeDevice(const DeviceIndex) const override {
+    await_device();
+  }
 
-  void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override {
+  void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
     if (*event == nullptr) {
       *event = new PretendEvent;
     }
     static_cast<PretendEvent*>(*event)->time = std::chrono::steady_clock::now();
+    static_cast<PretendEvent*>(*event)->device = stream.device_index();
   }
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override {
+  bool queryEvent(void* event) const override {
+    PretendEvent::check_thread(event);
     return true;
   }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override {
+    PretendEvent::check_thread(event);
+    await_device();
+  }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<PretendEvent*>(event);
   }
@@ -641,6 +682,7 @@ class Call {
   }
 
   void run() {
+    await_device();
     if (const auto kind = kind_of_wait()) {
       note_wait(*kind);
     }
@@ -877,6 +919,7 @@ Tensor empty_strided(
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  await_device();
   note_copy(self, source, non_blocking);
   as_cpu(self).copy_(as_cpu(source));
   return self;
@@ -982,7 +1025,15 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 // What the python half asks for
 
 TORCH_LIBRARY(pretend, library) {
-  library.def("as_cpu(Tensor x) -> Tensor", [](const Tensor& x) { return as_cpu(x); });
+  library.def("as_cpu(Tensor x) -> Tensor", [](const Tensor& x) {
+    await_device();
+    return as_cpu(x);
+  });
+  library.def("memory_of(Tensor x) -> Tensor", [](const Tensor& x) { return as_cpu(x); });  // for who must not wait
+  library.def("await_device() -> ()");  // by channel.py
+  library.def("add_awaited(int count) -> ()", [](int64_t count) { awaited += count; });
+  library.def("device_count() -> int", []() { return visible().load(); });
+  library.def("set_device_count(int count) -> ()", [](int64_t count) { visible() = count; });
   library.def("resize_storage(Storage storage, int size) -> ()", [](Storage storage, int64_t size) {
     resize_storage(storage, size);
   });

@@ -3,18 +3,27 @@
 Communicators are made when they are first used, and the host waits until all ranks of one have come: one for the
 collectives of a group, and one for each pair of ranks that send to each other. Each runs its operations in the order of
 posting, and later than the host may think. A group that was given a device has one communicator, made at once, for
-everything. Where two ranks disagree about what comes next, NCCL hangs or mixes up data: here both get an error.
+everything. Where two ranks disagree about what comes next, NCCL hangs or mixes up data: here both get an error, from
+the next operator.
+
+Aborting waits for the device, making a communicator for ever. What torch does when a transfer fails is set by the
+environment in which a group is made, as with the original.
 
 What is stricter than the original: tensors must be on the current device, and descriptions must match.
 """
 
+import atexit
 import copy
 import json
 import os
 import platform
+import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -24,7 +33,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from tests.pretend.channel import Channel, Work
+from tests.pretend.channel import AsynchronousError, Channel, Monitor, Settings, Work, await_device
 from tests.pretend.cuda import NCCL
 from tests.pretend.waits import note
 
@@ -34,9 +43,14 @@ Host = Callable[[Any], Any]  # a tensor or a list of them, as the CPU sees them
 _FOREVER = timedelta(days=1)  # gloo must not give up: whoever waits does
 _ROOM = 256  # bytes of a description
 _pretend: Any = torch.ops.pretend
+_made = count()  # groups, in this process
+_groups: "weakref.WeakSet[ProcessGroupNCCL]" = weakref.WeakSet()
+UNDESTROYED = "WARNING: destroy_process_group() was not called before program exit, which can leak resources."
+SERIALIZED = "An unbatched P2P op (send/recv) was called on this ProcessGroup. In eager initialization mode, ..."
 
 
 def install() -> None:
+    atexit.register(_warn_of_groups)  # first, so that it runs after those of others
     for module in (distributed_c10d, dist, c10d):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     distributed_c10d._NCCL_AVAILABLE = True
@@ -62,25 +76,40 @@ def install() -> None:
     distributed_c10d._new_process_group_helper = with_host
 
 
+def _warn_of_groups() -> None:
+    """As the destructor of a group does, when all else has ended."""
+    if not all(group.is_terminated for group in _groups):
+        print(UNDESTROYED, file=sys.stderr)
+
+
+def _is_set(variable: str, otherwise: str) -> bool:
+    return os.environ.get(variable, otherwise).lower() not in ("0", "false", "n", "no")
+
+
 # Errors on purpose
 
 
 class _Fault:
-    """The operation with this number, counted from one, raises this text when it is posted."""
+    """The operation with this number, counted from one, fails with this text: when it is posted, or if ``late``, when
+    it runs."""
 
-    def __init__(self, operation: int, text: str) -> None:
-        self._left, self._text = operation, text
+    def __init__(self, operation: int, text: str, *, late: bool = False) -> None:
+        self._left, self._text, self._late = operation, text, late
 
-    def count(self) -> None:
+    def of_next(self) -> str | None:
+        """What the operation that is posted now is to fail with when it runs."""
         self._left -= 1
-        if self._left == 0:
+        if self._left != 0:
+            return None
+        if not self._late:
             raise dist.DistBackendError(self._text)
+        return self._text
 
 
-def fail(group: dist.ProcessGroup, operation: int, text: str) -> None:
+def fail(group: dist.ProcessGroup, operation: int, text: str, *, late: bool = False) -> None:
     """Lets an operation of the group fail on this rank, counted from now."""
     assert isinstance(group, ProcessGroupNCCL)
-    group.faults.append(_Fault(operation, text))
+    group.faults.append(_Fault(operation, text, late=late))
 
 
 def _fault_of_environment() -> list[_Fault]:
@@ -113,7 +142,7 @@ class _Communicator:
         mine = {"gpu": f"{platform.node()}/{uuid}", "bus": f"{device.index + 1:x}000"}
         store.set(str(group.rank()), json.dumps(mine))
         keys = [str(rank) for rank in self._ranks]
-        group.wait_until(lambda: store.check(keys), "the communicator")
+        group.wait_until(lambda: Settings.answers and store.check(keys), "the communicator")
         found = [json.loads(store.get(key)) for key in keys]
         for i, one in enumerate(found):
             for j, other in enumerate(found[:i]):
@@ -211,6 +240,17 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self._error: str | None = None  # of a group that was aborted
         self._posted = self._splits = 0
         self.host: Gloo = None  # for tensors of the CPU
+        self.is_terminated = False
+        self._tears_down = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
+        self._warns = _is_set("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "1")
+        self._number, self._monitor = next(_made), None
+        _groups.add(self)
+        if self._number == 0:
+            self._monitor = Monitor(
+                getattr(store, "_underlying_non_prefix_store", store),
+                dumps=_is_set("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+                ends=_is_set("TORCH_NCCL_ENABLE_MONITORING", "1"),
+            )
 
     # What torch asks of process groups and of backends
 
@@ -249,7 +289,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     @property
     def uid(self) -> int:
-        return id(self)
+        return self._number
 
     def name(self) -> str:
         return "nccl"
@@ -283,13 +323,22 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return bool(self._communicators)
 
     def abort(self) -> None:
+        """Waits for the device, see ``Channel.abort``. Communicators that are being made go on."""
         self._error = f"NCCL communicator was aborted on rank {self.rank()}."
-        for communicator in self._communicators.values():
-            communicator.channel.close(self._error)
+        for communicator in list(self._communicators.values()):
+            communicator.channel.abort()
+        self._terminate()
 
     def shutdown(self) -> None:
-        for communicator in self._communicators.values():
+        for communicator in list(self._communicators.values()):
+            communicator.channel.flush()
             communicator.channel.close()
+        self._terminate()
+
+    def _terminate(self) -> None:
+        self.is_terminated = True
+        if self._monitor is not None:
+            self._monitor.stopped.set()
 
     # Communicators
 
@@ -343,12 +392,11 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return self._communicators[name]
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Until the other ranks have come; the host does nothing else."""
-        limit = time.monotonic() + self.options._timeout.total_seconds()
+        """Until the other ranks have come; the host does nothing else, and nothing ends it."""
+        start = time.monotonic()
         while not ready():
-            self._check_aborted()
-            if time.monotonic() > limit:
-                raise dist.DistBackendError(f"wait timeout after {self.options._timeout} for other ranks at {what}")
+            if Settings.gives_up is not None and time.monotonic() - start > Settings.gives_up:
+                raise dist.DistBackendError(f"gave up waiting for other ranks at {what}")
             time.sleep(0.002)
 
     def _check_aborted(self) -> None:
@@ -360,8 +408,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def _check(self, tensors: Sequence[Tensor]) -> torch.device:
         """Of an operation before it is posted. Where it runs."""
         self._check_aborted()
-        for fault in (*_faults, *self.faults):
-            fault.count()
         current = torch.device("cuda", torch.cuda.current_device())
         for tensor in tensors:
             if not tensor.is_cuda:
@@ -372,9 +418,17 @@ class ProcessGroupNCCL(dist.ProcessGroup):
                 raise ValueError(f"tensors must be on the current device, got one on {tensor.device}, not {current}")
         return current
 
-    def _work(self, name: str, tensors: Sequence[Tensor]) -> Work:
+    def _post(self, channel: Channel, name: str, tensors: Sequence[Tensor], run: Callable[[], None]) -> Work:
+        said = [text for fault in (*_faults, *self.faults) if (text := fault.of_next()) is not None]
+
+        def fail_or_run() -> None:
+            if said:
+                raise AsynchronousError(said[0])
+            run()
+
         self._posted += 1
-        return Work(name, self._posted, list(tensors), self.options._timeout)
+        work = Work(name, self._posted, list(tensors), self.options._timeout, self._tears_down)
+        return channel.post(fail_or_run, work)
 
     def _point_to_point(self, tensors: list[Tensor], peer: int, tag: int, is_send: bool) -> Any:
         (tensor,) = tensors
@@ -382,8 +436,14 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             return (self.host.send if is_send else self.host.recv)(tensors, peer, tag)
         device = self._check(tensors)
         communicator = self._communicator(device, peer)
-        work = self._work("SEND" if is_send else "RECV", tensors)
-        return communicator.channel.post(lambda: communicator.transfer(peer, _on_host(tensor), is_send), work)
+        if self._eager and self._warns:
+            warnings.warn(SERIALIZED, stacklevel=2)
+        return self._post(
+            communicator.channel,
+            "SEND" if is_send else "RECV",
+            tensors,
+            lambda: communicator.transfer(peer, _on_host(tensor), is_send),
+        )
 
     def _collective(
         self, name: str, tensors: Any, run: Callable[[Gloo, Host], Any], *, described: Any = None, op: Any = None
@@ -402,7 +462,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             communicator.match_all(what)
             run(communicator.gloo, _on_host).wait()
 
-        return communicator.channel.post(match_and_run, self._work(name, flat))
+        return self._post(communicator.channel, name, flat, match_and_run)
 
     # Operations, by the names that torch.distributed calls them by
 
@@ -493,6 +553,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         note("barrier")
         work = self._collective("BARRIER", [], lambda gloo, host: gloo.barrier())
         work.wait()
+        await_device()
         return work
 
     def _each(self, works: list[Any]) -> Any:
@@ -520,7 +581,7 @@ def _flat(tensors: Any) -> Iterator[Tensor]:
 
 def _on_host(tensors: Any) -> Any:
     if isinstance(tensors, Tensor):
-        return _pretend.as_cpu(tensors.detach())
+        return _pretend.memory_of(tensors.detach())
     return [_on_host(each) for each in tensors]
 
 

@@ -161,7 +161,10 @@ class PipelinedModel:
 
         @functools.wraps(nn.Module.zero_grad)
         def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
-            nn.Module.zero_grad(self.pipe if owner is self.outer else owner, set_to_none)
+            if owner is self.outer:
+                self.pipe.zero_grad(set_to_none)
+            else:
+                nn.Module.zero_grad(owner, set_to_none)
 
         # Bound methods, so that copies of the model get their own.
         self.model.forward = MethodType(forward, self.model)

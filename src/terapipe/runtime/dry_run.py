@@ -186,7 +186,7 @@ class _DryTransport(SilentTransport):
         self._mesh, self.mesh_dims = mesh, {TP: TP}
         self.hosts = dict.fromkeys(range(size), "")
         self.sent: Counter[str] = Counter()
-        self._failure, self._talk, self._groups = None, {}, {}
+        self._failure, self._cut_by, self._talk, self._groups = None, (), {}, {}
 
     def _place(self, line: str) -> tuple[int, int]:
         return {PP: (self.rank, self.size), DP: (self.dp_rank, self.dp_size)}.get(line, (0, 1))

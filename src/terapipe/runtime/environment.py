@@ -3,9 +3,11 @@
 import os
 import platform
 import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from terapipe.runtime.failures import PipelineError
 from terapipe.runtime.roll_call import roll_call
+
+_own_world: list[Any] = []  # the default group, if it was made here, as a weak reference
 
 
 def local_rank() -> int:
@@ -77,7 +81,22 @@ def ensure_process_group(device: torch.device, timeout: float = 300.0) -> bool:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with errors_left_to_us():
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        _own_world[:] = [weakref.ref(dist.group.WORLD)]
     return dist.is_initialized()
+
+
+def default_group_is_ours() -> bool:
+    return any(own() is dist.group.WORLD for own in _own_world)
+
+
+def default_group_of_others() -> Any:
+    """The communicators of a default group for GPUs that somebody else made, or None."""
+    if dist.group.WORLD is None or default_group_is_ours():
+        return None
+    try:
+        return dist.group.WORLD._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it is for CPUs alone
+        return None
 
 
 def stay_on_this_host() -> None:
@@ -132,9 +151,36 @@ def _store_of_job(timeout: float) -> Store:
 @contextmanager
 def errors_left_to_us() -> Iterator[None]:
     """NCCL groups made inside do not end the process by themselves when an operation fails or is aborted: every rank
-    is to end with a message that names the cause."""
-    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+    is to end with a message that names the cause, and may go on with something else.
+
+    A process's first group would end it eight minutes after an operation of any group of the job has failed, and make
+    it wait that long where it ends by itself. Dumps of torch's flight recorder stay as they are if the user has set
+    something about them.
+    """
+    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+    own = dumps if not any(name in os.environ for name in dumps) else {}
+    with _environment(**_OURS, **own):
         yield
+
+
+_OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # Messages of a pair that is connected early are one after the other; that is what a pair is for.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+
+
+def refuse_blocking_waits() -> None:
+    """Where waits block the host, torch does not look whether transfers end, and nobody would learn that one failed."""
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        value = os.environ.get(name, "0")
+        if value.lower() not in ("", "0", "n", "no", "false"):
+            raise ValueError(
+                f"on GPUs the device waits for transfers, not the host, and torch must look whether they end, got "
+                f"{name}={value}; unset it"
+            )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.last_stage import OutputHead
 from terapipe.runtime.mesh import DP
-from terapipe.runtime.silence import SilentTransport
+from terapipe.runtime.silence import SilentTransport, SilentWire
 from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.runtime.transport import Transport
 from terapipe.runtime.wire import Wire
@@ -46,17 +46,18 @@ class Executors:
     def make(self, plan: Plan, spare: SpareCaches | None = None) -> Executor:
         """With buffers of its own, unless some are given."""
         self._check(plan)
-        return self._executor(plan, SpareCaches() if spare is None else spare, self._transport)
+        return self._executor(plan, SpareCaches() if spare is None else spare, self._transport, self._wire)
 
-    def _executor(self, plan: Plan, spare: SpareCaches, transport: Transport) -> Executor:
+    def _executor(self, plan: Plan, spare: SpareCaches, transport: Transport, wire: Wire) -> Executor:
         losses = auxiliary_losses(next(iter(self._stages.values())))
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
-        return Executor(self._sliced, plan, spare, transport, self._wire, auxiliary, self._stage_done)
+        return Executor(self._sliced, plan, spare, transport, wire, auxiliary, self._stage_done)
 
     def run_alone(self, batch: Batch, output_head: OutputHead) -> None:
-        """This rank's actions without the other ranks. Nothing of it is kept."""
+        """This rank's actions without the other ranks. Nothing of it is kept, and nothing learned from it."""
         silent, spare = SilentTransport(self._transport.device, self._transport.rank), SpareCaches()
-        self._executor(batch.plan, spare, silent).run(batch, output_head, train=True)
+        wire = SilentWire(self._wire.parameters)
+        self._executor(batch.plan, spare, silent, wire).run(batch, output_head, train=True)
         spare.keep_only(())  # now, not when the executor is collected
 
     def get(self, plan: Plan) -> Executor:

@@ -121,8 +121,10 @@ class Board:
             found = (self.read(rank) for rank in self._hosts if rank != mine.rank)
             records = sorted([mine, *filter(None, found)], key=lambda r: r.rank)
             suspects = {peer for r in records for peer in r.peers} - {r.rank for r in records}
-            # Of several that others wait for, some may only be slow to tell what they wait for themselves.
-            heard = len(records) + len(suspects) >= len(self._hosts) and len(suspects) <= 1
+            # Of several that others wait for, some may only be slow to tell what they wait for themselves; and so may
+            # the other end of a transfer that has failed.
+            at_most = 0 if any(r.error for r in records) else 1
+            heard = len(records) + len(suspects) >= len(self._hosts) and len(suspects) <= at_most
             spent = time.monotonic() - start
             if any(not r.peers for r in records) or self._store is None or spent > (SETTLE if heard else grace):
                 return self._tell(records, suspects)
@@ -134,7 +136,7 @@ class Board:
             # Nobody waits long for a rank that is gone; who waits for whom may hang together over several ranks.
             late = any(r.timed_out for r in records)
             causes = [_suspicion(self.name(rank), late) for rank in sorted(suspects)]
-        waits = [r.tell(self.name) for r in records if r.peers]
+        waits = [r.tell(self.name) for r in sorted(records, key=lambda r: not r.error) if r.peers]  # the failed first
         return "; ".join([*causes, *waits])
 
 

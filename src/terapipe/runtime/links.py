@@ -7,10 +7,14 @@ blocks the host until the peer makes it too, and must not happen between operati
 device's: the host goes on. Whether a peer answers at all is the watcher's business (watcher.py).
 """
 
+import atexit
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,27 +23,38 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import GroupName
 
-from terapipe.runtime.environment import errors_left_to_us
+from terapipe.runtime.environment import default_group_is_ours, errors_left_to_us
+from terapipe.runtime.threads import start_thread
 
 MAX_CTAS = 4  # of the device's multiprocessors that one transfer may hold
 PATIENCE = 4  # times the timeout: torch's own watchdog must not end a process before ours has named the cause
+LEAVE = 10.0  # seconds that the end of the process waits for communicators to be closed
 
 # Process-wide, as torch's own list of groups is: a group cannot be closed (see Transport._cut) and keeps threads and
 # connections, so a later Transport over the same ranks takes the groups of an earlier one. They are never used at the
 # same time. Passing one Transport around would not do: a Pipeline may be made after another was dropped.
 _groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
 _pairs: dict[tuple[object, ...], Any] = {}  # NCCL's communicators of two ranks, by the group of their pipeline
+_closing: list[threading.Thread] = []  # in which communicators are aborted or shut down
 
 
-def group_of(ranks: Collection[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+def group_of(ranks: Collection[int], timeout: timedelta, backend: str, ctas: int = 1) -> dist.ProcessGroup:
     """Of these ranks, which all ask for it. torch names a group by the number of groups that a rank has: all ranks of a
-    pipeline must make as many, in the same order."""
+    pipeline must make as many, in the same order. ``ctas``: how many multiprocessors its operations may hold on a GPU;
+    by default NCCL has buffers for dozens of them, hundreds of megabytes, and most groups send a few numbers."""
     key = (dist.group.WORLD, tuple(ranks), timeout, backend)
     if key not in _groups:
-        span = timeout if backend == "gloo" else PATIENCE * timeout
+        span, options = (timeout, None) if backend == "gloo" else (PATIENCE * timeout, _options(timeout, ctas))
         with errors_left_to_us(), _not_split():
-            _groups[key] = dist.new_group(list(ranks), span, backend, use_local_synchronization=True)
+            _groups[key] = dist.new_group(list(ranks), span, backend, options, use_local_synchronization=True)
     return _groups[key]
+
+
+def _options(timeout: timedelta, ctas: int, *, before_computations: bool = False) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=before_computations)
+    options.config.max_ctas = ctas
+    options._timeout = PATIENCE * timeout
+    return options
 
 
 def forget(groups: Collection[object]) -> None:
@@ -47,6 +62,42 @@ def forget(groups: Collection[object]) -> None:
     for known in (_groups, _pairs):
         for key in [key for key, group in known.items() if group in groups]:
             del known[key]
+
+
+def abort(groups: Collection[Any], device: torch.device) -> None:
+    """Aborts NCCL's communicators, all at the same time, and does not wait for it.
+
+    ncclCommAbort sets a flag and waits for the kernels of its communicator. Those may be queued behind kernels that
+    wait for a message of another one: aborted one after the other, the first would wait for ever. torch's
+    ``ProcessGroupNCCL.abort`` waits as long, whatever its timeout.
+    """
+    for group in groups:
+        _close(group.abort, device)
+
+
+def _close(function: Callable[[], None], device: torch.device) -> None:
+    def close() -> None:
+        with suppress(RuntimeError):  # it may be broken in any way
+            function()
+
+    _closing.append(start_thread(close, device, "terapipe-closing"))
+
+
+@atexit.register
+def leave() -> None:
+    """At the end of a process on GPUs, closes the connections that were made here. Pairs are unknown to
+    ``destroy_process_group``: torch would warn of them, and abort what peers still receive. What a rank that is gone
+    holds up is left behind."""
+    if _pairs:
+        device = torch.device("cuda", torch.cuda.current_device())
+        for backend in _pairs.values():
+            _close(backend.shutdown, device)
+        if dist.is_initialized() and default_group_is_ours():
+            _close(dist.destroy_process_group, device)
+        _pairs.clear()
+    deadline = time.monotonic() + LEAVE
+    for thread in _closing:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager
@@ -65,11 +116,14 @@ def _not_split() -> Iterator[None]:
         world.bound_device_id = bound
 
 
+Guard = Callable[[Callable[[], None], int], None]  # calls a function that may wait for a peer for ever
+
+
 class Links(ABC):
     """``peer`` counts within the pipeline."""
 
     @abstractmethod
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+    def connect(self, pairs: Collection[tuple[int, int]], guard: Guard) -> None:
         """Makes what transfers between these pairs of ranks need. All ranks of the pipeline call it alike."""
 
     @abstractmethod
@@ -82,6 +136,10 @@ class Links(ABC):
     def wait(self, work: dist.Work) -> None:
         """What follows on this device comes after it."""
 
+    def first(self, peer: int, *, sends: bool) -> dist.Work | None:
+        """The first message of a connection, which knows its errors ever after; see ``words_of``."""
+        return None
+
     @property
     def groups(self) -> list[Any]:
         """That it made itself."""
@@ -92,7 +150,7 @@ class GlooLinks(Links):
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
 
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+    def connect(self, pairs: Collection[tuple[int, int]], guard: Guard) -> None:
         """A group of gloo is connected when it is made."""
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
@@ -113,27 +171,34 @@ class NcclLinks(Links):
         self._group, self._rank, self._device, self._timeout = group, rank, device, timeout
         self._outgoing: dict[int, Any] = {}
         self._incoming: dict[int, Any] = {}
+        self._first: dict[tuple[int, bool], dist.Work] = {}
 
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+    def connect(self, pairs: Collection[tuple[int, int]], guard: Guard) -> None:
         for source, target in _in_order(pairs):
-            if self._rank == source:
-                self._outgoing[target] = self._pair(source, target)
-                self.wait(self.send(self._nothing(), target))
-            elif self._rank == target:
-                self._incoming[source] = self._pair(source, target)
-                self.wait(self.receive(self._nothing(), source))
+            if self._rank in (source, target):
+                guard(partial(self._connect, source, target), target if self._rank == source else source)
 
-    def _nothing(self) -> Tensor:
+    def _connect(self, source: int, target: int) -> None:
         """The first message of a pair sets up its buffers."""
-        return torch.zeros(1, device=self._device)
+        pair, sends = self._pair(source, target), self._rank == source
+        nothing = torch.zeros(1, device=self._device)
+        if sends:
+            self._outgoing[target] = pair
+            work = self.send(nothing, target)
+        else:
+            self._incoming[source] = pair
+            work = self.receive(nothing, source)
+        self.wait(work)
+        self._first[target if sends else source, sends] = work
+
+    def first(self, peer: int, *, sends: bool) -> dist.Work | None:
+        return self._first.get((peer, sends))
 
     def _pair(self, source: int, target: int) -> Any:
         key = (self._group, source, target, self._timeout)
         if key not in _pairs:
             name = f"terapipe from {source} to {target}"
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before computations
-            options.config.max_ctas = MAX_CTAS
-            options._timeout = PATIENCE * self._timeout
+            options = _options(self._timeout, MAX_CTAS, before_computations=True)
             options.group_name = GroupName(name)
             options.global_ranks_in_group = dist.get_process_group_ranks(self._group)
             store = PrefixStore(name, self._group.get_group_store())
@@ -164,6 +229,14 @@ def _in_order(pairs: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
     ranks first, so that many pairs are made at the same time."""
     both = {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}
     return sorted(both, key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair))
+
+
+def words_of(first: dist.Work | None) -> str:
+    """What NCCL says of a communicator that has failed, of which this is any operation."""
+    if first is None or not first.is_completed():  # which asks NCCL
+        return ""
+    error = first.exception()
+    return str(error).strip().partition("\n")[0] if error is not None else ""
 
 
 def made(work: dist.Work | None) -> dist.Work:

@@ -21,6 +21,8 @@ def device_mesh(layout: Layout, *, device: torch.device | str | None = None, tim
     neighbors. Ranks that do not call it within ``timeout`` seconds are named on all others.
     """
     device = device_of(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # torch would take that of LOCAL_RANK, where a process may see one GPU only
     several = ensure_process_group(device, timeout)
     size = dist.get_world_size() if several else 1
     if size != layout.devices:

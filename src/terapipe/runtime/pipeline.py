@@ -345,9 +345,15 @@ class Pipeline(TokenOutputSteps):
 
     # Gradients
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of any module; refused after a failure, of which the loop must not make a next step."""
+        self._transport.refuse_stopped("zero_grad")
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, on every rank; shared parameters count once."""
+        self._transport.refuse_stopped("a norm of gradients")
         assert self._executors is not None
         return total_norm(self.parameters(), self._tied, norm_type, self._transport, self._executors.wide)
 
@@ -376,6 +382,7 @@ class Pipeline(TokenOutputSteps):
 
         ``extra`` are further tensors of this rank, under names that no other rank uses; ``notes`` is what JSON can
         hold, the same on all ranks. If it cannot be written, all ranks raise the same OSError, and may go on training.
+        After a failure between ranks it is refused: weights may be wrong then.
 
         Frozen weights are left out if the model was loaded from files that still have these values: what is saved of an
         adapter is the adapter. ``load`` then wants a model with the same frozen weights. With ``frozen``, everything is

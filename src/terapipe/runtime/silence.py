@@ -1,4 +1,7 @@
-"""Transfers without other ranks: one rank's list of actions can be run by itself, on made-up numbers."""
+"""Transfers without other ranks: one rank's list of actions can be run by itself, on made-up numbers.
+
+Nothing may be learned from these: ranks must know the same of real messages.
+"""
 
 from typing import Any
 
@@ -7,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terapipe.runtime.transport import Transport
+from terapipe.runtime.wire import Wire
 
 
 class Nothing(dist.Work):
@@ -36,3 +40,22 @@ class SilentTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, over: str = "", op: Any = None) -> Tensor:
         return tensor
+
+
+class SilentWire(Wire):
+    """The format of messages that go nowhere: tensors as they are. What is received is of the parameters' dtype, the
+    gradient of an output of the output's. Under autocast, real messages may be of others, which nobody knows yet."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._sent: dict[int, torch.dtype] = {}
+
+    def dtype(self, boundary: int) -> torch.dtype:
+        return self._sent.get(boundary, self.parameters)
+
+    def pack(self, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
+        self._sent[boundary] = tensor.dtype
+        return super().pack(tensor, boundary, note)
+
+    def fits(self, dtype: torch.dtype, boundary: int) -> bool:
+        return True

@@ -15,7 +15,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from terapipe.runtime.environment import ensure_process_group, host_name, stay_on_this_host
+from terapipe.runtime.environment import (
+    default_group_of_others,
+    ensure_process_group,
+    host_name,
+    refuse_blocking_waits,
+    stay_on_this_host,
+)
 from terapipe.runtime.failures import (
     Board,
     PipelineError,
@@ -26,8 +32,20 @@ from terapipe.runtime.failures import (
     is_timeout,
     own_words,
 )
-from terapipe.runtime.links import PATIENCE, GlooLinks, Links, NcclLinks, forget, group_of, made
+from terapipe.runtime.links import (
+    MAX_CTAS,
+    PATIENCE,
+    GlooLinks,
+    Links,
+    NcclLinks,
+    abort,
+    forget,
+    group_of,
+    made,
+    words_of,
+)
 from terapipe.runtime.mesh import ALL, DP, PP, TP, await_ranks, lines_of, with_roles
+from terapipe.runtime.threads import start_thread
 from terapipe.runtime.watcher import Watcher
 
 T = TypeVar("T")
@@ -59,14 +77,18 @@ class Transport:
         self._span = timedelta(seconds=timeout)
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
+            refuse_blocking_waits()
             torch.cuda.set_device(device)  # whoever made the process group
         self._groups: dict[str, dist.ProcessGroup] = {}  # for tensors
         self._talk: dict[str, dist.ProcessGroup] = {}  # for objects, by gloo
         self._members: dict[str, list[int]] = {}  # the ranks of a group, once asked for
         self._links: Links | None = None
+        self._first: dict[str, dist.Work] = {}  # the first operation of a group, which knows its errors ever after
         self._watcher: Watcher | None = None
         self._failure: PipelineError | None = None
         self._failing = threading.Lock()
+        self._cut_by: tuple[int, ...] = ()  # the ranks because of which connections were cut, before there are words
+        self._is_told = False  # whether a step has raised the failure
         self._mesh, self.mesh_dims = with_roles(mesh, mesh_dims)
         stay_on_this_host()  # whoever made the process group
         if mesh is not None or ensure_process_group(device, timeout):
@@ -88,7 +110,8 @@ class Transport:
             elif not self._is_cuda:
                 group = self._talk[name]
             else:
-                group = group_of(ranks, self._span, "nccl")
+                # Weights travel along a pipeline, too, when a whole model is gathered.
+                group = group_of(ranks, self._span, "nccl", MAX_CTAS if name == PP else 1)
             self._groups[name] = group
         if TP in lines:
             ranks, group = lines[TP]
@@ -104,7 +127,7 @@ class Transport:
             return
         self._refuse_shared_devices(devices)
         if self._is_cuda:
-            self._watcher = Watcher(store, self.global_rank, self.timeout, self._missed, self._heard)
+            self._watcher = Watcher(store, self.global_rank, self.device, self.timeout, self._missed, self._heard)
             self._links = NcclLinks(self._talk[PP], self.rank, self.device, self._span)
         else:
             self._links = GlooLinks(self._groups[PP], self._span)
@@ -161,20 +184,41 @@ class Transport:
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         """Prepares transfers between these pairs of ranks. All ranks call it, with the same pairs."""
         if self._links is not None and self.size > 1:
-            with self._waiting(self.others(PP), "the connections between neighbors"):
-                self._links.connect(pairs)
+            self._links.connect(pairs, lambda make, peer: self._guarded(make, self._peer(peer)))
         if self._is_cuda:  # NCCL makes a communicator at its first operation, which must not be within a step
             for line in self._groups:
-                self.all_reduce(torch.zeros(1, device=self.device), line)
+                if self._place(line)[1] > 1:
+                    self._guarded(lambda line=line: self._operate_first(line), self.others(line))  # type: ignore[misc]
+
+    def _operate_first(self, line: str) -> None:
+        work = made(dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[line], async_op=True))
+        work.wait()
+        self._first[line] = work
+
+    def _guarded(self, connect: Callable[[], None], peers: tuple[int, ...]) -> None:
+        """Connects this rank with others. NCCL waits for them without a deadline, inside of a call that nothing ends:
+        so it is called in a thread, which is left behind where they do not answer in time."""
+        why = "NCCL's connection (NCCL_DEBUG=INFO says what it tries, NCCL_SOCKET_IFNAME which network)"
+        with self._waiting(peers, why):
+            if self._watcher is None:
+                return connect()
+            answer: Future[None] = Future()
+            self._watcher.watch_call(answer, peers, why)
+            start_thread(lambda: _answer(answer, connect), self.device, "terapipe-connecting")
+            while not wait([answer], BEAT).done:
+                self._raise_known(why)
+            return answer.result()
 
     def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
         with self._waiting(self._peer(peer), why):
-            return self._watched(self._line().send(tensor, peer), self._peer(peer), why)
+            work = self._line().send(tensor, peer)
+            return self._watched(work, self._line().first(peer, sends=True), self._peer(peer), why)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, why: object) -> tuple[Tensor, dist.Work]:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         with self._waiting(self._peer(peer), why):
-            return buffer, self._watched(self._line().receive(buffer, peer), self._peer(peer), why)
+            work = self._line().receive(buffer, peer)
+            return buffer, self._watched(work, self._line().first(peer, sends=False), self._peer(peer), why)
 
     def wait(self, work: dist.Work, peer: int, why: object) -> None:
         with self._waiting(self._peer(peer), why):
@@ -184,9 +228,10 @@ class Transport:
         assert self._links is not None
         return self._links
 
-    def _watched(self, work: dist.Work, peers: tuple[int, ...], why: object) -> dist.Work:
+    def _watched(self, work: dist.Work, first: dist.Work | None, peers: tuple[int, ...], why: object) -> dist.Work:
+        """``first``: that of its communicator, which says what has gone wrong and holds no message in memory."""
         if self._watcher is not None:
-            self._watcher.watch(work, peers, why)
+            self._watcher.watch(work, lambda: words_of(first), peers, why)
         return work
 
     def _peer(self, peer: int) -> tuple[int, ...]:
@@ -212,27 +257,28 @@ class Transport:
             peers = self.others(over) if place == source else (self._ranks(over)[source],)  # the source waits, too
             with self._waiting(peers, why):
                 work = dist.broadcast(tensor, group=self._groups[over], group_src=source, async_op=self._is_cuda)
-                self._finish(work, peers, why)
+                self._finish(work, over, peers, why)
         return tensor
 
     def all_reduce(self, tensor: Tensor, over: str = ALL, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         if self._place(over)[1] > 1:
             peers, why = self.others(over), "a reduction"
             with self._waiting(peers, why):
-                self._finish(dist.all_reduce(tensor, op, group=self._groups[over], async_op=self._is_cuda), peers, why)
+                work = dist.all_reduce(tensor, op, group=self._groups[over], async_op=self._is_cuda)
+                self._finish(work, over, peers, why)
         return tensor
 
-    def _finish(self, work: dist.Work | None, peers: tuple[int, ...], why: str) -> None:
+    def _finish(self, work: dist.Work | None, over: str, peers: tuple[int, ...], why: str) -> None:
         """On a GPU, what follows waits for it, not the host."""
         if work is not None:
-            self._watched(work, peers, why).wait()
+            self._watched(work, self._first.get(over), peers, why).wait()
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Over replicas, in place, while this rank goes on."""
         peers, why = self.others(DP), "the sum of gradients"
         with self._waiting(peers, why):
             work = made(dist.all_reduce(tensor, group=self._groups[DP], async_op=True))
-            return self._watched(work, peers, why)
+            return self._watched(work, self._first.get(DP), peers, why)
 
     def finish_sum(self, work: dist.Work) -> None:
         with self._waiting(self.others(DP), "the sum of gradients"):
@@ -290,34 +336,57 @@ class Transport:
     def failing_together(self, at: Callable[[], object] = lambda: "") -> Iterator[None]:
         """An error inside stops the other ranks too, with this rank's error. ``at`` tells where this rank stands."""
         try:
+            self._raise_known("a step")
             yield
-            self._raise_known()
+            self._raise_known("the end of a step")
         except PipelineError:
+            self._is_told = True
             raise
         except Exception as error:
             place, others = str(at() or ""), self.others(DP, TP)
-            if self._failure is not None:  # the watcher has cut the connections that this error is about
-                raise self._failure from error
-            if others and is_connection_error(error):  # within an operator, or while gathering a stage
+            about_connections = is_connection_error(error)
+            if self._failure is not None or (self.has_stopped and about_connections):  # the watcher has cut them
+                raise self._known(place) from error
+            if others and about_connections:  # within an operator, or while gathering a stage
                 raise self.lost(error, place or "the end of a step", others) from error
             self.fail(Record(self.global_rank, in_words(error), place))
             raise
 
-    def _raise_known(self) -> None:
-        if self._failure is not None:
-            raise PipelineError(f"this pipeline stopped before: {self._failure}")
+    @property
+    def has_stopped(self) -> bool:
+        """Whether this rank or another has failed. On GPUs, what the device computed since may be made of messages that
+        never came. True before connections are cut, and so before any of that."""
+        return bool(self._cut_by) or self._failure is not None
+
+    def refuse_stopped(self, what: str) -> None:
+        """Refuses to use gradients or weights after a failure between ranks."""
+        if self.has_stopped and self._talk:
+            raise PipelineError(
+                f"{what} needs gradients or weights that are whole; where a transfer has failed they may be made of "
+                f"messages that never came: load the last checkpoint in a new process. {self._known(what)}"
+            )
+
+    def _raise_known(self, why: object) -> None:
+        """Raises a failure that the watcher has learned of. The first time in its own words."""
+        if self.has_stopped:
+            known = self._known(why)
+            raise PipelineError(f"this pipeline stopped before: {known}") if self._is_told else known
+
+    def _known(self, why: object) -> PipelineError:
+        """The failure, when it has been put into words."""
+        return self.fail(Record(self.global_rank, "", str(why), self._cut_by))
 
     @contextmanager
     def _waiting(self, peers: tuple[int, ...], why: object) -> Iterator[None]:
-        self._raise_known()
+        self._raise_known(why)
         start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
             if is_out_of_memory(error):  # this rank's own failure, for which no other is to blame
                 raise
-            if self._failure is not None:
-                raise self._failure from error
+            if self.has_stopped:
+                raise self._known(why) from error
             raise self.lost(error, why, peers, time.monotonic() - start) from error
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
@@ -332,21 +401,19 @@ class Transport:
                 self._board.post(record)
                 if self._watcher is not None:
                     self._watcher.post()
-                forget(self._own_groups())
-                self._cut()
+                self._cut(record.peers or (record.rank,))
                 self._failure = PipelineError(self._board.explain(record))
             return self._failure
 
-    def _missed(self, why: object, peers: tuple[int, ...], seconds: float, is_dead: bool) -> None:
-        """The watcher's: a transfer does not come to an end, or its peer is dead."""
-        self.fail(Record(self.global_rank, "", str(why), peers or self.others(ALL), seconds, not is_dead))
+    def _missed(self, why: object, peers: tuple[int, ...], seconds: float, is_dead: bool, words: str) -> None:
+        """The watcher's: a transfer has failed, does not come to an end, or its peer is dead."""
+        self.fail(Record(self.global_rank, words, str(why), peers or self.others(ALL), seconds, not is_dead))
 
     def _heard(self, why: object | None, peers: tuple[int, ...]) -> None:
         """The watcher's: another rank has failed. If this one is not known to wait for anybody, only the connections
         are cut: where it waits inside an operator, that fails and tells; or it is the one that others wait for."""
         if why is None:
-            forget(self._own_groups())
-            self._cut()
+            self._cut(peers)
         else:
             self.fail(Record(self.global_rank, "", str(why), peers))
 
@@ -354,23 +421,37 @@ class Transport:
         found = [*self._groups.values(), *self._talk.values(), *(self._links.groups if self._links else ())]
         return list({id(group): group for group in found}.values())
 
-    def _cut(self) -> None:
-        """Wakes everyone who waits for this rank.
+    def _cut(self, because_of: tuple[int, ...]) -> None:
+        """Wakes everyone who waits for this rank, and this rank where it waits.
 
-        NCCL's communicators can be aborted. gloo offers no way to close a group that its peers would notice, short of
-        leaving the process; but a receive that times out takes all of the group's connections down with it.
+        NCCL's communicators can be aborted, those of a default group too that somebody else made: its monitor would end
+        the process eight minutes after NCCL has failed anywhere. gloo offers no way to close a group that its peers
+        would notice, short of leaving the process; but a receive that times out takes all of the group's connections
+        down with it.
         """
-        talking = {id(group) for group in self._talk.values()}
-        for group in self._own_groups():
-            if self._is_cuda and id(group) not in talking:
-                with suppress(RuntimeError):
-                    group.abort()
-                continue
+        if self._cut_by:
+            return
+        self._cut_by = because_of  # first: who reads what comes after knows that it may be wrong
+        own, talking = self._own_groups(), {id(group) for group in self._talk.values()}
+        forget(own)
+        if self._is_cuda:
+            others = default_group_of_others()
+            aborted = [group for group in (*own, others) if group is not None and id(group) not in talking]
+            abort(list({id(group): group for group in aborted}.values()), self.device)
+            own = [group for group in own if id(group) in talking]
+        for group in own:
             for peer in range(group.size()):
                 if peer != dist.get_rank(group):
                     with suppress(RuntimeError):  # from the time-out, or because this connection is down already
                         nothing = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
                         made(nothing).wait(timedelta(milliseconds=1))
+
+
+def _answer(answer: Future[T], function: Callable[[], T]) -> None:
+    try:
+        answer.set_result(function())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def _identity(device: torch.device) -> str:

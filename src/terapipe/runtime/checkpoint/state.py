@@ -183,6 +183,7 @@ class Checkpoint:
         self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool, *, copy: bool
     ) -> Saving:
         """With ``copy``, tensors may be changed as soon as it returns. With ``frozen``, nothing is left out."""
+        self._transport.refuse_stopped("a checkpoint")
         folder, channel = folder.absolute(), known_channel(self._transport)
         self._wait(channel.latest if channel is not None else None)
         if self._transport.global_rank == min(self._transport.hosts):

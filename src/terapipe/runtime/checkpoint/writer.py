@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.checkpoint.staging import Staging
 from terapipe.runtime.failures import is_connection_error
 from terapipe.runtime.mesh import ALL
+from terapipe.runtime.threads import start_thread
 from terapipe.runtime.transport import Transport
 
 PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
@@ -42,7 +42,7 @@ class Saving:
         self._transport = transport
         self._future: Future[None] = Future()
         # A daemon, of which Python does not wait for the end: it may wait itself, for a rank that is gone.
-        Thread(target=self._run, args=(work,), name="terapipe-saving", daemon=True).start()
+        start_thread(lambda: self._run(work), transport.device, "terapipe-saving")
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -116,6 +116,7 @@ def begin(
     def work() -> None:
         try:
             channel.staging.wait()
+            transport.refuse_stopped("a checkpoint")  # of what the device has copied just now
             _write(state, folder, texts, channel.group)
         except RuntimeError:
             _channels.pop(_key(transport), None)  # ranks may be out of step
