@@ -59,12 +59,33 @@ class KeyValueStore:
         return self._tensors[f"d{name}"]
 
 
+# Caches whose slices are being computed, the innermost last. Per process, not per thread: on a GPU, the backward
+# recomputes layers in a thread of its own.
+_computing: list["SliceCache"] = []
+
+
+def current_slice() -> "SliceCache | None":
+    """The cache of the slice that is being computed, for modules that are not told: linear layers, embeddings, and the
+    attention of Hugging Face models."""
+    return _computing[-1] if _computing else None
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+    """``torch.autograd.backward``; inside of a slice, a backward that belongs to it."""
+    cache = current_slice()
+    if cache is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        cache.run_backward(roots, gradients)
+
+
 class SliceCache:
     """What a stage keeps of one microbatch from slice to slice.
 
     ``begin`` says which tokens the calls that follow are about; set it before a slice's forward and again before its
-    backward, which must be ``backward``. A cache may be used again for another microbatch of the same size, after
-    ``clear``: of keys and values nothing is read before it is written.
+    backward, which must be ``backward``. Inside of ``with cache``, it is the ``current_slice``. A cache may be used
+    again for another microbatch of the same size, after ``clear``: of keys and values nothing is read before it is
+    written.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -78,7 +99,9 @@ class SliceCache:
         self._longest: int | None = None
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
         self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
+        self.calls: dict[Hashable, int] = {}  # of modules that call attention, since the cache was entered
         self.casts: dict[Tensor, Tensor] = {}  # weights in another dtype; several caches may share it
+        self.fuses = False  # whether gradients of weights are added where they lie: see fused_layers.py
         self.main_grads = False  # whether gradients of half-precision weights are summed in float32: see main_grads.py
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
@@ -86,7 +109,7 @@ class SliceCache:
         # Outputs of attention with their versions, and log-sum-exps, by layer and start of the slice, for layers that
         # are computed again.
         self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor, int]] = {}
-        self._checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
+        self.checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
         self.is_in_forward = False  # whether a slice's forward is running
         self._task: int | None = None  # autograd's number of the running backward of a slice
 
@@ -101,6 +124,20 @@ class SliceCache:
     def end(self) -> int:
         return self.context + self.length
 
+    def __enter__(self) -> Self:
+        _computing.append(self)
+        self.calls = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _computing.pop()
+
+    def name_call(self, module: Hashable) -> tuple[Hashable, int]:
+        """A name for attention that a module calls: the module and how often it has called it for this slice."""
+        number = self.calls.get(module, 0)
+        self.calls[module] = number + 1
+        return module, number
+
     def pop_deferred(self) -> list[Any]:
         """The gradients of weights that backwards put off since it was last asked."""
         deferred, self.deferred = self.deferred, []
@@ -109,7 +146,7 @@ class SliceCache:
     def add_sums(self, name: str, sums: Tensor) -> None:
         """Adds a layer's sums over the current slice's tokens, a vector, to those of an auxiliary loss of the stage:
         see auxiliary.py. A layer that is computed again adds nothing."""
-        if self._checkpointed == "again":
+        if self.checkpointed == "again":
             return
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
@@ -125,15 +162,10 @@ class SliceCache:
         first and does not compute it in the second."""
         return _Checkpointing(self, "first"), _Checkpointing(self, "again")
 
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether the layer that is being computed keeps only its input."""
-        return bool(self._checkpointed)
-
     def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
         """Output and log-sum-exps of the layer's first forward, if this is another one. They are let go of in the
         slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before that, too."""
-        if self._checkpointed != "again":
+        if self.checkpointed != "again":
             return None
         out, lse, version = self._attention[layer, self.context]
         if self.is_own_backward:
@@ -147,7 +179,7 @@ class SliceCache:
 
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
         """In the first forward of a layer that is computed again."""
-        if self._checkpointed == "first":
+        if self.checkpointed == "first":
             self._attention[layer, self.context] = out.detach(), lse, out._version
 
     @torch.no_grad()
@@ -168,7 +200,7 @@ class SliceCache:
 
     def set_state(self, name: Hashable, state: Tensor) -> Tensor:
         """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
-        if torch.is_grad_enabled() and state.requires_grad and self._checkpointed != "again":
+        if torch.is_grad_enabled() and state.requires_grad and self.checkpointed != "again":
             self._made.setdefault(self.end, {})[name] = state
         # There may be one already, if this forward is one that a backward begins with.
         return self._left.setdefault((name, self.end), state.detach().requires_grad_(state.is_floating_point()))
@@ -183,22 +215,26 @@ class SliceCache:
             if found is not None:
                 roots.append(state)
                 gradients.append(found)
+        self.run_backward(roots, gradients)
+        self._sums = {}  # what layers added that were computed again within it
+
+    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+        """A backward that belongs to the slice: gradients of weights go where ``fused_layers`` adds them."""
         # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
-        handles = [root.register_hook(self._note_task) for root in roots]
+        handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
         try:
             torch.autograd.backward(roots, gradients)
         finally:
             self._task = None
             for handle in handles:
                 handle.remove()
-        self._sums = {}  # what layers added that were computed again within it
 
     def _note_task(self, _: Tensor) -> None:
         self._task = torch._C._current_graph_task_id()
 
     @property
     def is_own_backward(self) -> bool:
-        """Whether autograd is at work for ``backward`` itself, not for another backward such as
+        """Whether autograd is at work for ``run_backward`` itself, not for another backward such as
         ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
         return torch._C._current_graph_task_id() == self._task
 
@@ -216,7 +252,7 @@ class SliceCache:
     def clone(self) -> Self:
         """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
         computed several times. Not between a forward with gradients and its backward."""
-        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts)})
+        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts, self.calls)})
 
     # Documents
 
@@ -265,11 +301,11 @@ class _Checkpointing(AbstractContextManager[None]):
         self._before: list[Literal["", "first", "again"]] = []
 
     def __enter__(self) -> None:
-        self._before.append(self._cache._checkpointed)
-        self._cache._checkpointed = self._which
+        self._before.append(self._cache.checkpointed)
+        self._cache.checkpointed = self._which
 
     def __exit__(self, *_: object) -> None:
-        self._cache._checkpointed = self._before.pop()
+        self._cache.checkpointed = self._before.pop()
 
 
 def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:

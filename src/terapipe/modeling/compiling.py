@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling import attention
 from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.fused_layers import keep_plain
 from terapipe.modeling.stage import Stage
 
 KINDS = 64  # of calls that code is compiled for: one sequence or more, one token or more, with gradients or without
@@ -36,9 +37,12 @@ def compile_layers(stage: nn.Module, *, backend: str = "inductor") -> None:
     for block in cast(Stage, stage).blocks:
         if getattr(block.forward, "_compiled_layer", False):
             continue
-        for module in block.modules():
-            if module is not block and _takes_cache(module):
-                module.forward = _disable(module.forward)
+        outside = {module for module in block.modules() if module is not block and _takes_cache(module)}
+        for module in outside:
+            module.forward = _disable(module.forward)
+        # Compiled code makes gradients of weights as autograd does, and could not tell slices from one another.
+        eager = {inner for module in outside for inner in module.modules()}
+        keep_plain(module for module in block.modules() if module not in eager)
         # The forward alone, not the call: hooks of FSDP, or of a Hugging Face stage, are called as ever.
         compiled = around(torch.compile(block.forward, dynamic=True, backend=backend))
         compiled._compiled_layer = True

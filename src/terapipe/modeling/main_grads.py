@@ -49,6 +49,16 @@ def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
         add_to_main_grad(parameter, left.t() @ right)
 
 
+@torch.no_grad()
+def add_rows(parameter: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Adds to some rows of an embedding's gradient; an id may occur several times."""
+    total = main_grad(parameter)
+    if total is None:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+        setattr(parameter, _NAME, total)
+    total.index_add_(0, ids, rows.float())
+
+
 _fused: dict[torch.dtype, bool] = {}
 
 

@@ -36,6 +36,19 @@ from terapipe.runtime.transport import Transport
 BUCKET = 25 << 20  # bytes that are summed in one message
 
 
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """``list(module.parameters())``, without the names that torch makes on the way: every step asks several times."""
+    parameters: dict[int, nn.Parameter] = {}
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        for p in part._parameters.values():
+            if p is not None:
+                parameters[id(p)] = p
+        waiting += [child for child in reversed(part._modules.values()) if child is not None]
+    return list(parameters.values())
+
+
 def gradient_sync(stages: Mapping[int, nn.Module], transport: Transport, *, shard: bool) -> "GradientSync":
     """Between the replicas that ``transport`` knows of. With ``shard`` the stages' parameters become DTensors."""
     if transport.dp_size == 1:
@@ -58,8 +71,9 @@ class GradientSync:
 
     def stage_done(self, k: int) -> None:
         """The stage's gradients are complete on this rank; other stages are still at work."""
-        round_to_grad(self._modules[k].parameters())
-        match_layouts(self._modules[k].parameters())
+        parameters = parameters_of(self._modules[k])
+        round_to_grad(parameters)
+        match_layouts(parameters)
 
     def finish(self) -> None:
         """After the last stage's ``stage_done``, and after forwards only."""
@@ -77,8 +91,9 @@ class AllReduceSync(GradientSync):
 
     def stage_done(self, k: int) -> None:
         """Called on all replicas in the same order."""
-        match_layouts(self._modules[k].parameters())
-        for bucket in _buckets(list(_gradients(self._modules[k].parameters()))):
+        parameters = parameters_of(self._modules[k])
+        match_layouts(parameters)
+        for bucket in _buckets(list(_gradients(parameters))):
             alone = len(bucket) == 1 and bucket[0].is_contiguous()  # large ones are not copied
             flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
             self._pending.append((bucket, flat, self._transport.start_sum(flat)))
@@ -153,8 +168,8 @@ def gradients_put_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Calls what ``register_post_accumulate_grad_hook`` registered once, at the end, for parameters with a gradient.
 
-    Autograd would call it after each slice, with a part of the gradient, and not at all for the weights of ``Linear``.
-    After a failure nothing is called.
+    Autograd would call it after each slice, with a part of the gradient, and not at all for weights whose gradients
+    are added in place. After a failure nothing is called.
     """
     with _hooks_set_aside(parameters) as hooks:
         yield
