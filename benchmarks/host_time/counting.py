@@ -4,21 +4,36 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COPIES = {"clone", "copy_", "_to_copy", "cat"}
 # Operations without a kernel that torch does not call views.
-NO_KERNEL = {"detach", "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "is_same_size", "resize_", "is_pinned"}
+NO_KERNEL = {"detach", "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "is_same_size", "promote_types"}
 
 Work = Callable[[], object]
 
 
+class Counts(NamedTuple):
+    """Of one call, or of a part of it."""
+
+    python: float = 0.0  # calls of functions in Python
+    c: float = 0.0  # calls of functions in C from Python
+    kernels: float = 0.0  # operations of aten without views and without those that only allocate
+    copies: float = 0.0  # of these, those that only move numbers
+    microseconds: float = 0.0
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def over(self, divisor: float) -> "Counts":
+        return Counts(*(a / divisor for a in self))
+
+
 class Operations(TorchDispatchMode):
-    """Operations of aten by name, without views and those that only allocate. Some have a kernel, or several."""
+    """Operations by name, without views and those that only allocate. Some have a kernel, others several."""
 
     def __init__(self, matrix: tuple[int, int] = (0, 0)) -> None:
         """``matrix`` is the shape of a weight: operations with a result like it or its transpose are counted apart."""
@@ -44,22 +59,24 @@ def operations(work: Work, matrix: tuple[int, int] = (0, 0)) -> Operations:
 
 
 def calls(work: Work) -> tuple[int, int]:
-    """Of Python functions and of functions in C, in all threads."""
+    """Of functions in Python, and of functions in C from Python."""
     counts: Counter[str] = Counter()
 
     def note(frame: object, event: str, argument: object) -> None:
         counts[event] += 1
 
-    threading.setprofile(note)
+    threading.setprofile(note)  # autograd has a thread for each GPU
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return counts["call"], counts["c_call"] - 1  # which ended it
+    return counts["call"], counts["c_call"] - 1  # without the one that ends it
 
 
-def device() -> torch.device:
-    """A GPU, real or pretended (tests/pretend), if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def count(work: Work) -> Counts:
+    """All but the time. The work is done twice."""
+    python, c = calls(work)
+    names = operations(work).counts
+    return Counts(python, c, names.total(), sum(names[name] for name in COPIES))

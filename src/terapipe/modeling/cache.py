@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.visibility import Visibility, segments
@@ -68,6 +69,25 @@ def current_slice() -> "SliceCache | None":
     """The cache of the slice that is being computed, for modules that are not told: linear layers, embeddings, and the
     attention of Hugging Face models."""
     return _computing[-1] if _computing else None
+
+
+def slice_that_adds(weight: Tensor) -> "SliceCache | None":
+    """The slice that is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
+
+    Weights that are computed from others (parametrizations) have no ``.grad``; tensor classes with operations of their
+    own (low precision training) and the transforms of torch.func know better what to do.
+    """
+    if (
+        not _computing
+        or not weight.requires_grad
+        or not weight.is_leaf
+        # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
+        or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
+        or type(weight) not in (nn.Parameter, Tensor, DTensor)
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    return _computing[-1] if _computing[-1].fuses else None
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
@@ -190,7 +210,9 @@ class SliceCache:
         return self.casts[weight]
 
     def store(self, layer: Hashable) -> KeyValueStore:
-        return self._stores.setdefault(layer, KeyValueStore())
+        if layer not in self._stores:
+            self._stores[layer] = KeyValueStore()
+        return self._stores[layer]
 
     # Other states
 

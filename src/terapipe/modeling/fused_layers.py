@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from terapipe.modeling.cache import slice_that_adds
 from terapipe.modeling.embedding import embed
-from terapipe.modeling.linear import can_project, project, slice_that_adds
+from terapipe.modeling.linear import is_split_alike, project
 
 _KEEPS_CLASS = "_keeps_class"
 
@@ -56,7 +57,8 @@ class _FusedLinear(_Fused, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         cache = slice_that_adds(weight)
-        if cache is None or not can_project(x, weight):
+        is_split = isinstance(x, DTensor) or isinstance(weight, DTensor)
+        if cache is None or (is_split and not is_split_alike(x, weight)):
             return super().forward(x)
         return project(x, weight, self.bias, cache)
 
@@ -66,7 +68,7 @@ class _FusedConv1D(_Fused):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         cache = slice_that_adds(self.weight)
-        if cache is None or isinstance(x, DTensor) or not can_project(x, self.weight):
+        if cache is None or isinstance(x, DTensor) or isinstance(self.weight, DTensor):
             plain: Tensor = super().forward(x)
             return plain
         return project(x, self.weight, self.bias, cache, inputs_first=True)

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.autocast import autocast_dtype, autocasted
-from terapipe.modeling.cache import SliceCache, current_slice
+from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
 from terapipe.modeling.main_grads import HALF, add_product
 
@@ -74,38 +74,9 @@ def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
                 part.add()
 
 
-def slice_that_adds(weight: Tensor) -> SliceCache | None:
-    """The slice that is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
-
-    Weights that are computed from others (parametrizations) have no ``.grad``; tensor classes with operations of their
-    own (low precision training) and the transforms of torch.func know better what to do.
-    """
-    cache = current_slice()
-    if (
-        cache is None
-        or not cache.fuses
-        or not weight.requires_grad
-        or not weight.is_leaf
-        or not torch.is_grad_enabled()
-        or type(weight) not in (nn.Parameter, Tensor, DTensor)
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return None
-    return cache
-
-
-def can_project(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``project`` knows such a product."""
-    if type(weight) is DTensor or isinstance(x, DTensor):
-        return _fits(x, weight)
-    return x.ndim > 1
-
-
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Split as torch's ColwiseParallel or RowwiseParallel split it."""
+def is_split_alike(x: Tensor, weight: Tensor) -> bool:
+    """Whether both are split as torch's ColwiseParallel or RowwiseParallel split them: ``project`` knows no other."""
     if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-        return False
-    if x.ndim < 2:
         return False
     inputs, weights = x.placements, weight.placements
     by_rows = weights == (Shard(1),) and inputs in ((Shard(x.ndim - 1),), (Shard(-1),))
@@ -195,7 +166,7 @@ class _Project(torch.autograd.Function):
         ctx.version = weight._version if ctx.needs_input_grad[0] else None
         # Of F.linear the output would be a view, which models may not change in place behind a Function.
         out = x.new_empty(*x.shape[:-1], local.shape[0])
-        rows, flat = x.flatten(0, -2), out.flatten(0, -2)
+        rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
         if bias is not None and adds_bias:
             torch.addmm(bias, rows, local.t(), out=flat)
         else:
@@ -209,12 +180,13 @@ class _Project(torch.autograd.Function):
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         if want_x and weight._version != ctx.version:
             raise changed_weight("a weight", weight, ctx.version)
-        rows, returned = grad.flatten(0, -2), None
+        rows, returned = grad.reshape(-1, grad.shape[-1]), None
         if torch.is_grad_enabled():  # somebody will differentiate this: by the weight, too
             local = to_local(weight) if dtype is None else to_local(weight).to(dtype)
             local = local.t() if inputs_first else local
         if want_weight:
-            left, right = (x.flatten(0, -2), rows) if inputs_first else (rows, x.flatten(0, -2))
+            inputs = x.reshape(-1, x.shape[-1])
+            left, right = (inputs, rows) if inputs_first else (rows, inputs)
             deferred = DeferredGrad(weight, left, right, cache.main_grads and weight.dtype in HALF)
             if not cache.is_own_backward or weight._backward_hooks:
                 returned = laid_out_like(weight, deferred.product().to(weight.dtype))
@@ -226,8 +198,8 @@ class _Project(torch.autograd.Function):
         return *want_rest, None, None, None, None, None
 
 
-# In C alone. ``Function.apply`` prepares for transforms of torch.func, which ``can_project`` leaves to autograd; for a
-# product per weight and slice, those eight calls in Python are half of what a product costs the host.
+# In C alone. ``Function.apply`` prepares for transforms of torch.func, which ``slice_that_adds`` leaves to autograd:
+# eight calls in Python for every product of every slice.
 _apply_project: Any = super(torch.autograd.Function, _Project).apply
 
 

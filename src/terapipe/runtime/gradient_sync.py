@@ -30,23 +30,11 @@ from terapipe.modeling.main_grads import (
 )
 from terapipe.modeling.stage import HasHead, Predictor, Stage
 from terapipe.runtime.mesh import DP, TP
+from terapipe.runtime.module_tree import named_parameters_of
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
 
 BUCKET = 25 << 20  # bytes that are summed in one message
-
-
-def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """``list(module.parameters())``, without the names that torch makes on the way: every step asks several times."""
-    parameters: dict[int, nn.Parameter] = {}
-    waiting = [module]
-    while waiting:
-        part = waiting.pop()
-        for p in part._parameters.values():
-            if p is not None:
-                parameters[id(p)] = p
-        waiting += [child for child in reversed(part._modules.values()) if child is not None]
-    return list(parameters.values())
 
 
 def gradient_sync(stages: Mapping[int, nn.Module], transport: Transport, *, shard: bool) -> "GradientSync":
@@ -71,7 +59,7 @@ class GradientSync:
 
     def stage_done(self, k: int) -> None:
         """The stage's gradients are complete on this rank; other stages are still at work."""
-        parameters = parameters_of(self._modules[k])
+        parameters = [p for _, p in named_parameters_of(self._modules[k])]
         round_to_grad(parameters)
         match_layouts(parameters)
 
@@ -91,7 +79,7 @@ class AllReduceSync(GradientSync):
 
     def stage_done(self, k: int) -> None:
         """Called on all replicas in the same order."""
-        parameters = parameters_of(self._modules[k])
+        parameters = [p for _, p in named_parameters_of(self._modules[k])]
         match_layouts(parameters)
         for bucket in _buckets(list(_gradients(parameters))):
             alone = len(bucket) == 1 and bucket[0].is_contiguous()  # large ones are not copied

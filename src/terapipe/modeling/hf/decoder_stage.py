@@ -200,7 +200,9 @@ class DecoderStage(nn.Module):
         self._call = _Call(cache.longest)
         try:
             with RandomState.now(p.device).restored(), self._swap(layers).applied():
-                self._base(**self._inputs(x.to(p.device), cache))
+                inputs = self._inputs(x.to(p.device), cache)
+                inputs.pop(FLAG, None)  # stubs have no routers
+                self._base(**inputs)
         finally:
             self._call = None
 

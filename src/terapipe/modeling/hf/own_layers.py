@@ -74,13 +74,14 @@ class LayerSwap:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """For a while."""
-        before = [(namespace, {name: namespace[name] for name in values}) for namespace, values in self._changes]
+        """For a while. What modules note meanwhile, such as that hooks are in place, is about these layers and goes."""
+        before = [(namespace, dict(namespace)) for namespace, _ in self._changes]
         self.apply()
         try:
             yield
         finally:
             for namespace, values in before:
+                namespace.clear()
                 namespace.update(values)
 
 

@@ -1,0 +1,193 @@
+"""What the host does for a layer of a slice and for an action, in Pipeline.step and in the plain model."""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.harness import arguments, pin, summary, table
+from benchmarks.host_time.counting import Counts, Work, calls, count, operations
+from terapipe import GPT, GPTConfig, Pipeline, Plan
+from terapipe.hf import Decoder
+
+HIDDEN, VOCAB, TOKENS = 64, 977, 8  # so small that the host's own time is what takes time; tokens of a slice
+FEW, MANY = (4, 4), (8, 8)  # layers and slices
+
+
+class Run(NamedTuple):
+    """A step, and what makes the next one like it."""
+
+    step: Work
+    clear: Work
+
+
+def device() -> torch.device:
+    """A GPU, real or pretended (tests/pretend), if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype() -> torch.dtype:
+    return torch.bfloat16 if device().type == "cuda" else torch.float32
+
+
+def tokens(slices: int) -> Tensor:
+    ids = torch.randint(VOCAB, (1, slices * TOKENS), generator=torch.Generator().manual_seed(0))
+    return ids.to(device())
+
+
+def llama(layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=512,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype())
+    return model.to(device())  # type: ignore[no-any-return]
+
+
+def gpt(layers: int) -> GPT:
+    config = GPTConfig(layers=layers, hidden=HIDDEN, heads=4, kv_heads=2, vocab=VOCAB, max_seq_len=512)
+    return GPT(config).to(device(), dtype())
+
+
+def plain_llama(layers: int, slices: int) -> Run:
+    model: Any = llama(layers)
+    ids = tokens(slices)
+    return Run(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(), model.zero_grad)
+
+
+def plain_gpt(layers: int, slices: int) -> Run:
+    model, ids = gpt(layers), tokens(slices)
+
+    def step() -> None:
+        logits = model.logits(model(ids))
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+
+    return Run(step, model.zero_grad)
+
+
+def sliced(model: Any, layers: int, slices: int) -> Run:
+    plan = Plan.uniform(batch_size=1, seq_len=slices * TOKENS, num_slices=slices, boundaries=(0, layers))
+    pipe, ids = Pipeline(model, plan, device=device()), tokens(slices)
+    labels = ids.roll(-1, 1)
+    return Run(lambda: pipe.step(ids, labels), pipe.zero_grad)
+
+
+def sliced_llama(layers: int, slices: int) -> Run:
+    return sliced(Decoder(llama(layers), backend="attention"), layers, slices)
+
+
+def sliced_gpt(layers: int, slices: int) -> Run:
+    return sliced(gpt(layers), layers, slices)
+
+
+def warm(run: Run) -> Run:
+    for _ in range(3):
+        run.step()
+        run.clear()
+    return run
+
+
+def whole(run: Run) -> Counts:
+    def step() -> None:
+        run.clear()
+        run.step()
+
+    return count(step)
+
+
+def timed(run: Run) -> float:
+    run.clear()
+    start = time.perf_counter()
+    run.step()
+    seconds = time.perf_counter() - start
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    return seconds * 1e6
+
+
+Maker = Callable[[int, int], Run]
+
+
+def of_layer_and_action(make: Maker, rounds: int, *, is_sliced: bool) -> tuple[Counts, Counts]:
+    """By differences: of models with more layers and of steps with more slices.
+
+        step = per step + slices * (2 * per action + layers * per layer)
+
+    A plain model has one slice, and all that is not its layers' is its actions', a forward and a backward.
+    """
+    (few_layers, few_slices), (many_layers, many_slices) = FEW, MANY
+    sizes = [(many_layers, many_slices), (few_layers, many_slices)]
+    sizes += [(few_layers, few_slices)] if is_sliced else []
+    runs = [warm(make(*size)) for size in sizes]
+    found = [whole(run) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, mine in zip(runs, times, strict=True):
+            mine.append(timed(run))
+    if rounds:
+        found = [c._replace(microseconds=statistics.median(mine)) for c, mine in zip(found, times, strict=True)]
+    slices = many_slices if is_sliced else 1
+    layer = (found[0] - found[1]).over((many_layers - few_layers) * slices)
+    rest = (found[1] - found[2]).over(many_slices - few_slices) if is_sliced else found[1]
+    action = (rest - layer.over(1 / few_layers)).over(2)
+    return layer, action
+
+
+def of_foreign_layer() -> tuple[Counts, Counts]:
+    """What each layer of other stages adds to a forward of a first stage, and to the head of a last one."""
+    few, many = 4, 12
+    forwards, heads = [], []
+    for layers in (few, many):
+        decoder = Decoder(llama(layers), backend="attention")
+        first, last = decoder.stage(0, 2, device()), decoder.stage(layers - 2, layers, device())
+        cache, ids = first.make_cache(1, TOKENS), tokens(1)
+        cache.begin(0, TOKENS)
+        hidden = torch.zeros(1, TOKENS, HIDDEN, dtype=dtype(), device=device())
+        for work, found in ((lambda: first(ids, cache), forwards), (lambda: last.loss(hidden, ids), heads)):
+            work()
+            found.append(Counts(*calls(work)))
+    return tuple((found[1] - found[0]).over(many - few) for found in (forwards, heads))  # type: ignore[return-value]
+
+
+def on_vocabulary(make: Maker) -> float:
+    """Operations of a slice whose result is as large as the embedding. ``index_add_`` touches only rows of tokens."""
+    slices = MANY[1]
+    run = warm(make(2, slices))
+    names = operations(run.step, (VOCAB, HIDDEN)).on_matrix
+    return sum(number for name, number in names.items() if name != "index_add_") / slices
+
+
+def main() -> None:
+    chosen = arguments(__doc__ or "", counts="leave times out, which mean nothing on pretended GPUs")
+    rounds = 0 if chosen.counts else 10 if chosen.quick else 60
+    pin(0)
+    rows: list[list[object]] = []
+    figures: dict[str, float] = {}
+    for name, ours, plain in (("GPT", sliced_gpt, plain_gpt), ("Llama", sliced_llama, plain_llama)):
+        both = of_layer_and_action(ours, rounds, is_sliced=True), of_layer_and_action(plain, rounds, is_sliced=False)
+        for part, mine, theirs in zip(("layer and slice", "action"), *both, strict=True):
+            for what, a, b in zip(Counts._fields, mine, theirs, strict=True):
+                if a or b:
+                    key = f"{name.lower()}_{what}_per_{part.split()[0]}"
+                    figures |= {key: a, f"{key}_plain": b}
+                    rows.append([name, part, what, float(a), float(b), a / b])
+        figures[f"{name.lower()}_operations_on_vocabulary"] = on_vocabulary(ours)
+    for part, counts in zip(("forward", "head"), of_foreign_layer(), strict=True):
+        figures |= {f"foreign_layer_python_per_{part}": counts.python, f"foreign_layer_c_per_{part}": counts.c}
+    table(__doc__ or "", ("model", "per", "what", "in slices", "plain", "ratio"), rows)
+    print(f"{dtype()} on {device().type}, {TOKENS} tokens in a slice, hidden {HIDDEN}\n")
+    summary(figures)
+    sys.stdout.flush()
+    os._exit(0)  # pretended GPUs have threads that nobody waits for
+
+
+if __name__ == "__main__":
+    main()
