@@ -73,10 +73,3 @@ def calls(work: Work) -> tuple[int, int]:
         sys.setprofile(None)
         threading.setprofile(None)
     return counts["call"], counts["c_call"] - 1  # without the one that ends it
-
-
-def count(work: Work) -> Counts:
-    """All but the time. The work is done twice."""
-    python, c = calls(work)
-    names = operations(work).counts
-    return Counts(python, c, names.total(), sum(names[name] for name in COPIES))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.harness import arguments, pin, summary, table
-from benchmarks.host_time.counting import Counts, Work, calls, count, operations
+from benchmarks.host_time.counting import COPIES, Counts, Work, calls, operations
 from terapipe import GPT, GPTConfig, Pipeline, Plan
 from terapipe.hf import Decoder
 
@@ -95,12 +95,13 @@ def warm(run: Run) -> Run:
     return run
 
 
-def whole(run: Run) -> Counts:
-    def step() -> None:
-        run.clear()
-        run.step()
-
-    return count(step)
+def count(run: Run) -> Counts:
+    """All but the time."""
+    run.clear()
+    python, c = calls(run.step)
+    run.clear()
+    names = operations(run.step).counts
+    return Counts(python, c, names.total(), sum(names[name] for name in COPIES))
 
 
 def timed(run: Run) -> float:
@@ -127,7 +128,7 @@ def of_layer_and_action(make: Maker, rounds: int, *, is_sliced: bool) -> tuple[C
     sizes = [(many_layers, many_slices), (few_layers, many_slices)]
     sizes += [(few_layers, few_slices)] if is_sliced else []
     runs = [warm(make(*size)) for size in sizes]
-    found = [whole(run) for run in runs]
+    found = [count(run) for run in runs]
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, mine in zip(runs, times, strict=True):
@@ -143,18 +144,28 @@ def of_layer_and_action(make: Maker, rounds: int, *, is_sliced: bool) -> tuple[C
 
 def of_foreign_layer() -> tuple[Counts, Counts]:
     """What each layer of other stages adds to a forward of a first stage, and to the head of a last one."""
-    few, many = 4, 12
-    forwards, heads = [], []
-    for layers in (few, many):
-        decoder = Decoder(llama(layers), backend="attention")
-        first, last = decoder.stage(0, 2, device()), decoder.stage(layers - 2, layers, device())
-        cache, ids = first.make_cache(1, TOKENS), tokens(1)
-        cache.begin(0, TOKENS)
-        hidden = torch.zeros(1, TOKENS, HIDDEN, dtype=dtype(), device=device())
-        for work, found in ((lambda: first(ids, cache), forwards), (lambda: last.loss(hidden, ids), heads)):
-            work()
-            found.append(Counts(*calls(work)))
-    return tuple((found[1] - found[0]).over(many - few) for found in (forwards, heads))  # type: ignore[return-value]
+    few, many = (_calls_of_ends(layers) for layers in (4, 12))
+    forward, head = ((b - a).over(12 - 4) for a, b in zip(few, many, strict=True))
+    return forward, head
+
+
+def _calls_of_ends(layers: int) -> tuple[Counts, Counts]:
+    """Of a first stage's forward and a last stage's head, both with two of the layers."""
+    decoder, ids = Decoder(llama(layers), backend="attention"), tokens(1)
+    first, last = decoder.stage(0, 2, device()), decoder.stage(layers - 2, layers, device())
+    cache = first.make_cache(1, TOKENS)
+    cache.begin(0, TOKENS)
+    hidden = torch.zeros(1, TOKENS, HIDDEN, dtype=dtype(), device=device())
+
+    def forward() -> Tensor:
+        return first(ids, cache)  # type: ignore[no-any-return]
+
+    def head() -> Tensor:
+        return last.loss(hidden, ids)
+
+    for work in (forward, head):
+        work()
+    return Counts(*calls(forward)), Counts(*calls(head))
 
 
 def on_vocabulary(make: Maker) -> float:
@@ -178,7 +189,7 @@ def main() -> None:
                 if a or b:
                     key = f"{name.lower()}_{what}_per_{part.split()[0]}"
                     figures |= {key: a, f"{key}_plain": b}
-                    rows.append([name, part, what, float(a), float(b), a / b])
+                    rows.append([name, part, what, float(a), float(b), a / b if b else "-"])
         figures[f"{name.lower()}_operations_on_vocabulary"] = on_vocabulary(ours)
     for part, counts in zip(("forward", "head"), of_foreign_layer(), strict=True):
         figures |= {f"foreign_layer_python_per_{part}": counts.python, f"foreign_layer_c_per_{part}": counts.c}

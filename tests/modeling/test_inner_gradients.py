@@ -112,7 +112,6 @@ def test_gradients_inside_a_layer_are_autograds(change: Any, recompute: str, ord
         return
     wanted = plain(model_with(change))
     for fused in (True, False):
-        # Rounding: 1e-15 by itself, but second derivatives of these layers grow a hundredfold from layer to layer.
         assert error(wanted, stepped(pipe_of(model_with(change), order, recompute, fused=fused))) < 1e-12
 
 

@@ -165,7 +165,8 @@ class DecoderStage(nn.Module):
         if self.is_last:
             self._head = Head(self.model, self.structure, every, self._depth)
             if self.has_own_layers_only:
-                self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
+                with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
+                    self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
         if self.has_own_layers_only:
             self._swap(OwnLayers(own, self._end_forward)).apply()
 
@@ -187,7 +188,7 @@ class DecoderStage(nn.Module):
                     self._try(layers, context)
             except Exception:  # whatever the model's own code raises
                 return False
-            if not are_same(calls, alone):
+            if calls.keys() != own.keys() or not are_same(calls, alone):
                 return False
         return True
 
