@@ -107,7 +107,7 @@ def routed(name: str, plan: Plan, layout: Layout, options: dict[str, Any]) -> Fo
         mine = slice(plan.batch_size * pipe.dp_rank, plan.batch_size * (pipe.dp_rank + 1))
         evaluated = pipe.evaluate(ids[mine], labels[mine])
         loss = pipe.step(ids[mine], labels[mine])
-        assert torch.allclose(evaluated, loss, rtol=1e-14)
+        assert torch.allclose(evaluated, loss, rtol=1e-12)
         assert pipe.metrics()["router_aux_loss"] > 0
         return loss.item(), gradients(pipe)
 

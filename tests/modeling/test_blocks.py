@@ -135,8 +135,8 @@ def test_a_carried_state_and_its_gradient_cross_slices(recompute: bool) -> None:
         out = forward(edges[i], lengths[i]) if recompute else outs[i]
         cache.begin(edges[i], lengths[i])
         cache.backward(out, grad[:, edges[i] : edges[i + 1]])
-    assert torch.allclose(b.grad, a.grad, rtol=1e-13)  # type: ignore[arg-type]
-    assert torch.allclose(e.grad, d.grad, rtol=1e-13)  # type: ignore[arg-type]
+    assert torch.allclose(b.grad, a.grad, rtol=1e-12)  # type: ignore[arg-type]
+    assert torch.allclose(e.grad, d.grad, rtol=1e-12)  # type: ignore[arg-type]
     cache.clear()
     cache.begin(0, 3)
     assert cache.get_state("state") is None

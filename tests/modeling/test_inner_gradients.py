@@ -131,7 +131,7 @@ def test_gradients_inside_a_layer_do_not_go_through_attention() -> None:
             pipe_of(model, recompute=recompute).step(IDS, LABELS)
     wanted = plain(model)
     model.zero_grad()
-    assert error(wanted, stepped(Pipeline(model, Plan((2,), ((29,),), (0, 1, 4), "terapipe", 2)))) < 1e-13
+    assert error(wanted, stepped(Pipeline(model, Plan((2,), ((29,),), (0, 1, 4), "terapipe", 2)))) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -171,7 +171,7 @@ def test_tensor_hooks_see_the_whole_gradient_once(order: str, recompute: str) ->
     wanted = watched(model := make_model(TINY), partial(plain, model), names)
     for fused in (True, False):
         pipe = pipe_of(model := make_model(TINY), order, recompute, fused=fused)
-        assert error(wanted, watched(model, partial(stepped, pipe), names)) < 1e-13
+        assert error(wanted, watched(model, partial(stepped, pipe), names)) < 1e-12
 
 
 def watched(model: GPT, run: Callable[[], Gradients], names: list[str]) -> Gradients:
@@ -275,7 +275,7 @@ def test_weights_changed_before_the_backward_are_refused(recompute: str) -> None
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         values.sum().backward()
     pipe.zero_grad()
-    assert error(plain(make_model(TINY)), stepped(pipe_of(make_model(TINY), recompute=recompute))) < 1e-13
+    assert error(plain(make_model(TINY)), stepped(pipe_of(make_model(TINY), recompute=recompute))) < 1e-12
 
 
 def test_weights_frozen_before_the_backward_get_no_gradient() -> None:
@@ -289,12 +289,12 @@ def test_weights_frozen_before_the_backward_get_no_gradient() -> None:
     model.zero_grad()
     wanted = plain(model)
     model.zero_grad()
-    assert error(wanted, stepped(pipe)) < 1e-13
+    assert error(wanted, stepped(pipe)) < 1e-12
     model.requires_grad_(True)
     model.zero_grad()
     wanted = plain(model)
     model.zero_grad()
-    assert error(wanted, stepped(pipe)) < 1e-13
+    assert error(wanted, stepped(pipe)) < 1e-12
 
 
 # Modules that change on the way
@@ -324,7 +324,7 @@ def test_a_parametrization_after_the_first_step(order: str, recompute: str) -> N
     model.zero_grad()
     pipe.step(IDS, LABELS)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert error(wanted, gradients) < 1e-13
+    assert error(wanted, gradients) < 1e-12
     assert [type(module) for module in model.modules()] == kinds
 
 

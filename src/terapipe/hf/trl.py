@@ -10,9 +10,11 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 from trl import (  # type: ignore[attr-defined]
     DPOTrainer,
     GRPOTrainer,
@@ -37,10 +39,22 @@ class _WithReference(PipelineMixin):
     """A trainer that compares the model with a reference. One of its own is whole on every rank;
     ``precompute_ref_log_probs=True``, or an adapter, needs none."""
 
-    def _precompute_ref_logps(self, *arguments: Any) -> Any:
-        """By the pipeline, if the model is its own reference."""
-        self.make_pipeline()
-        return super()._precompute_ref_logps(*arguments)  # type: ignore[misc]
+    def _precompute_ref_logps(self, dataset: Any, *arguments: Any) -> Any:
+        """By the pipeline, if the model is its own reference. The first rank writes what all then read."""
+        pipe = self.make_pipeline().pipe
+        if not dataset.cache_files:
+            _share_cache(dataset, self._trainer.args.output_dir)
+        with pipe.failing_together():
+            return super()._precompute_ref_logps(dataset, *arguments)  # type: ignore[misc]
+
+
+def _share_cache(dataset: Any, folder: str) -> None:
+    """What is computed for a dataset in memory is written to the first rank's folder, and read from there. Every
+    process would take a temporary folder of its own, and not find there what another wrote."""
+    folders = [str(Path(folder).absolute())]
+    broadcast_object_list(folders)
+    Path(folders[0]).mkdir(parents=True, exist_ok=True)
+    dataset._get_cache_file_path = lambda fingerprint: f"{folders[0]}/cache-{fingerprint}.arrow"
 
 
 class PipelineDPOTrainer(_WithReference, DPOTrainer):

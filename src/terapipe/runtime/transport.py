@@ -321,8 +321,9 @@ class Transport:
             raise self.lost(error, why, peers, time.monotonic() - start) from error
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
-        """What to raise where an operation between ranks failed."""
-        late = seconds >= 0.95 * self.timeout or is_timeout(error)
+        """What to raise where an operation between ranks failed, after so many seconds if they are known. A connection
+        that this rank has cut itself ends with a time-out, too, but at once."""
+        late = seconds >= 0.95 * self.timeout if seconds else is_timeout(error)
         return self.fail(Record(self.global_rank, own_words(error), str(why), peers, seconds or self.timeout, late))
 
     def fail(self, record: Record) -> PipelineError:
