@@ -22,42 +22,45 @@ class KeyValueStore:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        # Each is one tensor of keys, then values, along the first dimension: so both are written by one operation.
+        self._pair: Tensor | None = None
+        self._gradients: Tensor | None = None
 
     def write(self, k: Tensor, v: Tensor, context: int, seq_len: int) -> None:
-        for name, x in (("k", k), ("v", v)):
-            if name in self._tensors and self._tensors[name].dtype != x.dtype:  # autocast was switched on or off
-                del self._tensors[name]
-                self._tensors.pop(f"d{name}", None)
-            if name not in self._tensors:
-                self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], seq_len, x.shape[3])
-            self._tensors[name][:, :, context : context + x.shape[2]] = x
+        pair = self._pair
+        if pair is None or pair.dtype != k.dtype:  # autocast was switched on or off
+            pair = k.new_empty(2 * k.shape[0], k.shape[1], seq_len, k.shape[3])
+            self._pair, self._gradients = pair, None
+        torch.cat((k, v), out=pair[:, :, context : context + k.shape[2]])
 
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        return self._tensors["k"][sequences, :, keys], self._tensors["v"][sequences, :, keys]
+        assert self._pair is not None
+        k, v = self._pair.chunk(2)
+        return k[sequences, :, keys], v[sequences, :, keys]
 
     def add_grad(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, overwrite: bool) -> None:
         """Adds to the gradients of earlier tokens, or overwrites what an earlier step left."""
-        for name, x in (("k", dk), ("v", dv)):
-            room = self._grad(name)[sequences, :, keys]
+        for room, x in zip(self._room().chunk(2), (dk, dv), strict=True):
             if overwrite:
-                room.copy_(x)
+                room[sequences, :, keys].copy_(x)
             else:
-                room.add_(x)
+                room[sequences, :, keys].add_(x)
 
     def zero_grad(self) -> None:
         """Zeroes dK and dV: needed when later slices do not write every entry."""
-        for name in ("k", "v"):
-            self._grad(name).zero_()
+        self._room().zero_()
 
     def grad(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._tensors["dk"][:, :, start:end], self._tensors["dv"][:, :, start:end]
+        dk, dv = self._room()[:, :, start:end].chunk(2)
+        return dk, dv
 
-    def _grad(self, name: str) -> Tensor:
-        if f"d{name}" not in self._tensors:
-            wide = torch.promote_types(self._tensors[name].dtype, torch.float32)
-            self._tensors[f"d{name}"] = torch.empty_like(self._tensors[name], dtype=wide)
-        return self._tensors[f"d{name}"]
+    def _room(self) -> Tensor:
+        """For gradients."""
+        if self._gradients is None:
+            assert self._pair is not None
+            wide = torch.promote_types(self._pair.dtype, torch.float32)
+            self._gradients = torch.empty_like(self._pair, dtype=wide)
+        return self._gradients
 
 
 # Caches whose slices are being computed, the innermost last. Per process, not per thread: on a GPU, the backward
