@@ -125,7 +125,8 @@ def of_layer_and_action(make: Maker, rounds: int, *, is_sliced: bool) -> tuple[C
     A plain model has one slice, and all that is not its layers' is its actions', a forward and a backward.
     """
     (few_layers, few_slices), (many_layers, many_slices) = FEW, MANY
-    sizes = [(many_layers, many_slices), (few_layers, many_slices)]
+    slices = many_slices if is_sliced else 1
+    sizes = [(many_layers, slices), (few_layers, slices)]
     sizes += [(few_layers, few_slices)] if is_sliced else []
     runs = [warm(make(*size)) for size in sizes]
     found = [count(run) for run in runs]
@@ -135,7 +136,6 @@ def of_layer_and_action(make: Maker, rounds: int, *, is_sliced: bool) -> tuple[C
             mine.append(timed(run))
     if rounds:
         found = [c._replace(microseconds=statistics.median(mine)) for c, mine in zip(found, times, strict=True)]
-    slices = many_slices if is_sliced else 1
     layer = (found[0] - found[1]).over((many_layers - few_layers) * slices)
     rest = (found[1] - found[2]).over(many_slices - few_slices) if is_sliced else found[1]
     action = (rest - layer.over(1 / few_layers)).over(2)
@@ -176,6 +176,13 @@ def on_vocabulary(make: Maker) -> float:
     return sum(number for name, number in names.items() if name != "index_add_") / slices
 
 
+def python_calls(make: Maker) -> float:
+    """Of a whole step with 8 layers and 8 slices, for each layer of each slice."""
+    layers, slices = MANY
+    run = warm(make(layers, slices))
+    return calls(run.step)[0] / (layers * slices)
+
+
 def main() -> None:
     chosen = arguments(__doc__ or "", counts="leave times out, which mean nothing on pretended GPUs")
     rounds = 0 if chosen.counts else 10 if chosen.quick else 60
@@ -190,6 +197,7 @@ def main() -> None:
                     key = f"{name.lower()}_{what}_per_{part.split()[0]}"
                     figures |= {key: a, f"{key}_plain": b}
                     rows.append([name, part, what, float(a), float(b), a / b if b else "-"])
+        figures[f"{name.lower()}_python_of_a_step"] = python_calls(ours)
         figures[f"{name.lower()}_operations_on_vocabulary"] = on_vocabulary(ours)
     for part, counts in zip(("forward", "head"), of_foreign_layer(), strict=True):
         figures |= {f"foreign_layer_python_per_{part}": counts.python, f"foreign_layer_c_per_{part}": counts.c}

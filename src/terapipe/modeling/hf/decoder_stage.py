@@ -37,7 +37,16 @@ from terapipe.modeling.hf.attention_backend import (
 )
 from terapipe.modeling.hf.cache_backend import StateCache, ViewCache, length_only
 from terapipe.modeling.hf.head import Head
-from terapipe.modeling.hf.own_layers import Call, LastLayerError, LayerSwap, OwnLayers, are_same, hidden_of, recording
+from terapipe.modeling.hf.own_layers import (
+    Call,
+    LastLayerError,
+    LayerSwap,
+    OwnLayers,
+    are_same,
+    hidden_of,
+    recording,
+    wave_like,
+)
 from terapipe.modeling.hf.refusals import LateCheckpointing
 from terapipe.modeling.hf.rope import FixedLength, depends_on_length
 from terapipe.modeling.hf.router_losses import FLAG, RouterLosses
@@ -203,6 +212,8 @@ class DecoderStage(nn.Module):
             with RandomState.now(p.device).restored(), self._swap(layers).applied():
                 inputs = self._inputs(x.to(p.device), cache)
                 inputs.pop(FLAG, None)  # stubs have no routers
+                if not self.is_first:  # nothing would show what the model does with zeros
+                    inputs["inputs_embeds"] = wave_like(inputs["inputs_embeds"])
                 self._base(**inputs)
         finally:
             self._call = None
@@ -210,7 +221,7 @@ class DecoderStage(nn.Module):
     def _use_smaller_head(self, own: Mapping[int, nn.Module], like: Tensor) -> None:
         """With one layer in place of all, if that gives the same logits."""
         few = Head(self.model, self.structure, {self.last - 1: own[self.last - 1]}, self._depth)
-        hidden = torch.sin(torch.arange(like.numel(), device=like.device)).view_as(like).to(like.dtype)
+        hidden = wave_like(like)
         state, logits = RandomState.now(like.device), []
         for head in (self._head, few):
             assert head is not None

@@ -121,15 +121,19 @@ class _Recorder(PassThrough):
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self._calls[self._number] = arguments, named
-        hidden = hidden_of(arguments, named)
-        places = torch.arange(hidden.numel(), device=hidden.device, dtype=torch.float32)
-        return super().__call__(torch.sin(places + self._number).view_as(hidden).to(hidden.dtype))
+        return super().__call__(wave_like(hidden_of(arguments, named), self._number))
 
 
 def hidden_of(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
     """What a layer is called with that the layer before returned."""
     hidden: Tensor = arguments[0] if arguments else named["hidden_states"]
     return hidden
+
+
+def wave_like(x: Tensor, shift: float = 0.0) -> Tensor:
+    """Numbers that differ from place to place, and draw nothing from random generators."""
+    places = torch.arange(x.numel(), device=x.device, dtype=torch.float32)
+    return torch.sin(places + shift).view(x.shape).to(x.dtype)
 
 
 def are_same(one: Any, other: Any) -> bool:
