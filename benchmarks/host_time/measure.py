@@ -1,10 +1,9 @@
 """What the host does for a layer of a slice and for an action, in Pipeline.step and in the plain model."""
 
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,10 +104,12 @@ def count(run: Run) -> Counts:
 
 
 def timed(run: Run) -> float:
+    """Of the host: on a GPU until all is queued, on a CPU whatever other programs do meanwhile."""
+    now = time.perf_counter if device().type == "cuda" else time.process_time
     run.clear()
-    start = time.perf_counter()
+    start = now()
     run.step()
-    seconds = time.perf_counter() - start
+    seconds = now() - start
     if device().type == "cuda":
         torch.cuda.synchronize()
     return seconds * 1e6
@@ -117,29 +118,32 @@ def timed(run: Run) -> float:
 Maker = Callable[[int, int], Run]
 
 
-def of_layer_and_action(make: Maker, rounds: int, *, is_sliced: bool) -> tuple[Counts, Counts]:
-    """By differences: of models with more layers and of steps with more slices.
+def of_layer_and_action(make: Maker, rounds: int) -> tuple[Counts, Counts]:
+    """By differences between models with few and many layers, and steps with few and many slices:
 
-        step = per step + slices * (2 * per action + layers * per layer)
-
-    A plain model has one slice, and all that is not its layers' is its actions', a forward and a backward.
+    step = rest + layers * rest + slices * (2 * per action + layers * per layer)
     """
     (few_layers, few_slices), (many_layers, many_slices) = FEW, MANY
-    slices = many_slices if is_sliced else 1
-    sizes = [(many_layers, slices), (few_layers, slices)]
-    sizes += [(few_layers, few_slices)] if is_sliced else []
-    runs = [warm(make(*size)) for size in sizes]
-    found = [count(run) for run in runs]
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, mine in zip(runs, times, strict=True):
-            mine.append(timed(run))
-    if rounds:
-        found = [c._replace(microseconds=statistics.median(mine)) for c, mine in zip(found, times, strict=True)]
-    layer = (found[0] - found[1]).over((many_layers - few_layers) * slices)
-    rest = (found[1] - found[2]).over(many_slices - few_slices) if is_sliced else found[1]
-    action = (rest - layer.over(1 / few_layers)).over(2)
-    return layer, action
+    sizes = [(layers, slices) for slices in (few_slices, many_slices) for layers in (few_layers, many_layers)]
+    few, few_deeper, many, many_deeper = measure([warm(make(*size)) for size in sizes], rounds)
+    slices = many_slices - few_slices
+    layer = ((many_deeper - few_deeper) - (many - few)).over(slices * (many_layers - few_layers))
+    return layer, ((many - few).over(slices) - layer.over(1 / few_layers)).over(2)
+
+
+def of_plain_layer_and_action(make: Maker, rounds: int) -> tuple[Counts, Counts]:
+    """A plain model has one slice, and all that is not its layers' is its actions', a forward and a backward."""
+    (few_layers, _), (many_layers, _) = FEW, MANY
+    few, many = measure([warm(make(layers, 1)) for layers in (few_layers, many_layers)], rounds)
+    layer = (many - few).over(many_layers - few_layers)
+    return layer, (few - layer.over(1 / few_layers)).over(2)
+
+
+def measure(runs: Sequence[Run], rounds: int) -> list[Counts]:
+    """The runs take turns; the best time counts."""
+    counts = [count(run) for run in runs]
+    times = [[timed(run) for run in runs] for _ in range(rounds)] or [[0.0] * len(runs)]
+    return [c._replace(microseconds=min(mine)) for c, mine in zip(counts, zip(*times, strict=True), strict=True)]
 
 
 def of_foreign_layer() -> tuple[Counts, Counts]:
@@ -190,7 +194,7 @@ def main() -> None:
     rows: list[list[object]] = []
     figures: dict[str, float] = {}
     for name, ours, plain in (("GPT", sliced_gpt, plain_gpt), ("Llama", sliced_llama, plain_llama)):
-        both = of_layer_and_action(ours, rounds, is_sliced=True), of_layer_and_action(plain, rounds, is_sliced=False)
+        both = of_layer_and_action(ours, rounds), of_plain_layer_and_action(plain, rounds)
         for part, mine, theirs in zip(("layer and slice", "action"), *both, strict=True):
             for what, a, b in zip(Counts._fields, mine, theirs, strict=True):
                 if a or b:
