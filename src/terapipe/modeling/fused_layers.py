@@ -36,6 +36,11 @@ def keep_plain(modules: Iterable[nn.Module]) -> None:
         vars(module)[_KEEPS_CLASS] = True
 
 
+def has_plain_products(stage: nn.Module) -> bool:
+    """Whether some linear layers make gradients as autograd does, for good: those of compiled layers."""
+    return any(_KEEPS_CLASS in vars(m) and _fused_class(type(m)) is not None for m in stage.modules())
+
+
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """A module's class without what ``fuse_weight_grads`` did."""
     return _plain.get(type(module), type(module))

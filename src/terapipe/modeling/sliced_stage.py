@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.fused_layers import fuse_weight_grads
+from terapipe.modeling.fused_layers import fuse_weight_grads, has_plain_products
 from terapipe.modeling.stage import Stage
 
 
@@ -46,6 +46,12 @@ class SlicedStage:
         """Of the cache's current slice, see ``SliceCache.backward``."""
         with self.over(cache):  # layers may be computed again
             cache.backward(out, gradient, others)
+
+    @property
+    def defers_weight_grads(self) -> bool:
+        """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
+        autograd does: their backwards are one piece, and the halves that follow have nothing to do."""
+        return self._fused and not has_plain_products(cast(nn.Module, self.stage))
 
     def over(self, cache: SliceCache) -> SliceCache:
         """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""
