@@ -134,7 +134,7 @@ class SliceCache:
         self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor, int]] = {}
         self.checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
         self.is_in_forward = False  # whether a slice's forward is running
-        self._task: int | None = None  # autograd's number of the running backward of a slice
+        self.own_task: int | None = None  # autograd's number of the running backward of a slice
 
     def begin(self, context: int, length: int) -> None:
         if length < 1 or context < 0 or context + length > self.seq_len:
@@ -250,18 +250,18 @@ class SliceCache:
         try:
             torch.autograd.backward(roots, gradients)
         finally:
-            self._task = None
+            self.own_task = None
             for handle in handles:
                 handle.remove()
 
     def _note_task(self, _: Tensor) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self.own_task = torch._C._current_graph_task_id()
 
     @property
     def is_own_backward(self) -> bool:
         """Whether autograd is at work for ``run_backward`` itself, not for another backward such as
         ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
-        return torch._C._current_graph_task_id() == self._task
+        return torch._C._current_graph_task_id() == self.own_task
 
     def clear(self) -> None:
         self._left.clear()

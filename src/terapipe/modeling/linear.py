@@ -188,7 +188,8 @@ class _Project(torch.autograd.Function):
             inputs = x.reshape(-1, x.shape[-1])
             left, right = (inputs, rows) if inputs_first else (rows, inputs)
             deferred = DeferredGrad(weight, left, right, cache.main_grads and weight.dtype in HALF)
-            if not cache.is_own_backward or weight._backward_hooks:
+            # Whether this backward is the slice's own, as ``is_own_backward`` says, without one more call.
+            if torch._C._current_graph_task_id() != cache.own_task or weight._backward_hooks:
                 returned = laid_out_like(weight, deferred.product().to(weight.dtype))
             elif cache.defer:
                 cache.deferred.append(deferred)
