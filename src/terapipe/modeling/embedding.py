@@ -20,7 +20,7 @@ NO_PADDING = -1  # what torch takes for it
 def embed(ids: Tensor, weight: Tensor, padding: int | None, cache: SliceCache) -> Tensor:
     """As ``F.embedding``. The backward of a slice (``SliceCache.backward``) adds to ``.grad`` in place; any other gets
     the gradient from autograd. The row of ``padding`` gets none."""
-    out: Tensor = _Embed.apply(ids, weight, NO_PADDING if padding is None else padding, cache)  # type: ignore[no-untyped-call]
+    out: Tensor = _apply_embed(ids, weight, NO_PADDING if padding is None else padding, cache)
     return out
 
 
@@ -41,6 +41,9 @@ class _Embed(torch.autograd.Function):
             _add(weight, ids.flatten(), grad.reshape(-1, grad.shape[-1]), padding, to_main_grad=cache.main_grads)
             return None, None, None, None
         return None, _table(grad, ids, weight, padding), None, None
+
+
+_apply_embed: Any = super(torch.autograd.Function, _Embed).apply  # see linear.py
 
 
 def _table(grad: Tensor, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
