@@ -185,3 +185,20 @@ def test_the_compiler_is_not_loaded_before_it_is_asked_for() -> None:
         "import sys, terapipe.modeling.compiling, terapipe.runtime.pipeline; sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_stage_says_that_compiled_layers_put_nothing_off() -> None:
+    """Those of a GPT's attention, which stay outside, still do."""
+    from terapipe.modeling.fused_layers import plain_class
+    from terapipe.modeling.sliced_stage import SlicedStage
+
+    stage = make_model(TINY).stage(0, 4, torch.device("cpu"))
+    sliced = SlicedStage(stage)
+    assert sliced.defers_weight_grads
+    assert not SlicedStage(stage, fused=False).defers_weight_grads
+    compile_layers(stage, backend=TRACED)
+    assert not sliced.defers_weight_grads
+    assert not SlicedStage(stage).defers_weight_grads, "classes stay as they were compiled"
+    block: Any = stage.blocks[0]
+    linears = (block.attention.qkv, block.attention.out, block.up, block.down, stage.head)
+    assert [type(module) is plain_class(module) for module in linears] == [False, False, True, True, False]

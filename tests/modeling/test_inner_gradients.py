@@ -16,10 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from terapipe import GPT, Layout, Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.fused_linear import FusedLinears
+from terapipe.modeling.fused_layers import fuse_weight_grads, plain_class
 from terapipe.modeling.hf.comparison import Batch, errors, reference
 from terapipe.modeling.hf.shrink import small_config, small_model
-from terapipe.modeling.linear import Linear
 from terapipe.modeling.stage import IGNORE
 from tests.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.ranks import Ranks
@@ -57,7 +56,7 @@ class Around(nn.Module):
     def __init__(self, layer: nn.Module, change: Callable[["Around", Tensor, SliceCache | None], Tensor]) -> None:
         super().__init__()
         self.layer, self.change = layer, change
-        self.linear, self.own = nn.Linear(TINY.hidden, TINY.hidden), Linear(TINY.hidden, TINY.hidden)
+        self.linear, self.own = nn.Linear(TINY.hidden, TINY.hidden), nn.Linear(TINY.hidden, TINY.hidden)
         with torch.no_grad():
             for p in (*self.linear.parameters(), *self.own.parameters()):
                 p.copy_(torch.sin(torch.arange(p.numel())).view_as(p))
@@ -66,7 +65,7 @@ class Around(nn.Module):
         return self.change(self, self.layer(x, cache), cache)
 
     def energy(self, x: Tensor, cache: SliceCache | None) -> Tensor:
-        return (torch.tanh(self.linear(x)).square() + torch.tanh(self.own(x, cache)).square()).sum()
+        return (torch.tanh(self.linear(x)).square() + torch.tanh(self.own(x)).square()).sum()
 
 
 def model_with(change: Callable[[Around, Tensor, SliceCache | None], Tensor]) -> GPT:
@@ -136,10 +135,10 @@ def test_gradients_inside_a_layer_do_not_go_through_attention() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["nn.Linear", "Linear", "Conv1D"])
+@pytest.mark.parametrize("kind", ["nn.Linear", "Conv1D"])
 def test_gradients_of_weights_inside_a_slice(kind: str, dtype: torch.dtype | None) -> None:
     """To the second order, and ``.grad`` is left alone."""
-    module: Any = {"nn.Linear": nn.Linear, "Linear": Linear, "Conv1D": Conv1D}[kind](4, 4)
+    module: Any = {"nn.Linear": nn.Linear, "Conv1D": Conv1D}[kind](4, 4)
     module = nn.Sequential(module)
     x = torch.randn(2, 5, 4, requires_grad=True)
 
@@ -152,8 +151,10 @@ def test_gradients_of_weights_inside_a_slice(kind: str, dtype: torch.dtype | Non
 
     wanted, cache = of(module), SliceCache(5)
     cache.begin(0, 5)
-    with FusedLinears(module, ()).over(cache):
-        gradients = of((lambda x: module[0](x, cache)) if kind == "Linear" else module)
+    fuse_weight_grads(module)
+    cache.fuses = True
+    with cache:
+        gradients = of(module)
     for truth, gradient in zip(wanted, gradients, strict=True):
         torch.testing.assert_close(gradient, truth, rtol=0.05 if dtype else 1e-5, atol=0.01 if dtype else 1e-6)
     assert all(p.grad is None for p in module.parameters())
@@ -165,7 +166,7 @@ def test_gradients_of_weights_inside_a_slice(kind: str, dtype: torch.dtype | Non
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("recompute", MODES)
 def test_tensor_hooks_see_the_whole_gradient_once(order: str, recompute: str) -> None:
-    """``register_hook`` saw the part of each slice, or for the weights of ``Linear`` nothing."""
+    """``register_hook`` saw the part of each slice, or for weights whose gradients are added in place nothing."""
     names = ["embedding.weight", "layers.0.norm1.weight", "layers.1.up.weight", "layers.3.down.bias", "norm.bias"]
     wanted = watched(model := make_model(TINY), partial(plain, model), names)
     for fused in (True, False):
@@ -252,7 +253,7 @@ def test_weights_changed_by_a_later_slice_are_refused(name: str, recompute: str)
     """Their gradients are those of other weights than the forward's: autograd refuses that, and so do we."""
 
     def grow(module: Around, x: Tensor, cache: SliceCache | None) -> Tensor:
-        out: Tensor = module.linear(x) + module.own(x, cache)
+        out: Tensor = module.linear(x) + module.own(x)
         if module is model.layers["2"] and cache is not None and cache.end == 29:
             with torch.no_grad():
                 model.get_parameter(name).add_(0.01)
@@ -307,10 +308,10 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("recompute", MODES)
 def test_a_parametrization_after_the_first_step(order: str, recompute: str) -> None:
-    """The module got its first class back, whose weight was gone. A parametrized ``Linear`` got no gradient."""
+    """The module got its first class back, whose weight was gone."""
 
     def mixed(module: Around, x: Tensor, cache: SliceCache | None) -> Tensor:
-        return torch.tanh(module.linear(x)) + module.own(x, cache)
+        return torch.tanh(module.linear(x)) + module.own(x)
 
     model = model_with(mixed)
     pipe = pipe_of(model, order, recompute)
@@ -345,7 +346,7 @@ def test_what_is_copied_during_a_step_is_plain(recompute: str) -> None:
     pipe.step(batch.ids, batch.labels)
     handle.remove()
     for mine in copies:
-        assert {type(module) for module in mine.modules()} <= {type(module) for module in block.mlp.modules()}
+        assert {type(module) for module in mine.modules()} <= {plain_class(module) for module in block.mlp.modules()}
     gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     assert max(errors(wanted, (wanted[0], gradients)).values()) < 1e-12
 
@@ -358,11 +359,11 @@ def test_a_layer_that_is_copied_during_a_step_is_plain(recompute: str) -> None:
     def duplicate(module: Around, x: Tensor, cache: SliceCache | None) -> Tensor:
         if cache is not None and torch.is_grad_enabled() and not copies:
             copies.append(copy.deepcopy(module))
-        return torch.tanh(module.linear(x)) + module.own(x, cache)
+        return torch.tanh(module.linear(x)) + module.own(x)
 
     model = model_with(duplicate)
     pipe_of(model, recompute=recompute).step(IDS, LABELS)
     x = torch.randn(1, 5, TINY.hidden, dtype=torch.float64)
     (layer,) = (layer for layer in model.layers.values() if torch.equal(layer(x), copies[0](x)))
-    assert [type(module) for module in copies[0].modules()] == [type(module) for module in layer.modules()]
+    assert [type(module) for module in copies[0].modules()] == [plain_class(module) for module in layer.modules()]
     assert getattr(copies[0].forward, "__self__", None) is copies[0]

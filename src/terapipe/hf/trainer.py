@@ -34,7 +34,13 @@ from terapipe.hf.pipeline_config import PipelineConfig
 from terapipe.hf.pipelined import PipelinedModel, pipelined, unpatched
 from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 from terapipe.modeling.hf.decoder import Decoder
-from terapipe.modeling.hf.refusals import refuse_unfit, switch_checkpointing, untrainable, without_wrapper
+from terapipe.modeling.hf.refusals import (
+    find_dropouts,
+    refuse_unfit,
+    switch_checkpointing,
+    untrainable,
+    without_wrapper,
+)
 from terapipe.modeling.hf.structure import is_classifier
 from terapipe.planning.layout import Layout
 from terapipe.recompute import Recompute
@@ -165,7 +171,7 @@ class PipelineMixin:
                 f"weights of {name} are torch.float16 ({halves[0]}), whose small gradients are lost without a loss "
                 "scale, which a pipeline does not have; load the model with dtype=torch.bfloat16 or torch.float32"
             )
-        if reason := untrainable(inner):
+        if reason := untrainable(inner, find_dropouts(inner)):
             raise ValueError(f"{name}: {reason}")
         self._stop_checkpointing()
         with unpatched(inner):

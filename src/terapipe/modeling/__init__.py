@@ -3,7 +3,6 @@
 from terapipe.modeling.attention import attend
 from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.linear import Linear
 from terapipe.modeling.stage import (
     IGNORE,
     Predictor,
@@ -17,7 +16,6 @@ from terapipe.modeling.stage import (
 __all__ = [
     "GPT",
     "IGNORE",
-    "Linear",
     "Predictor",
     "SliceCache",
     "Splittable",

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.visibility import Visibility, segments
@@ -21,50 +22,93 @@ class KeyValueStore:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        # Each is one tensor of keys, then values, along the first dimension: so both are written by one operation.
+        self._pair: Tensor | None = None
+        self._gradients: Tensor | None = None
 
     def write(self, k: Tensor, v: Tensor, context: int, seq_len: int) -> None:
-        for name, x in (("k", k), ("v", v)):
-            if name in self._tensors and self._tensors[name].dtype != x.dtype:  # autocast was switched on or off
-                del self._tensors[name]
-                self._tensors.pop(f"d{name}", None)
-            if name not in self._tensors:
-                self._tensors[name] = x.new_empty(x.shape[0], x.shape[1], seq_len, x.shape[3])
-            self._tensors[name][:, :, context : context + x.shape[2]] = x
+        pair = self._pair
+        if pair is None or pair.dtype != k.dtype:  # autocast was switched on or off
+            pair = k.new_empty(2 * k.shape[0], k.shape[1], seq_len, k.shape[3])
+            self._pair, self._gradients = pair, None
+        torch.cat((k, v), out=pair[:, :, context : context + k.shape[2]])
 
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        return self._tensors["k"][sequences, :, keys], self._tensors["v"][sequences, :, keys]
+        assert self._pair is not None
+        k, v = self._pair.chunk(2)
+        return k[sequences, :, keys], v[sequences, :, keys]
 
     def add_grad(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, overwrite: bool) -> None:
         """Adds to the gradients of earlier tokens, or overwrites what an earlier step left."""
-        for name, x in (("k", dk), ("v", dv)):
-            room = self._grad(name)[sequences, :, keys]
+        for room, x in zip(self._room().chunk(2), (dk, dv), strict=True):
             if overwrite:
-                room.copy_(x)
+                room[sequences, :, keys].copy_(x)
             else:
-                room.add_(x)
+                room[sequences, :, keys].add_(x)
 
     def zero_grad(self) -> None:
         """Zeroes dK and dV: needed when later slices do not write every entry."""
-        for name in ("k", "v"):
-            self._grad(name).zero_()
+        self._room().zero_()
 
     def grad(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._tensors["dk"][:, :, start:end], self._tensors["dv"][:, :, start:end]
+        dk, dv = self._room()[:, :, start:end].chunk(2)
+        return dk, dv
 
-    def _grad(self, name: str) -> Tensor:
-        if f"d{name}" not in self._tensors:
-            wide = torch.promote_types(self._tensors[name].dtype, torch.float32)
-            self._tensors[f"d{name}"] = torch.empty_like(self._tensors[name], dtype=wide)
-        return self._tensors[f"d{name}"]
+    def _room(self) -> Tensor:
+        """For gradients."""
+        if self._gradients is None:
+            assert self._pair is not None
+            wide = torch.promote_types(self._pair.dtype, torch.float32)
+            self._gradients = torch.empty_like(self._pair, dtype=wide)
+        return self._gradients
+
+
+# Caches whose slices are being computed, the innermost last. Per process, not per thread: on a GPU, the backward
+# recomputes layers in a thread of its own.
+_computing: list["SliceCache"] = []
+
+
+def current_slice() -> "SliceCache | None":
+    """The cache of the slice that is being computed, for modules that are not told: linear layers, embeddings, and the
+    attention of Hugging Face models."""
+    return _computing[-1] if _computing else None
+
+
+def slice_that_adds(weight: Tensor) -> "SliceCache | None":
+    """The slice that is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
+
+    Weights that are computed from others (parametrizations) have no ``.grad``; tensor classes with operations of their
+    own (low precision training) and the transforms of torch.func know better what to do.
+    """
+    if (
+        not _computing
+        or not weight.requires_grad
+        or not weight.is_leaf
+        # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
+        or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
+        or type(weight) not in (nn.Parameter, Tensor, DTensor)
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    return _computing[-1] if _computing[-1].fuses else None
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+    """``torch.autograd.backward``; inside of a slice, a backward that belongs to it."""
+    cache = current_slice()
+    if cache is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        cache.run_backward(roots, gradients)
 
 
 class SliceCache:
     """What a stage keeps of one microbatch from slice to slice.
 
     ``begin`` says which tokens the calls that follow are about; set it before a slice's forward and again before its
-    backward, which must be ``backward``. A cache may be used again for another microbatch of the same size, after
-    ``clear``: of keys and values nothing is read before it is written.
+    backward, which must be ``backward``. Inside of ``with cache``, it is the ``current_slice``. A cache may be used
+    again for another microbatch of the same size, after ``clear``: of keys and values nothing is read before it is
+    written.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -78,7 +122,9 @@ class SliceCache:
         self._longest: int | None = None
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
         self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
+        self.calls: dict[Hashable, int] = {}  # of modules that call attention, since the cache was entered
         self.casts: dict[Tensor, Tensor] = {}  # weights in another dtype; several caches may share it
+        self.fuses = False  # whether gradients of weights are added where they lie: see fused_layers.py
         self.main_grads = False  # whether gradients of half-precision weights are summed in float32: see main_grads.py
         self.defer = False  # whether backwards put off the gradients of weights ...
         self.deferred: list[Any] = []  # ... and what they put off: see linear.py
@@ -86,9 +132,9 @@ class SliceCache:
         # Outputs of attention with their versions, and log-sum-exps, by layer and start of the slice, for layers that
         # are computed again.
         self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor, int]] = {}
-        self._checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
+        self.checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
         self.is_in_forward = False  # whether a slice's forward is running
-        self._task: int | None = None  # autograd's number of the running backward of a slice
+        self.own_task: int | None = None  # autograd's number of the running backward of a slice
 
     def begin(self, context: int, length: int) -> None:
         if length < 1 or context < 0 or context + length > self.seq_len:
@@ -101,6 +147,20 @@ class SliceCache:
     def end(self) -> int:
         return self.context + self.length
 
+    def __enter__(self) -> Self:
+        _computing.append(self)
+        self.calls = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _computing.pop()
+
+    def name_call(self, module: Hashable) -> tuple[Hashable, int]:
+        """A name for attention that a module calls: the module and how often it has called it for this slice."""
+        number = self.calls.get(module, 0)
+        self.calls[module] = number + 1
+        return module, number
+
     def pop_deferred(self) -> list[Any]:
         """The gradients of weights that backwards put off since it was last asked."""
         deferred, self.deferred = self.deferred, []
@@ -109,7 +169,7 @@ class SliceCache:
     def add_sums(self, name: str, sums: Tensor) -> None:
         """Adds a layer's sums over the current slice's tokens, a vector, to those of an auxiliary loss of the stage:
         see auxiliary.py. A layer that is computed again adds nothing."""
-        if self._checkpointed == "again":
+        if self.checkpointed == "again":
             return
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
@@ -125,15 +185,10 @@ class SliceCache:
         first and does not compute it in the second."""
         return _Checkpointing(self, "first"), _Checkpointing(self, "again")
 
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether the layer that is being computed keeps only its input."""
-        return bool(self._checkpointed)
-
     def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
         """Output and log-sum-exps of the layer's first forward, if this is another one. They are let go of in the
         slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before that, too."""
-        if self._checkpointed != "again":
+        if self.checkpointed != "again":
             return None
         out, lse, version = self._attention[layer, self.context]
         if self.is_own_backward:
@@ -147,7 +202,7 @@ class SliceCache:
 
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
         """In the first forward of a layer that is computed again."""
-        if self._checkpointed == "first":
+        if self.checkpointed == "first":
             self._attention[layer, self.context] = out.detach(), lse, out._version
 
     @torch.no_grad()
@@ -158,7 +213,9 @@ class SliceCache:
         return self.casts[weight]
 
     def store(self, layer: Hashable) -> KeyValueStore:
-        return self._stores.setdefault(layer, KeyValueStore())
+        if layer not in self._stores:
+            self._stores[layer] = KeyValueStore()
+        return self._stores[layer]
 
     # Other states
 
@@ -168,7 +225,7 @@ class SliceCache:
 
     def set_state(self, name: Hashable, state: Tensor) -> Tensor:
         """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
-        if torch.is_grad_enabled() and state.requires_grad and self._checkpointed != "again":
+        if torch.is_grad_enabled() and state.requires_grad and self.checkpointed != "again":
             self._made.setdefault(self.end, {})[name] = state
         # There may be one already, if this forward is one that a backward begins with.
         return self._left.setdefault((name, self.end), state.detach().requires_grad_(state.is_floating_point()))
@@ -183,24 +240,28 @@ class SliceCache:
             if found is not None:
                 roots.append(state)
                 gradients.append(found)
+        self.run_backward(roots, gradients)
+        self._sums = {}  # what layers added that were computed again within it
+
+    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+        """A backward that belongs to the slice: gradients of weights go where ``fused_layers`` adds them."""
         # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
-        handles = [root.register_hook(self._note_task) for root in roots]
+        handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
         try:
             torch.autograd.backward(roots, gradients)
         finally:
-            self._task = None
+            self.own_task = None
             for handle in handles:
                 handle.remove()
-        self._sums = {}  # what layers added that were computed again within it
 
     def _note_task(self, _: Tensor) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self.own_task = torch._C._current_graph_task_id()
 
     @property
     def is_own_backward(self) -> bool:
-        """Whether autograd is at work for ``backward`` itself, not for another backward such as
+        """Whether autograd is at work for ``run_backward`` itself, not for another backward such as
         ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
-        return torch._C._current_graph_task_id() == self._task
+        return torch._C._current_graph_task_id() == self.own_task
 
     def clear(self) -> None:
         self._left.clear()
@@ -216,7 +277,7 @@ class SliceCache:
     def clone(self) -> Self:
         """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
         computed several times. Not between a forward with gradients and its backward."""
-        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts)})
+        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts, self.calls)})
 
     # Documents
 
@@ -265,11 +326,11 @@ class _Checkpointing(AbstractContextManager[None]):
         self._before: list[Literal["", "first", "again"]] = []
 
     def __enter__(self) -> None:
-        self._before.append(self._cache._checkpointed)
-        self._cache._checkpointed = self._which
+        self._before.append(self._cache.checkpointed)
+        self._cache.checkpointed = self._which
 
     def __exit__(self, *_: object) -> None:
-        self._cache._checkpointed = self._before.pop()
+        self._cache.checkpointed = self._before.pop()
 
 
 def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:

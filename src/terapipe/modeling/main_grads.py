@@ -5,7 +5,7 @@ in half precision each addition rounds again. So during a step the sum is ``main
 same under this name). At the end it is rounded once, to ``.grad``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import laid_out_like, to_local
+from terapipe.modeling.dtensor import laid_out_like
 
 HALF = (torch.float16, torch.bfloat16)
+TOGETHER = 1 << 24  # numbers that are rounded in one operation
+SMALL = 1 << 16  # numbers of a gradient that is added together with others
 _NAME = "main_grad"
 
 
@@ -58,6 +60,16 @@ def _add_product_to(total: Tensor, left: Tensor, right: Tensor, *, is_first: boo
     torch.addmm(total, left.t(), right, beta=0 if is_first else 1, out_dtype=torch.float32, out=total)
 
 
+@torch.no_grad()
+def add_rows(parameter: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Adds to some rows of an embedding's gradient; an id may occur several times."""
+    total = main_grad(parameter)
+    if total is None:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+        setattr(parameter, _NAME, total)
+    total.index_add_(0, ids, rows.float())
+
+
 _fused: dict[torch.dtype, bool] = {}
 
 
@@ -84,8 +96,8 @@ def drop_main_grads(parameters: Iterable[nn.Parameter]) -> None:
 def sum_in_float32(parameters: Iterable[nn.Parameter]) -> list[Any]:
     """From now on, what autograd adds to ``.grad`` of half-precision parameters goes to ``main_grad`` instead. Returns
     handles of the hooks that do it."""
-    half = (p for p in parameters if p.requires_grad and is_half(p))
-    return [p.register_post_accumulate_grad_hook(_move) for p in half]  # type: ignore[no-untyped-call]
+    half, mover = (p for p in parameters if p.requires_grad and is_half(p)), _Mover()
+    return [p.register_post_accumulate_grad_hook(mover.take) for p in half]  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -103,10 +115,59 @@ def summed_in_float32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             handle.remove()
 
 
-def _move(parameter: Tensor) -> None:
-    grad, parameter.grad = parameter.grad, None
-    if grad is not None:  # torch calls hooks of parameters without a gradient, too
-        add_to_main_grad(parameter, grad)
+class _Mover:
+    """Moves gradients to their sums: large ones at once, small ones (norms, biases) together when the backward is over.
+    A slice has two to eight of those for each layer, and a kernel for each would cost a GPU's host more than the sum.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._task = -1  # autograd's number of the backward that they are of
+
+    def take(self, parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:  # torch calls hooks of parameters without a gradient, too
+            return
+        if grad.numel() > SMALL or isinstance(grad, DTensor):
+            add_to_main_grad(parameter, grad)
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what a backward left that failed is let go of
+            self._task, self._parts = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._add)
+        self._parts.append((parameter, grad))
+
+    def _add(self) -> None:
+        parts, self._parts, self._task = self._parts, [], -1
+        add_to_main_grads(parts)
+
+
+@torch.no_grad()
+def add_to_main_grads(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """As ``add_to_main_grad`` for each, in two operations: their sums lie in one tensor, one after the other."""
+    parameters = [parameter for parameter, _ in parts]
+    totals = [main_grad(p) for p in parameters]
+    whole = totals[0]._base if totals[0] is not None else None
+    flat = torch.cat([part.flatten() for _, part in parts])
+    if whole is not None and _lie_in(whole, totals) and whole.numel() == flat.numel():
+        whole.add_(flat)
+    elif all(total is None for total in totals):
+        sums = torch.split(flat.float(), [p.numel() for p in parameters])
+        for p, total in zip(parameters, sums, strict=True):
+            setattr(p, _NAME, total.view_as(p))
+    else:  # not the parameters of the backward before, or not in its order
+        for parameter, part in parts:
+            add_to_main_grad(parameter, part)
+
+
+def _lie_in(whole: Tensor, totals: Iterable[Tensor | None]) -> bool:
+    """Whether they are all of it, in this order."""
+    at = 0
+    for total in totals:
+        if total is None or total._base is not whole or total.storage_offset() != at:
+            return False
+        at += total.numel()
+    return True
 
 
 def _pop(parameter: Tensor) -> Tensor | None:
@@ -125,10 +186,27 @@ def match_main_grad(parameter: nn.Parameter) -> None:
 
 @torch.no_grad()
 def round_to_grad(parameters: Iterable[nn.Parameter]) -> None:
-    """The sums become ``.grad``, one after the other, so that only one exists twice."""
+    """The sums become ``.grad``, a few at a time, so that only those exist twice."""
+    waiting: list[tuple[nn.Parameter, Tensor]] = []
+    numbers = 0
     for p in parameters:
         total = _pop(p)
-        if total is None:
-            continue
-        grad = total.to(p.dtype)
-        p.grad = grad if isinstance(grad, DTensor) else laid_out_like(p, to_local(grad))
+        if isinstance(total, DTensor):
+            p.grad = total.to(p.dtype)
+        elif total is not None:
+            waiting.append((p, total))
+            numbers += total.numel()
+            if numbers > TOGETHER:
+                _round(waiting)
+                numbers = 0
+    _round(waiting)
+
+
+def _round(sums: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """In one operation."""
+    grads = [torch.empty_like(total, dtype=p.dtype) for p, total in sums]
+    if sums:
+        torch._foreach_copy_(grads, [total for _, total in sums])
+    for (p, _), grad in zip(sums, grads, strict=True):
+        p.grad = laid_out_like(p, grad)
+    sums.clear()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -10,25 +9,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.fused_linear import FusedLinears
+from terapipe.modeling.fused_layers import fuse_weight_grads, has_plain_products
 from terapipe.modeling.stage import Stage
 
 
 class SlicedStage:
-    """Forwards and backwards of a stage's slices. With ``fused``, linear layers add gradients of their weights in
-    place, or put them off (see fused_linear.py)."""
+    """Forwards and backwards of a stage's slices. With ``fused``, linear layers and embeddings add gradients of their
+    weights in place, or put them off (see fused_layers.py)."""
 
     def __init__(self, stage: Stage, *, fused: bool = True) -> None:
         self.stage, self._fused = stage, fused
-
-    @cached_property
-    def _linears(self) -> FusedLinears:
-        """Found at the first slice: until then layers may be compiled."""
-        return FusedLinears(cast(nn.Module, self.stage), self.stage.blocks)
+        if fused:
+            fuse_weight_grads(cast(nn.Module, stage))
 
     def forward(self, x: Tensor, cache: SliceCache, *, selective: bool = False) -> Tensor:
         """The cache's current slice. With ``selective`` each layer keeps its input and attention's output only."""
-        with self._over(cache), self._checkpointed(cache) if selective else nullcontext():
+        with self.over(cache), self._checkpointed(cache) if selective else nullcontext():
             cache.is_in_forward = True
             try:
                 return self.stage(x, cache)
@@ -48,13 +44,19 @@ class SlicedStage:
         self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
         """Of the cache's current slice, see ``SliceCache.backward``."""
-        with self._over(cache):  # layers may be computed again
+        with self.over(cache):  # layers may be computed again
             cache.backward(out, gradient, others)
 
-    @contextmanager
-    def _over(self, cache: SliceCache) -> Iterator[None]:
-        with self._linears.over(cache) if self._fused else nullcontext():
-            yield
+    @property
+    def defers_weight_grads(self) -> bool:
+        """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
+        autograd does: their backwards are one piece, and the halves that follow have nothing to do."""
+        return self._fused and not has_plain_products(cast(nn.Module, self.stage))
+
+    def over(self, cache: SliceCache) -> SliceCache:
+        """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""
+        cache.fuses = self._fused
+        return cache
 
     @contextmanager
     def _checkpointed(self, cache: SliceCache) -> Iterator[None]:

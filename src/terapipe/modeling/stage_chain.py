@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.cache import SliceCache, run_backward
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.sliced_stage import SlicedStage
@@ -74,8 +74,9 @@ class StageChain:
             for k in range(len(self._stages)):
                 hidden = one.forward(self._stages[k], self.caches[k], hidden, mode)
             outputs.append(hidden.detach())
-            value = loss(hidden, one.start, one.start + one.length)
-            value.backward()  # type: ignore[no-untyped-call]
+            with self._stages[-1].over(self.caches[-1]):
+                value = loss(hidden, one.start, one.start + one.length)
+                run_backward([value])
             total += value.item() + one.total_of_sums()
             one.inputs.append(hidden)
         for one in reversed(slices):

@@ -18,6 +18,7 @@ from terapipe.recompute import Recompute
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Terms, agree, check_total, checksum, lone_checksums
+from terapipe.runtime.module_tree import named_parameters_of
 from terapipe.runtime.objective import PipelineObjective
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.traits import Traits, refuse_differences
@@ -69,7 +70,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        named = list(module.named_parameters())
+        named = named_parameters_of(module)
         frozen = {name: "trained" if p.requires_grad else "frozen" for name, p in named}
         return cls(frozen, sum(bool(p._post_accumulate_grad_hooks or p._backward_hooks) for _, p in named))
 

@@ -241,7 +241,9 @@ class Executor:
             self._note_versions(k, s)
         self._add_sums(k, s, cache.pop_sums())
         if k == self._last_stage:
-            self._output_head.forward(s, out)
+            cache.defer = False
+            with self._sliced[k].over(cache):
+                self._output_head.forward(s, out)
         if self._train:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and mode != "full"):
@@ -274,7 +276,8 @@ class Executor:
             self._sums[k, s] = cache.pop_sums()
         assert out is not None
         if gradient is None:
-            gradient = self._output_head.gradient(s, out)
+            with self._sliced[k].over(cache):
+                gradient = self._output_head.gradient(s, out)
         others = self._auxiliary.roots(s, self._sums.pop((k, s)))
         if out.requires_grad or others:  # a first stage may have nothing to train
             # Adds what later slices owe to this one's keys, values and states.

@@ -30,6 +30,7 @@ from terapipe.modeling.main_grads import (
 )
 from terapipe.modeling.stage import HasHead, Predictor, Stage
 from terapipe.runtime.mesh import DP, TP
+from terapipe.runtime.module_tree import named_parameters_of
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
 
@@ -58,8 +59,9 @@ class GradientSync:
 
     def stage_done(self, k: int) -> None:
         """The stage's gradients are complete on this rank; other stages are still at work."""
-        round_to_grad(self._modules[k].parameters())
-        match_layouts(self._modules[k].parameters())
+        parameters = [p for _, p in named_parameters_of(self._modules[k])]
+        round_to_grad(parameters)
+        match_layouts(parameters)
 
     def finish(self) -> None:
         """After the last stage's ``stage_done``, and after forwards only."""
@@ -77,8 +79,9 @@ class AllReduceSync(GradientSync):
 
     def stage_done(self, k: int) -> None:
         """Called on all replicas in the same order."""
-        match_layouts(self._modules[k].parameters())
-        for bucket in _buckets(list(_gradients(self._modules[k].parameters()))):
+        parameters = [p for _, p in named_parameters_of(self._modules[k])]
+        match_layouts(parameters)
+        for bucket in _buckets(list(_gradients(parameters))):
             alone = len(bucket) == 1 and bucket[0].is_contiguous()  # large ones are not copied
             flat = bucket[0] if alone else torch.cat([g.flatten() for g in bucket])
             self._pending.append((bucket, flat, self._transport.start_sum(flat)))
@@ -153,8 +156,8 @@ def gradients_put_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def hooks_when_complete(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Calls what ``register_post_accumulate_grad_hook`` registered once, at the end, for parameters with a gradient.
 
-    Autograd would call it after each slice, with a part of the gradient, and not at all for the weights of ``Linear``.
-    After a failure nothing is called.
+    Autograd would call it after each slice, with a part of the gradient, and not at all for weights whose gradients
+    are added in place. After a failure nothing is called.
     """
     with _hooks_set_aside(parameters) as hooks:
         yield

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets, labels_in
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
+from terapipe.modeling.cache import run_backward
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, HasHead, Predictor, Stage
 from terapipe.planning.slices import Slice
@@ -76,7 +77,7 @@ class TokenLosses(_Base):
             loss, metrics = scalar(self._slice_loss(self._stage, hidden, self._batch.cut(s)), self._train)
             scaled = loss * scale
         if self._train:
-            scaled.backward()  # type: ignore[no-untyped-call]
+            run_backward([scaled])
             self._gradients[s] = _found(hidden)
         self._add(loss, metrics, scale)
 
@@ -154,7 +155,7 @@ class _TwoPhases(_Base):
         roots = [(v, g[:, s.context : s.end]) for v, g in pairs if v.requires_grad]
         if not roots:
             raise ValueError("per_token must return values with a gradient, got none; do not detach all of them")
-        torch.autograd.backward([v for v, _ in roots], [g.to(v.dtype) for v, g in roots])
+        run_backward([v for v, _ in roots], [g.to(v.dtype) for v, g in roots])
         if s.context == 0:
             del self._gradients[s.microbatch]
         return _found(hidden)

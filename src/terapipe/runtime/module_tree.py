@@ -202,3 +202,19 @@ def _share_state(target: nn.Module, holders: Iterable[nn.Module], path: str) -> 
             target._parameters[name] = p
         for name in _own_names(holder) & holder._buffers.keys():
             target._buffers.setdefault(name, holder._buffers[name])
+
+
+def named_parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """``list(module.named_parameters())``, for which torch walks in generators within generators: a step asks several
+    times, and on a GPU the host has no time for that."""
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    waiting: list[tuple[str, nn.Module]] = [("", module)]
+    while waiting:
+        prefix, part = waiting.pop()
+        for name, p in part._parameters.items():
+            if p is not None and id(p) not in named:
+                named[id(p)] = prefix + name, p
+        for name, child in reversed(part._modules.items()):
+            if child is not None:
+                waiting.append((f"{prefix}{name}.", child))
+    return list(named.values())

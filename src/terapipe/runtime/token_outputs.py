@@ -25,6 +25,7 @@ from terapipe.runtime.inputs import Batch, Documents
 from terapipe.runtime.last_stage import TokenOutputs
 from terapipe.runtime.mesh import ALL
 from terapipe.runtime.module_states import ModuleStates
+from terapipe.runtime.module_tree import named_parameters_of
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.transport import Transport
@@ -198,7 +199,7 @@ class TokenOutputSteps(Forwards):
     def _gradients_added(self) -> Iterator[None]:
         """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``,
         and hooks are called. Where any rank has hooks, all wait for them: an error in one must not come out later."""
-        held = list(self.parameters())
+        held = [p for _, p in named_parameters_of(self)]
         tied = set(self._tied.parameters)
         summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p) or p._backward_hooks]
         with hooks_when_complete(held), earlier_gradients_set_aside(summed), tensor_hooks_when_complete(held):

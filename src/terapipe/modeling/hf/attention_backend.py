@@ -6,9 +6,7 @@ on to the attention.
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.cache import current_slice
 
 NAME = "terapipe"  # of the attention implementation
 
@@ -28,33 +26,6 @@ Backend = Literal["attention", "cache"]  # what carries state between slices: ``
 
 class UnsupportedModelError(ValueError):
     """A model, or a use of it, that would not be exact in stages and slices; the message says why."""
-
-
-class _SliceContext:
-    """The slice that is being computed. A layer is identified by its module and the number of calls of it so far."""
-
-    def __init__(self, cache: SliceCache) -> None:
-        self.cache = cache
-        self.calls: Counter[nn.Module] = Counter()
-
-
-# Per process, not per thread: on a GPU, the backward recomputes layers in a thread of its own.
-_current: list[_SliceContext] = []
-
-
-@contextmanager
-def computing(cache: SliceCache) -> Iterator[Counter[nn.Module]]:
-    """Attention inside uses the cache's current slice. Yields the number of attention calls of each module."""
-    _current.append(_SliceContext(cache))
-    try:
-        yield _current[-1].calls
-    finally:
-        _current.pop()
-
-
-def current() -> Any:
-    """The cache of the slice that is being computed."""
-    return _current[-1].cache
 
 
 @dataclass(frozen=True)
@@ -123,9 +94,9 @@ def slice_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls as attention: from (batch, heads, tokens, head size) to (batch, tokens, heads, size)."""
-    if not _current:
+    cache = current_slice()
+    if cache is None:
         raise UnsupportedModelError("this attention works on slices only: call the model through a Pipeline")
-    now = _current[-1]
     if dropout:
         raise UnsupportedModelError(
             f"dropout in attention is not supported, got {dropout}; set the model's attention dropout to 0"
@@ -135,10 +106,9 @@ def slice_attention(
     seen = attention_mask or MaskSpec()
     if seen.unknown:
         raise UnsupportedModelError(f"attention has a mask that slices do not know ({seen.unknown})")
-    layer = (module, now.calls[module])
-    now.calls[module] += 1
+    layer = cache.name_call(module)
     out = attend(
-        query, key, value, now.cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
+        query, key, value, cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
         chunk=seen.chunk,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

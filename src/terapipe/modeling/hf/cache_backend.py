@@ -11,7 +11,7 @@ attention backend: every slice keeps the keys and values of all tokens up to it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.hf.attention_backend import UnsupportedModelError, computing
+from terapipe.modeling.hf.attention_backend import UnsupportedModelError
 
 
 class ViewCache(SliceCache):
@@ -28,16 +28,15 @@ class ViewCache(SliceCache):
 
     def __init__(self, seq_len: int, config: PretrainedConfig) -> None:
         super().__init__(seq_len)
-        self._view = _model_cache(config, [_ExternalKV] * config.num_hidden_layers)
+        self._view = _StageCache(config, [_ExternalKV] * config.num_hidden_layers)
         self.inputs: dict[int, Tensor] = {}  # of the stage by context of the slice, for recomputation
 
     def states(self) -> Cache:
-        return _with_length(self._view, self.context)
+        return self._view.after(self.context)
 
     def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         self.states()  # layers that are recomputed may ask for its length
-        with computing(self):
-            super().backward(out, gradient, others)
+        super().backward(out, gradient, others)
         del self.inputs[self.context]
 
     def clear(self) -> None:
@@ -86,8 +85,9 @@ class StateCache(SliceCache):
         self._next = self.end
         if self.context == 0 or self._states is None:
             held = [number in self._held for number in range(self._config.num_hidden_layers)]
-            self._states = _model_cache(self._config, [_StateLayer if here else _ExternalKV for here in held])
-        return _with_length(self._states, self.context)
+            self._states = _StageCache(self._config, [_StateLayer if here else _ExternalKV for here in held])
+        states: Cache = self._states.after(self.context)
+        return states
 
     def detach_states(self) -> None:
         """Makes leaves of all state tensors. Called after a slice's forward."""
@@ -110,29 +110,68 @@ def _tensors(holder: dict[Any, Any], path: str = "") -> Iterator[tuple[str, dict
             yield from _tensors(value, f"{path}{key}.")
 
 
-def _model_cache(config: PretrainedConfig, mixins: Sequence[type]) -> Any:
-    """Transformers' cache for this model, in which each layer gets a mixin that overrides some methods.
+class _Length:
+    """How many tokens there were before the slice: one number for all layers that store nothing."""
+
+    tokens = 0
+
+
+class _StageCache(DynamicCache):
+    """Transformers' cache for all layers of a model, on a stage that holds some of them.
 
     A model's cache has layers of several classes (full, sliding window, recurrent, ...), and models check for these
-    with isinstance. So a layer of class C becomes an instance of a new class (mixin, C) with the same attributes.
-    Layers with plain keys and values on this stage need no override.
+    with isinstance. So a layer of class C becomes an instance of a new class (mixin, C) with the same attributes:
+
+        DynamicSlidingWindowLayer  ->  class _ExternalKV(_ExternalKV, DynamicSlidingWindowLayer)
+
+    Layers with plain keys and values on this stage need no mixin. Transformers asks for the kinds of all layers in
+    every forward; they are found once, so that a forward costs the same however many layers other stages have.
     """
-    cache: Any = DynamicCache(config=config)
-    for i, (layer, mixin) in enumerate(zip(cache.layers, mixins, strict=False)):
-        if mixin is _ExternalKV or isinstance(layer, LinearAttentionLayer):
-            # __new__ alone: the constructor of C may take anything, and its attributes are copied.
-            cache.layers[i] = object.__new__(type(mixin.__name__, (mixin, type(layer)), {}))
-            cache.layers[i].__dict__.update(vars(layer))
-    return cache
+
+    def __init__(self, config: PretrainedConfig, mixins: Sequence[type]) -> None:
+        super().__init__(config=config)
+        self._length = _Length()
+        layers: list[Any] = self.layers
+        for i, (layer, mixin) in enumerate(zip(layers, mixins, strict=False)):
+            if mixin is _ExternalKV:
+                layers[i] = _as_external(layer, self._length)
+            elif isinstance(layer, LinearAttentionLayer):
+                layers[i] = _with_mixin(layer, mixin, {})
+        self._sliding: list[bool] = [getattr(layer, "is_sliding", False) for layer in layers]
+        self._compileable = bool(layers) and all(layer.is_compileable for layer in layers)
+
+    def after(self, tokens: int) -> Self:
+        """The same cache, after telling layers that store nothing how many tokens there were."""
+        self._length.tokens = tokens
+        return self
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return self._sliding
+
+    @property
+    def is_compileable(self) -> bool:
+        return self._compileable
 
 
-def _with_length(cache: Any, seq_len: int) -> Cache:
-    """The cache, after telling layers that store nothing how many tokens there were."""
-    for layer in cache.layers:
-        if isinstance(layer, _ExternalKV):
-            layer.set_length(seq_len)
-    result: Cache = cache
-    return result
+def _with_mixin(layer: Any, mixin: type, members: dict[str, Any]) -> Any:
+    # __new__ alone: the constructor of C may take anything, and its attributes are copied.
+    changed: Any = object.__new__(type(mixin.__name__, (mixin, type(layer)), members))
+    changed.__dict__.update(vars(layer))
+    return changed
+
+
+def _as_external(layer: Any, length: _Length) -> Any:
+    """Attributes of a layer that say how many tokens there were become properties that ask the shared length."""
+    members: dict[str, Any] = {}
+    if hasattr(layer, "cumulative_length"):
+        members["cumulative_length"] = property(lambda self: self._shared.tokens)
+    if isinstance(layer, LinearAttentionLayer):
+        states = list(layer.has_previous_state)
+        members["has_previous_state"] = property(lambda self: dict.fromkeys(states, self._shared.tokens > 0))
+    external = _with_mixin(layer, _ExternalKV, members)
+    external._shared = length
+    return external
 
 
 class _StateLayer:
@@ -165,17 +204,10 @@ class _StateLayer:
 class _ExternalKV:
     """Mixin: a layer that stores nothing but knows its length, for which models may ask any layer."""
 
-    _length = 0
-
-    def set_length(self: Any, seq_len: int) -> None:
-        self._length = seq_len
-        if hasattr(self, "cumulative_length"):
-            self.cumulative_length = seq_len
-        if isinstance(self, LinearAttentionLayer):
-            self.has_previous_state = dict.fromkeys(self.has_previous_state, seq_len > 0)
+    _shared: _Length
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self._shared.tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from terapipe.modeling.cache import run_backward
 from terapipe.modeling.hf.attention_backend import Backend
 from terapipe.modeling.hf.decoder_stage import DecoderStage, loss_of
 from terapipe.modeling.hf.rope import depends_on_length
@@ -139,12 +140,11 @@ class SlicedModel:
         self._tied, routers = structure.tied, router_losses(model)
         num_layers = len(list(model.get_submodule(structure.layers).children()))
         edges = [num_layers * k // num_stages for k in range(num_stages + 1)]
-        with model.device:  # on which a stage makes zeros in place of other stages' weights
-            self._stages = [
-                DecoderStage(copy.deepcopy(model), structure, first, last, backend, routers=routers)
-                for first, last in pairwise(edges)
-                if first < last
-            ]
+        self._stages = [
+            DecoderStage(copy.deepcopy(model), structure, first, last, backend, routers=routers)
+            for first, last in pairwise(edges)
+            if first < last
+        ]
         if tp is not None:
             for stage in self._stages:
                 stage.parallelize(tp)
@@ -175,8 +175,9 @@ class SlicedModel:
                 sums[start, k] = cache.pop_sums()
                 passed.append((x, out))
                 x = out.detach().requires_grad_()
-            loss = stages[-1].loss(x, batch.labels[:, start : start + length]) / (batch.labels != IGNORE).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._sliced[-1].over(caches[-1]):
+                loss = stages[-1].loss(x, batch.labels[:, start : start + length]) / (batch.labels != IGNORE).sum()
+                run_backward([loss])
             total += loss.item()
             done.append([*passed, (x, x)])
         added, gradients = self._auxiliary(list(sums.values()))

@@ -15,6 +15,7 @@ from terapipe.modeling.hf.attention_backend import Backend, UnsupportedModelErro
 from terapipe.modeling.hf.changes import check_changes
 from terapipe.modeling.hf.decoder_stage import DecoderStage
 from terapipe.modeling.hf.refusals import (
+    find_dropouts,
     is_checkpointing,
     refuse_reentrant,
     refuse_unfit,
@@ -100,6 +101,7 @@ class Decoder:
                 self.backend, structure = backend, find_structure(small)
         self.structure: ModelStructure = structure.of(model)
         self._changes = check_changes(model, self.structure)
+        self._dropouts = find_dropouts(model)  # once: every step asks for their probabilities
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
             self._check_routers()
@@ -171,7 +173,7 @@ class Decoder:
             raise UnsupportedModelError(
                 f"packed documents are not exact in {name}: {reason}; give each document its own row"
             )
-        if training and (reason := untrainable(self.model) or self._changes.untrainable):
+        if training and (reason := untrainable(self.model, self._dropouts) or self._changes.untrainable):
             raise UnsupportedModelError(f"{name} in training mode: {reason}")
         if padded and self._routers:
             raise UnsupportedModelError(
@@ -291,14 +293,13 @@ class Decoder:
         model = self.model
         if any(p.is_meta for p in model.parameters()):
             model = self._weights.fill(model, StageWeights(model, self.structure, first, last))
-        with device:  # zeros that take no memory would take some when moved
-            stage = self._stage(model, first, last).to(device)
+        stage = self._stage(model, first, last, device)
         if tp is not None:
             stage.parallelize(tp)
         return stage
 
-    def _stage(self, model: PreTrainedModel, first: int, last: int) -> DecoderStage:
-        return DecoderStage(model, self.structure, first, last, self.backend, self._routers)
+    def _stage(self, model: PreTrainedModel, first: int, last: int, device: torch.device) -> DecoderStage:
+        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device)
 
     def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""

@@ -1,24 +1,26 @@
 """Some layers of a Hugging Face causal LM: the model's own forward, without the layers of other stages.
 
-A stage is a copy of the whole model in which other stages' modules are empty. Layers of other stages pass their input
-through; other modules (embedding, head, norms) have weights of zero. With layers 2 and 3 of 6:
+A stage is a copy of the whole model. It has its own layers only, and other modules of other stages (embedding, head,
+norms) have weights of zero. With layers 2 and 3 of 6:
 
-    model.forward:   embedding -> 0 -> 1 -> [2 -> 3] -> 4 -> 5 -> norm -> head
-                     zeros        pass      real        pass     not called
-                                         ^         ^
-                              _inject: x from      _capture: the output
-                              the stage before     for the next stage
+    model.forward:   embedding -> [2 -> 3] -> norm -> head
+                     zeros         real       not called
+                              ^         ^
+                   _inject: x from      _capture: the output
+                   the stage before     for the next stage
 
 So whatever the model does around its layers (positions, masks, rotary embeddings), it does itself. The last stage calls
-the model a second time with all layers passing through, for what comes after the layers (``_Head``).
+the model a second time with one layer that passes the hidden states through, for what comes after the layers
+(head.py). Models whose loop over layers knows more of their numbers (see own_layers.py) have stubs in place of layers
+of other stages, which pass their input through.
 
 The copy shares its tensors with the model, which is not changed: several pipelines can be made of one model.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +28,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe.modeling.auxiliary import AuxiliaryLoss
-from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.cache import SliceCache, current_slice
 from terapipe.modeling.hf.attention_backend import (
     NAME,
     Backend,
     UnsupportedModelError,
-    computing,
-    current,
     keep_outside,
 )
 from terapipe.modeling.hf.cache_backend import StateCache, ViewCache, length_only
+from terapipe.modeling.hf.head import Head
+from terapipe.modeling.hf.own_layers import (
+    Call,
+    LastLayerError,
+    LayerSwap,
+    OwnLayers,
+    are_same,
+    hidden_of,
+    recording,
+    wave_like,
+)
 from terapipe.modeling.hf.refusals import LateCheckpointing
 from terapipe.modeling.hf.rope import FixedLength, depends_on_length
 from terapipe.modeling.hf.router_losses import FLAG, RouterLosses
@@ -48,14 +59,13 @@ from terapipe.modeling.hf.structure import (
     owned_copy,
     stub,
     text_config,
-    token_logits,
     with_layers,
 )
 from terapipe.modeling.hf.tensor_parallel import parallelize
+from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, TensorParallel
 
 _PREFIX = "model."
-TENSORS_AND_MODULES = ("_parameters", "_buffers", "_modules")
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device
 
 
@@ -70,45 +80,7 @@ class _Call:
     rope_length: int  # of the longest document of the batch
     received: Tensor | None = None  # from the stage before, for the first layer
     output: Tensor | None = None  # of the last layer
-
-
-class _Head:
-    """What the model does after its layers: the model with all layers passing through the given hidden states.
-
-    Not a Module: it shares its modules with the stage's model, and a stage must not list them twice.
-    """
-
-    def __init__(self, model: PreTrainedModel, structure: ModelStructure) -> None:
-        self._hidden: Tensor | None = None
-        pass_hidden = PassThrough(structure.returns, lambda: self._hidden)
-        self._model: Any = with_layers(model, structure.layers, lambda i, layer: stub(layer, pass_hidden))
-        path = structure.layers.split(".")[:-1]
-        names = [".".join(path[:i]) for i in range(len(path) + 1)]
-        self._copies = [(self._model.get_submodule(name), model.get_submodule(name)) for name in names]
-
-    def __call__(self, hidden: Tensor, **inputs: Any) -> Tensor:
-        self._hidden = hidden
-        for copied, module in self._copies:  # which may have been told something since
-            copied.__dict__.update((name, x) for name, x in module.__dict__.items() if name not in TENSORS_AND_MODULES)
-        try:
-            return token_logits(self._model, use_cache=False, **inputs)
-        finally:
-            self._hidden = None
-
-    def before(self, hidden: Tensor, head: nn.Module, **inputs: Any) -> Tensor:
-        """What the head would be called with."""
-        found: list[Tensor] = []
-
-        def take(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
-            found.append(arguments[0])
-            return (arguments[0][..., :0, :],)  # without tokens its product costs nothing
-
-        hook = head.register_forward_pre_hook(take)
-        try:
-            self(hidden, **inputs)
-        finally:
-            hook.remove()
-        return found[0]
+    ends_early: bool = False  # with the output of the last layer
 
 
 class DecoderStage(nn.Module):
@@ -120,11 +92,15 @@ class DecoderStage(nn.Module):
         last: int,
         backend: Backend | None,
         routers: RouterLosses | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """On ``device``, by default that of the model."""
         super().__init__()
+        device = model.device if device is None else device
         self.backend, self._routers = backend, routers
+        self._depth = len(list(model.get_submodule(structure.layers).children()))
         self.structure, self.first, self.last = structure, first, last
-        self.is_first, self.is_last = first == 0, last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
+        self.is_first, self.is_last = first == 0, last == self._depth
         self._vocabulary = _vocabulary(model)
         pass_input = PassThrough(structure.returns)
 
@@ -140,15 +116,25 @@ class DecoderStage(nn.Module):
         self._late_checkpointing = LateCheckpointing(model, self.model)
         embedding: Any = self.model.get_input_embeddings()
         self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])
-        self._empty_modules()
-        self._call: _Call | None = None  # while the model is called
-        self._add_hooks()
-        self._head = _Head(self.model, structure) if self.is_last else None
-        self.__dict__["_lone_head"] = None  # not listed a second time among modules
-        self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
+        with device:  # zeros that take no memory would take some when moved
+            self._empty_modules()
+        self.to(device)
         for module in self.model.modules():
             if hasattr(module, PADDING_CHECK):
                 setattr(module, PADDING_CHECK, _no_padding)
+        self._call: _Call | None = None  # while the model is called
+        self._add_hooks()
+        self._head: Head | None = None
+        self.__dict__["_lone_head"] = None  # not listed a second time among modules
+        self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
+        self.has_own_layers_only = False
+        self._leave_out_layers()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``double`` and the like call."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._dtype = next(self.parameters()).dtype
+        return self
 
     def _add_hooks(self) -> None:
         for module in self.model.modules():
@@ -162,7 +148,8 @@ class DecoderStage(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.model.get_submodule(self.structure.layers))[self.first : self.last]
+        layers = self.model.get_submodule(self.structure.layers)._modules
+        return [layers[str(i)] for i in range(self.first, self.last)]
 
     def _empty_modules(self) -> None:
         """Replaces parameters of other stages' modules, also those of adapters, by zeros that take no memory."""
@@ -178,12 +165,84 @@ class DecoderStage(nn.Module):
     def _holds(self, place: str) -> bool:
         return place == LAYERS or (self.is_first if place == BEFORE else self.is_last)
 
+    def _leave_out_layers(self) -> None:
+        """Leaves out the layers of other stages if the model then does the same with those of this one."""
+        every = {int(i): layer for i, layer in self.model.get_submodule(self.structure.layers)._modules.items()}
+        own = {i: layer for i, layer in every.items() if self.first <= i < self.last}
+        calls: dict[int, Call] = {}
+        self.has_own_layers_only = self._are_called_alike(every, own, calls)
+        if self.is_last:
+            self._head = Head(self.model, self.structure, every, self._depth)
+            if self.has_own_layers_only:
+                with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
+                    self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
+        if self.has_own_layers_only:
+            self._swap(OwnLayers(own, self._end_forward)).apply()
+
+    def _swap(self, layers: OwnLayers) -> LayerSwap:
+        return LayerSwap(self.model, self.structure.layers, layers, self._depth)
+
+    def _are_called_alike(
+        self, every: Mapping[int, nn.Module], own: Mapping[int, nn.Module], calls: dict[int, Call]
+    ) -> bool:
+        """Whether layers are called with the same arguments if there are no others, in a first slice and a later one.
+        Puts the last of these calls into ``calls``."""
+        passing, returns = PassThrough(self.structure.returns), self.structure.returns
+        stubs = {i: stub(layer, passing) for i, layer in every.items()}
+        alone: dict[int, Call] = {}
+        lists = OwnLayers(stubs | recording(own, returns, calls)), OwnLayers(recording(own, returns, alone))
+        for context in (0, 3) if self.backend == "attention" else (0,):
+            try:
+                for layers in lists:
+                    self._try(layers, context)
+            except Exception:  # whatever the model's own code raises
+                return False
+            if calls.keys() != own.keys() or not are_same(calls, alone):
+                return False
+        return True
+
+    @torch.no_grad()
+    def _try(self, layers: OwnLayers, context: int) -> None:
+        """Calls the model with two tokens after so many, and with stubs for layers. Nothing changes by it."""
+        p, cache = next(self.parameters()), self.make_cache(1, context + 2)
+        cache.begin(context, 2)
+        x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(p.dtype)
+        self._call = _Call(cache.longest)
+        try:
+            with RandomState.now(p.device).restored(), self._swap(layers).applied():
+                inputs = self._inputs(x.to(p.device), cache)
+                inputs.pop(FLAG, None)  # stubs have no routers
+                if not self.is_first:  # nothing would show what the model does with zeros
+                    inputs["inputs_embeds"] = wave_like(inputs["inputs_embeds"])
+                self._base(**inputs)
+        finally:
+            self._call = None
+
+    def _use_smaller_head(self, own: Mapping[int, nn.Module], like: Tensor) -> None:
+        """With one layer in place of all, if that gives the same logits."""
+        few = Head(self.model, self.structure, {self.last - 1: own[self.last - 1]}, self._depth)
+        hidden = wave_like(like)
+        state, logits = RandomState.now(like.device), []
+        for head in (self._head, few):
+            assert head is not None
+            with torch.no_grad(), state.restored(), self._calling_head(hidden) as inputs:
+                logits.append(head(hidden, **inputs))
+        if are_same(*logits):
+            self._head = few
+            with self._calling_head(hidden) as inputs:
+                few.shorten(hidden, **inputs)
+
     # Hooks inside the model
+
+    def _end_forward(self) -> None:
+        """After the loop over layers. What the model does then is the last stage's, which does it in its head."""
+        if self._call and self._call.ends_early and self._call.output is not None:
+            raise LastLayerError
 
     def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Gives the first layer what the stage before sent, in place of what the model computed from zeros."""
         # A layer that is recomputed in the backward runs outside of a call; the cache has its input.
-        received = self._call.received if self._call else current().inputs[current().context]
+        received = self._call.received if self._call else _input_of(current_slice())
         if "hidden_states" in named:
             return arguments, {**named, "hidden_states": received}
         return (received, *arguments[1:]), named
@@ -222,22 +281,20 @@ class DecoderStage(nn.Module):
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         self._late_checkpointing.refuse()
-        base = self.model.get_submodule(self.structure.layers.partition(".")[0])
-        call = self._call = _Call(cache.longest, received=x)
+        carries_states = isinstance(cache, StateCache)
+        out: Any = None
+        call = self._call = _Call(cache.longest, received=x, ends_early=not carries_states and self._routers is None)
         try:
-            inputs: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
-            inputs |= self._positions(cache, x)
-            if self._routers is not None:
-                inputs[FLAG] = True
+            inputs = self._inputs(x, cache)
             if isinstance(cache, StateCache):
-                out = base(**inputs, past_key_values=cache.states(), use_cache=True)
+                out = self._base(**inputs)
                 cache.detach_states()
             else:
                 assert isinstance(cache, ViewCache)
                 cache.inputs[cache.context] = x
-                with computing(cache) as calls:
-                    out = base(**inputs, past_key_values=cache.states(), use_cache=False)
-                if sum(calls.values()) < self.last - self.first:
+                with cache, suppress(LastLayerError):
+                    out = self._base(**inputs)
+                if sum(cache.calls.values()) < self.last - self.first:
                     raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
         finally:
             self._call = None
@@ -245,6 +302,19 @@ class DecoderStage(nn.Module):
             self._routers.add(out.router_logits, cache)
         assert call.output is not None
         return call.output
+
+    @property
+    def _base(self) -> Any:
+        """The part of the model that calls the layers."""
+        return self.model.get_submodule(self.structure.layers.partition(".")[0])
+
+    def _inputs(self, x: Tensor, cache: SliceCache) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
+        inputs |= self._positions(cache, x)
+        if self._routers is not None:
+            inputs[FLAG] = True
+        assert isinstance(cache, StateCache | ViewCache)
+        return inputs | {"past_key_values": cache.states(), "use_cache": isinstance(cache, StateCache)}
 
     @property
     def auxiliary_losses(self) -> dict[str, AuxiliaryLoss]:
@@ -308,8 +378,7 @@ class DecoderStage(nn.Module):
 
     def _zeros(self, like: Tensor) -> Tensor:
         """Embeddings of as many tokens: the model wants some, and its first layer here gets others."""
-        dtype = next(self.parameters()).dtype
-        return torch.zeros(*like.shape[:2], self._width, dtype=dtype, device=like.device)
+        return torch.zeros(*like.shape[:2], self._width, dtype=self._dtype, device=like.device)
 
     def _positions(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
         if not self.structure.takes_positions:
@@ -336,6 +405,11 @@ class DecoderStage(nn.Module):
         """Under their names in the whole model."""
         for name, parameter in super().named_parameters(*arguments, **named):
             yield name.removeprefix(_PREFIX), parameter
+
+
+def _input_of(cache: SliceCache | None) -> Tensor:
+    assert isinstance(cache, ViewCache)
+    return cache.inputs[cache.context]
 
 
 def loss_of(logits: Tensor, labels: Tensor, model: PreTrainedModel) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import re
 import weakref
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -119,9 +120,12 @@ class LateCheckpointing:
 # Randomness
 
 
-def untrainable(model: PreTrainedModel) -> str:
-    """Why a step in training mode would not be exact, with the remedy; empty if it is."""
-    numbers = {**_numbers(text_config(model.config)), **_dropouts(model)}
+def untrainable(model: PreTrainedModel, dropouts: Mapping[str, nn.Dropout]) -> str:
+    """Why a step in training mode would not be exact, with the remedy; empty if it is. ``dropouts`` are those of
+    ``find_dropouts``."""
+    numbers = _numbers(text_config(model.config)) | {
+        name.rpartition(".")[2]: module.p for name, module in dropouts.items() if module.p
+    }
     for name, value in numbers.items():
         if value and re.search(ATTENTION_DROPOUT, name):
             return f"dropout in attention is not supported, got {value} ({name}); set it to 0, or call eval()"
@@ -149,9 +153,8 @@ def _numbers(config: PretrainedConfig) -> dict[str, float]:
     return numbers
 
 
-def _dropouts(model: nn.Module) -> dict[str, Any]:
-    modules = ((name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout))
-    return {name.rpartition(".")[2]: p for name, p in modules if p}
+def find_dropouts(model: nn.Module) -> dict[str, nn.Dropout]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
 
 
 # Adapters of peft

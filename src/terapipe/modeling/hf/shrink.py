@@ -218,7 +218,7 @@ def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
     counts = [values[name] for name in DEPTHS.split() if values.get(name)]
     depth = counts[0] if counts else len(values.get("layers_block_type", ()))
     kept = _kept(values, depth, layers)
-    return {name: _for_layers(name, value, kept, depth) for name, value in values.items()}
+    return {name: for_layers(name, value, kept, depth) for name, value in values.items()}
 
 
 def _kept(values: dict[str, Any], depth: int, layers: int) -> list[int]:
@@ -230,13 +230,13 @@ def _kept(values: dict[str, Any], depth: int, layers: int) -> list[int]:
     seen: Counter[str] = Counter()
     ranked = []
     for layer in range(depth):
-        kind = repr([_for_layers(name, value, [layer], depth) for name, value in values.items()])
+        kind = repr([for_layers(name, value, [layer], depth) for name, value in values.items()])
         ranked.append((seen[kind], layer))
         seen[kind] += 1
     return sorted(islice(cycle(layer for _, layer in sorted(ranked)), max(layers, len(seen))))
 
 
-def _for_layers(name: str, value: Any, kept: list[int], depth: int) -> Any:
+def for_layers(name: str, value: Any, kept: list[int], depth: int) -> Any:
     """A value about layers, for those that are kept; any other value as it is."""
     if name == "per_layer_config":
         return {new: value[old] for new, layer in enumerate(kept) for old in value if int(old) == layer}

@@ -1,0 +1,3 @@
+from benchmarks.host_time.measure import main
+
+main()
