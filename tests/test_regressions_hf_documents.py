@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from terapipe.cli import main
 from terapipe.hf import Decoder, UnsupportedModelError
-from terapipe.modeling.cache import SliceCache
-from terapipe.modeling.hf import attention_backend, decoder_stage, rope, shrink
+from terapipe.modeling.cache import SliceCache, current_slice
+from terapipe.modeling.hf import decoder_stage, rope, shrink
 from terapipe.modeling.hf.comparison import Batch, SlicedModel, errors, lengths, reference
 from terapipe.modeling.hf.shrink import default_config, shrunken, small_config, small_model
 from terapipe.modeling.hf.structure import find_structure
@@ -351,7 +351,8 @@ class Routing(TorchFunctionMode):
         if self.known is None:
             self.found[place] = out[1].reshape(2, -1, *out[1].shape[1:])
             return out
-        cache = attention_backend.current()
+        cache = current_slice()
+        assert cache is not None
         chosen = self.known[place][:, cache.context : cache.end].reshape(out[1].shape)
         self.flipped += int((chosen.sort(-1)[0] != out[1].sort(-1)[0]).any(-1).sum())
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))

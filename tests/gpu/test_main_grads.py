@@ -77,7 +77,7 @@ def test_an_operator_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_uses_it() -> None:
-    """For each linear layer and slice once, and the gradients are as good as the CPU's."""
+    """For each slice once in linear layers and head, and the gradients are as good as the CPU's."""
     config = GPTConfig(layers=2, hidden=32, heads=2, vocab=61, max_seq_len=64)
     ids = (torch.arange(64) * 7 % 61)[None]
     steps = {}
@@ -87,7 +87,7 @@ def test_a_step_uses_it() -> None:
         pipe.step(ids, next_token_labels(ids))
         steps[device, dtype] = {name: g.cpu() for name, g in gradients(pipe).items()}
         number = calls["addmm.dtype_out"] - before
-    assert number == 2 + 2 * 4 * 4  # to find out that it can, then layers x linear layers x slices
+    assert number == 2 + (2 * 4 + 1) * 4  # to find out that it can, then linear layers and head, for each slice
     wanted = steps["cpu", torch.float64]
 
     def off(grads: dict[str, Tensor]) -> float:

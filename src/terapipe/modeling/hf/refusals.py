@@ -185,5 +185,7 @@ def _refuse_adapter(adapter: Any) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of an error that some model's own code raised."""
-    return f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"[:160]
+    """Of an error that some model's own code raised; with its kind, if it was not meant to be read by users."""
+    line, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    unmeant = isinstance(error, AttributeError | LookupError | TypeError)
+    return (f"its own code raises {kind}: {line}" if unmeant else line or kind)[:160]
