@@ -21,13 +21,13 @@ HOLDING = (
 FIGURES = ("attention", "reserve", "host time", "prediction", "transfers", "links")
 
 
+@pytest.mark.parametrize(("ranks", "some"), [("1", ["host waits"]), ("2", ["checkpoints", "host waits", "memory"])])
 def test_a_part_of_the_proof_kit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ranks: str, some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also that its ranks close their connections: torch warned of each at the end."""
-    some = ("checkpoints", "host waits", "memory")
     monkeypatch.setattr(prove, "CHECKS", {name: prove.CHECKS[name] for name in some})
-    assert main(["doctor", "--prove", "--ranks", "2", "--size", "small", "--out", str(tmp_path / "proof.json")]) == 0
+    assert main(["doctor", "--prove", "--ranks", ranks, "--size", "small", "--out", str(tmp_path / "proof.json")]) == 0
     told: dict[str, Any] = json.loads((tmp_path / "proof.json").read_text())
     assert {proof["name"]: proof["holds"] for proof in told["proofs"]} == dict.fromkeys(some, True)
     assert nccl.UNDESTROYED not in capfd.readouterr().err

@@ -88,11 +88,12 @@ def leave() -> None:
     """At the end of a process on GPUs, closes the connections that were made here. Pairs are unknown to
     ``destroy_process_group``: torch would warn of them, and abort what peers still receive. What a rank that is gone
     holds up is left behind."""
-    if _pairs:
+    ours = dist.is_initialized() and default_group_is_ours()
+    if torch.cuda.is_initialized() and (_pairs or ours):
         device = torch.device("cuda", torch.cuda.current_device())
         for backend in _pairs.values():
             _close(backend.shutdown, device)
-        if dist.is_initialized() and default_group_is_ours():
+        if ours:
             _close(dist.destroy_process_group, device)
         _pairs.clear()
     deadline = time.monotonic() + LEAVE
