@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 # Tests share the cores, file by file, but for those with a wire between hosts, which takes a core for itself.
-HOSTS := tests/test_hosts.py tests/test_cut_off.py
+HOSTS := tests/failures/test_hosts.py tests/failures/test_cut_off.py
 
 test: lint types test-cpu test-gpu
 

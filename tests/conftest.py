@@ -10,9 +10,9 @@ from hypothesis import settings
 
 from tests import pretend
 from tests.gpu import selection
-from tests.processes import started_with
-from tests.ranks import Ranks
-from tests.seldom import mark_seldom
+from tests.support.processes import started_with
+from tests.support.ranks import Ranks
+from tests.support.seldom import mark_seldom
 
 torch.set_num_threads(1)
 ENDING = 60.0  # seconds that processes have to end after what they served: a killed browser's helpers need a moment

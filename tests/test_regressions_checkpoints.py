@@ -15,22 +15,22 @@ from safetensors import SafetensorError
 
 from benchmarks.chaos.damage import KINDS, Damages
 from terapipe import Layout
-from terapipe.config import DataConfig, RunConfig
-from terapipe.runtime.checkpoint.hugging_face import save_pretrained, writing
+from terapipe.hf.save import save_pretrained, writing
 from terapipe.runtime.checkpoint.manifest import Sum, damage, write_manifest
 from terapipe.runtime.checkpoint.reader import Reader
 from terapipe.training.checkpoint_folder import clean, folder_of, path_of, steps
+from terapipe.training.config import DataConfig, RunConfig
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Origin, TokenFile, TokenWriter, open_data
 from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.evaluation import Evaluator
 from terapipe.training.logging.metrics import read
-from tests.ranks import Ranks
-from tests.runtime.test_checkpoint import adam, pipeline, same, snapshot
-from tests.runtime.test_checkpoint import steps as train_steps
-from tests.runtime.test_hf_files import decoder
-from tests.runtime.test_hf_files import pipeline as hf_pipeline
-from tests.training.test_run import TEXT, config, losses, train
+from tests.support.ranks import Ranks
+from tests.unit.runtime.test_checkpoint import adam, pipeline, same, snapshot
+from tests.unit.runtime.test_checkpoint import steps as train_steps
+from tests.unit.runtime.test_hf_files import decoder
+from tests.unit.runtime.test_hf_files import pipeline as hf_pipeline
+from tests.unit.training.test_run import TEXT, config, losses, train
 
 SMALL = ("model.preset=layers=2,hidden=8,heads=2", "data.seq_len=8", "optimizer.steps=3", "lr.warmup=1",
          "optimizer.accumulate=1", "checkpoints.every=1", "checkpoints.keep=0", "evaluation.every=0")  # fmt: skip

@@ -18,16 +18,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 from transformers.utils import logging
 
 from terapipe.cli import main
-from terapipe.hf import Decoder, UnsupportedModelError
-from terapipe.modeling.cache import SliceCache, current_slice
-from terapipe.modeling.hf import decoder_stage, rope, shrink
-from terapipe.modeling.hf.comparison import Batch, SlicedModel, errors, lengths, reference
-from terapipe.modeling.hf.shrink import default_config, shrunken, small_config, small_model
-from terapipe.modeling.hf.structure import find_structure
-from terapipe.modeling.hf.verification import BOUND, verify
+from terapipe.cli.verify_types import config_of
+from terapipe.hf import Decoder, UnsupportedModelError, rope
+from terapipe.hf import stage as decoder_stage
+from terapipe.hf.structure import find_structure
+from terapipe.hf.verify import small_model as shrink
+from terapipe.hf.verify.reference import Batch, SlicedModel, errors, lengths, reference
+from terapipe.hf.verify.small_model import default_config, shrunken, small_config, small_model
+from terapipe.hf.verify.verification import BOUND, verify
+from terapipe.modeling.slice_cache import SliceCache, current_slice
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.verify_types import config_of
 
 Starts = tuple[tuple[int, ...], ...]
 
@@ -251,7 +252,7 @@ def test_all_types_are_counted_and_confirmed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``verify --all`` never ran documents."""
-    monkeypatch.setattr("terapipe.verify_types.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
+    monkeypatch.setattr("terapipe.cli.verify_types.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
     assert main(["verify", "--all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["whole"] == {"exact": 3, "refused": 1, "wrong": 0}

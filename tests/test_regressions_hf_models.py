@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from terapipe import Layout, Pipeline, Plan
 from terapipe.cli import main
 from terapipe.hf import Decoder, UnsupportedModelError
-from terapipe.modeling.hf.shrink import small_config, small_model
+from terapipe.hf.verify.small_model import small_config, small_model
 from terapipe.modeling.stage import TensorParallel
-from tests.models import gradients, mesh_of
-from tests.ranks import Ranks
+from tests.support.models import gradients, mesh_of
+from tests.support.ranks import Ranks
 
 LENGTHS = ((9, 1, 12, 7), (20, 9))
 CPU = torch.device("cpu")

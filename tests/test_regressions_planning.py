@@ -13,7 +13,6 @@ import terapipe
 from terapipe import PRESETS, Plan, schedule, validate
 from terapipe.cli import main
 from terapipe.cli.profile import _warn_if_unreliable
-from terapipe.config import parse
 from terapipe.launch.job import Launch
 from terapipe.launch.job import instructions as told_lines
 from terapipe.planning.analytic import AnalyticCost
@@ -29,8 +28,9 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
 from terapipe.search.source import ClusterSource, ProfileSource
+from terapipe.training.config import parse
 from terapipe.training.run_plan import from_file, ranks_wanted
-from tests.planning.test_fitted import made
+from tests.unit.planning.test_fitted import made
 
 
 def lines_per_action(plan: Plan) -> float:
@@ -270,7 +270,7 @@ def test_a_profile_stops_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) ->
     import torch
 
     from terapipe.runtime import profiler
-    from tests.models import TINY, make_model
+    from tests.support.models import TINY, make_model
 
     clock = count()  # every look at it is a second later
     monkeypatch.setattr(profiler.time, "monotonic", lambda: float(next(clock)))

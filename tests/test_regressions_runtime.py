@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from terapipe import Layout, Pipeline, Plan, next_token_labels
 from terapipe.hf import Decoder
-from terapipe.modeling.cache import SliceCache
+from terapipe.hf.verify.small_model import small_config, small_model
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.hf.shrink import small_config, small_model
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import IGNORE
-from tests.models import TINY, gradients, make_batch, make_model, mesh_of
-from tests.ranks import Ranks
+from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of
+from tests.support.ranks import Ranks
 
 PLAN = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4))
 

@@ -26,14 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from examples import own_model
 from terapipe import Pipeline, Timeline, api
 from terapipe.cli import main
-from terapipe.config import CheckpointConfig, RunConfig, parse
 from terapipe.launch import processes
 from terapipe.launch.processes import blame
-from terapipe.runtime.failures import PipelineError
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.transport import Transport
 from terapipe.search.request import Request
 from terapipe.training import run_plan
 from terapipe.training.checkpoint_folder import CheckpointFolder
+from terapipe.training.config import CheckpointConfig, RunConfig, parse
 from terapipe.training.data.loader import Batches
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.text_reader import read_documents
@@ -43,9 +43,9 @@ from terapipe.training.lock import FILE, Holder, Lock
 from terapipe.training.logging.display import Display
 from terapipe.training.logging.metrics import read
 from terapipe.training.model import RunModel, make_model
-from tests.ranks import Ranks
-from tests.test_readme import README
-from tests.training.test_run import TEXT, losses, train
+from tests.docs.test_readme import README
+from tests.support.ranks import Ranks
+from tests.unit.training.test_run import TEXT, losses, train
 
 
 def told(folder: Path, *replaced: str) -> RunConfig:

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
-from terapipe.config import RunConfig
 from terapipe.runtime import Transport
-from terapipe.training import Run, folder_of, path_of, read_metrics, steps
+from terapipe.training.checkpoint_folder import folder_of, path_of, steps
+from terapipe.training.config import RunConfig
+from terapipe.training.logging.metrics import read as read_metrics
+from terapipe.training.run import Run
 
 
 class Never:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.chaos.damage import Damages
 from benchmarks.harness import arguments, summary, table
-from terapipe.config import load
+from terapipe.training.config import load
 
 STEPS, EVERY = 20, 2
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"

@@ -17,7 +17,7 @@ from benchmarks.harness import Contender, arguments, best, pin, race, report, ta
 from benchmarks.one_device import trainers
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 from terapipe.runtime import MemoryCounter
 
 LAYERS = 8
@@ -105,11 +105,11 @@ def settings(quick: bool) -> list[tuple[int, int, int, list[Way]]]:
     """Tokens, vocabulary, rounds, and the ways that are compared. Without rounds, the one step counts that each way
     does in its own process, one after the other."""
     if quick:
-        return [(1024, SMALL, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "selective")])]
-    ours = [(8, "none"), (8, "selective"), (16, "selective"), (16, "full"), (24, "full"), (32, "full")]
+        return [(1024, SMALL, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "block")])]
+    ours = [(8, "none"), (8, "block"), (16, "block"), (16, "full"), (24, "full"), (32, "full")]
     short = [PLAIN, CHECKPOINTING, *(Way("", n, mode) for n, mode in ours)]
-    large = [CHECKPOINTING, Way("", 8, "selective"), Way("", 16, "selective"), Way("", 16, "full")]
-    long = [CHECKPOINTING, Way("", 32, "selective"), Way("", 64, "full")]
+    large = [CHECKPOINTING, Way("", 8, "block"), Way("", 16, "block"), Way("", 16, "full")]
+    long = [CHECKPOINTING, Way("", 32, "block"), Way("", 64, "full")]
     return [(4096, SMALL, 2, short), (4096, LARGE, 2, large), (16384, SMALL, 0, long)]
 
 
@@ -183,7 +183,7 @@ def longest() -> dict[str, float]:
     tokens = 4096
     while fits(CHECKPOINTING, tokens * 9 // 8):
         tokens = tokens * 9 // 8
-    times = 4 if fits(Way("", 4 * tokens // SLICE, "selective"), 4 * tokens) else 0
+    times = 4 if fits(Way("", 4 * tokens // SLICE, "block"), 4 * tokens) else 0
     return {"longest_checkpointing": tokens, "longest_over_checkpointing": times}
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from terapipe.hf.trainer import PipelineConfig, PipelineTrainer
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 from terapipe.runtime import MemoryCounter
+from terapipe.trainers import PipelineConfig, PipelineTrainer
 
 STEPS = 3  # the first is not counted
 
@@ -28,7 +28,7 @@ class Setup(NamedTuple):
 SETUPS = (
     Setup("Trainer"),
     Setup("Trainer, gradient_checkpointing=True", checkpointing=True),
-    Setup("PipelineTrainer, slices=16, recompute='selective'", slices=16, recompute="selective"),
+    Setup("PipelineTrainer, slices=16, recompute='block'", slices=16, recompute="block"),
     Setup("PipelineTrainer, slices=16, recompute='full'", slices=16, recompute="full"),
 )
 
@@ -71,7 +71,7 @@ def rows(tokens: int, vocab: int, rounds: int) -> tuple[list[list[object]], dict
     ]
     ours = [row for row in table if "Pipeline" in str(row[0])]
     figures: dict[str, float] = {}
-    for row, way in zip(ours, ("selective", "full"), strict=True):
+    for row, way in zip(ours, ("block", "full"), strict=True):
         figures |= {f"trainer_time_{way}": float(str(row[2])), f"trainer_memory_{way}": float(str(row[4]))}
     return table, figures
 

@@ -7,7 +7,7 @@ from benchmarks.harness import arguments, pin, race, report, training
 from terapipe import GPT, GPTConfig, Plan, Profile, plan, simulate
 from terapipe.planning import FittedCost
 from terapipe.runtime import Profiler, under_torchrun
-from tests.hosts import finish, hosts, torchrun, why_not
+from tests.support.hosts import finish, hosts, torchrun, why_not
 
 TOKENS = 2048
 CONFIG = GPTConfig(layers=8, hidden=256, heads=8, vocab=256, max_seq_len=TOKENS)

@@ -11,9 +11,9 @@ from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.order import ORDERS, Order, register
+from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan, Slice
-from terapipe.presets import PRESETS, GPTConfig, ModelSpec
 from terapipe.scheduling.actions import Action, Op, Schedule, dependencies
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Event, Timeline
@@ -25,13 +25,13 @@ from terapipe.search.table import CostTable
 if TYPE_CHECKING:
     from terapipe.modeling.attention import attend
     from terapipe.modeling.auxiliary import AuxiliaryLoss
-    from terapipe.modeling.cache import SliceCache
     from terapipe.modeling.gpt import GPT
+    from terapipe.modeling.slice_cache import SliceCache
     from terapipe.modeling.stage import Splittable, Stage, fill_batch, next_token_labels
     from terapipe.modeling.verification import Verification
+    from terapipe.runtime.comm.failures import PipelineError
+    from terapipe.runtime.comm.mesh import device_mesh
     from terapipe.runtime.dry_run import DryRun
-    from terapipe.runtime.failures import PipelineError
-    from terapipe.runtime.mesh import device_mesh
     from terapipe.runtime.pipeline import Pipeline
 
 __version__ = "0.1.0"
@@ -41,12 +41,12 @@ _NEEDS_TORCH = {
     "DryRun": "terapipe.runtime.dry_run",
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
-    "PipelineError": "terapipe.runtime.failures",
-    "SliceCache": "terapipe.modeling.cache",
+    "PipelineError": "terapipe.runtime.comm.failures",
+    "SliceCache": "terapipe.modeling.slice_cache",
     "Splittable": "terapipe.modeling.stage",
     "Stage": "terapipe.modeling.stage",
     "fill_batch": "terapipe.modeling.stage",
-    "device_mesh": "terapipe.runtime.mesh",
+    "device_mesh": "terapipe.runtime.comm.mesh",
     "Verification": "terapipe.modeling.verification",
     "attend": "terapipe.modeling.attention",
     "next_token_labels": "terapipe.modeling.stage",
@@ -104,7 +104,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("hf", "losses"):
+    if name in ("hf", "losses", "trainers"):
         return import_module(f"terapipe.{name}")
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'terapipe' has no attribute {name!r}")
@@ -112,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "hf", "losses"])
+    return sorted([*__all__, "__version__", "hf", "losses", "trainers"])

@@ -17,10 +17,10 @@ from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parse_bytes
+from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
 from terapipe.planning.profile import ELEMENT, Profile
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
-from terapipe.recompute import Recompute
 from terapipe.scheduling.simulator import peaks, program
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
@@ -65,7 +65,7 @@ def profile(
 
     Every rank returns the same Profile.
     """
-    from terapipe.runtime.environment import rank_and_size
+    from terapipe.runtime.comm.environment import rank_and_size
     from terapipe.runtime.profiler import Profiler
 
     built = _model_object(model, seq_len, dtype)
@@ -130,7 +130,7 @@ def plan(
     - ``num_slices`` or ``slice_lengths``: cut every sequence into equal slices, or into slices of these lengths.
     - ``microbatch_size``: sequences per microbatch.
     - ``chunks``: stages per pipeline rank.
-    - ``recompute``: what backwards compute again, "none", "selective" or "full", see ``Plan``. By default the fastest
+    - ``recompute``: what backwards compute again, "none", "block" or "full", see ``Plan``. By default the fastest
       that fits, which may differ between stages and slices.
     - ``tile``: slice lengths are multiples of it.
     - ``distinct``: maximum number of different slice lengths.
@@ -413,7 +413,7 @@ def _named(text: str, dtype: str | None = None) -> Any:
     """A GPTConfig for a preset or shape, a Decoder without weights for a Hugging Face config.json or folder."""
     if text in PRESETS or not Path(text).exists():
         return gpt_config(text)
-    from terapipe.modeling.hf.decoder import decoder_from
+    from terapipe.hf.decoder import decoder_from
 
     return decoder_from(Path(text), dtype)
 

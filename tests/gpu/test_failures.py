@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from terapipe import GPT, Layout, Pipeline, Plan, device_mesh
 from terapipe.hf import Decoder, save_pretrained
-from terapipe.runtime import links, transport
 from terapipe.runtime.checkpoint.staging import Staging
-from terapipe.runtime.failures import Board
-from terapipe.runtime.threads import start_thread
-from terapipe.runtime.watcher import Watcher
-from tests.models import TINY, make_batch
+from terapipe.runtime.comm import links, transport
+from terapipe.runtime.comm.failures import Board
+from terapipe.runtime.comm.threads import start_thread
+from terapipe.runtime.comm.watcher import Watcher
 from tests.pretend import cuda, nccl
 from tests.pretend.channel import REMOTE, Settings
-from tests.ranks import Ranks
+from tests.support.models import TINY, make_batch
+from tests.support.ranks import Ranks
 
 Start = Callable[[int], Ranks]
 Told = tuple[str, str]  # an error's kind and its words
@@ -337,7 +337,7 @@ def test_threads_use_the_gpu_of_their_rank() -> None:
 def memory_after_a_step() -> tuple[int, int, list[bool], int]:
     """Bytes on the device before and after a step, its loss read, and nobody given the time to clean up. Then, whether
     its pairs are closed at the end of the process."""
-    with mock.patch("terapipe.runtime.watcher.BEAT", LONG):
+    with mock.patch("terapipe.runtime.comm.watcher.BEAT", LONG):
         pipe = Pipeline(GPT(TINY), Plan((1,), ((2,) * 12,), (0, 2, 4)), timeout=LONG)
         for _ in range(2):
             pipe.step(IDS, LABELS).item()

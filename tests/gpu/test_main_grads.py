@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
 from terapipe.modeling import main_grads
 from terapipe.modeling.main_grads import add_product, main_grad
-from tests.models import gradients
 from tests.pretend.operators import calls, old_addmm
+from tests.support.models import gradients
 
 GPU = torch.device("cuda", 0)
 HALF = (torch.bfloat16, torch.float16)

@@ -11,9 +11,9 @@ from terapipe import GPT, GPTConfig, Pipeline, Plan
 from terapipe.api import predicted_peaks
 from terapipe.cli import main
 from terapipe.doctor import examine
-from terapipe.modeling.cache import KeyValueStore
 from terapipe.modeling.compiling import compile_layers
 from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import usable_of_measured

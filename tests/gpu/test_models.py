@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
 from terapipe.hf import Decoder
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 from tests.pretend.operators import calls
 from tests.pretend.waits import counting_waits
 
@@ -108,7 +108,7 @@ def test_nor_does_a_step_of_a_hugging_face_model(name: str, documents: Any) -> N
     assert waits(decoder(name), documents) == []
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["block", "full"])
 def test_nor_do_layers_that_are_computed_again(mode: Recompute) -> None:
     for model in (GPT(CONFIG), decoder("llama")):
         assert waits(model, DOCUMENTS, "terapipe-deferred", mode) == []

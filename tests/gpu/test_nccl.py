@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.pretend import nccl
 from tests.pretend.channel import Settings
 from tests.pretend.waits import counting_waits
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 Start = Callable[[int], Ranks]
 SHORT = timedelta(seconds=0.2)

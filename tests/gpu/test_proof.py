@@ -12,7 +12,7 @@ from terapipe import ORDERS
 from terapipe.cli import main
 from terapipe.doctor import exactness, measurements, prove
 from terapipe.doctor.proof import LARGE, SMALL, sizes
-from terapipe.runtime.environment import local_device
+from terapipe.runtime.comm.environment import local_device
 from tests.pretend import nccl
 
 HOLDING = (

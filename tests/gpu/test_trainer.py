@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe.hf import pipelined
-from tests.hf import runs
-from tests.ranks import Ranks
+from terapipe.trainers import model as pipelined
+from tests.support.ranks import Ranks
+from tests.unit.trainers import runs
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 

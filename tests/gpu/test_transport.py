@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terapipe import GPT, Pipeline, Plan
-from terapipe.runtime import links
 from terapipe.runtime.checkpoint import writer
-from terapipe.runtime.links import MAX_CTAS, PATIENCE, NcclLinks
-from tests.models import TINY, make_batch
+from terapipe.runtime.comm import links
+from terapipe.runtime.comm.links import MAX_CTAS, PATIENCE, NcclLinks
 from tests.pretend import nccl
 from tests.pretend.waits import counting_waits
-from tests.ranks import Ranks
+from tests.support.models import TINY, make_batch
+from tests.support.ranks import Ranks
 
 Start = Callable[[int], Ranks]
 PLAN = Plan((1,), ((10, 6, 8),), (0, 2, 4))

@@ -10,7 +10,7 @@ import torch
 
 from tests.peers.cases import KINDS, all_cases
 from tests.peers.report import ALONE, EQUAL, REFUSED, WRONG, Finding, counts, findings
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 class Groups:

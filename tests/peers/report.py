@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tests.peers.cases import Case
 from tests.peers.runs import Outcome, run
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 EQUAL, REFUSED, WRONG, ALONE = "equal", "refused", "wrong", "not comparable"
 BOUND = 1e-4  # TRL computes log-probabilities in float32, of which preferences are small differences

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.hf.runs import as_under_torchrun, finished, halves, reward, text, tokenizer
 from tests.peers.cases import Case
+from tests.unit.trainers.runs import as_under_torchrun, finished, halves, reward, text, tokenizer
 
 COUNT, SLICES, STEPS = 16, 3, 3
 SMALL: dict[str, Any] = {
@@ -106,7 +106,7 @@ def trainer_of(case: Case, folder: str, *, ours: bool, exact: bool) -> Any:
     import trl
     from datasets import Dataset
 
-    import terapipe.hf.trl as own
+    import terapipe.trainers.trl as own
 
     dtype = torch.float32 if case.defaults and not exact else torch.float64
     model, arguments = model_of(case, dtype), arguments_of(case, folder, exact)

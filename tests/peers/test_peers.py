@@ -6,7 +6,7 @@ import pytest
 
 from tests.peers.cases import KINDS, Case, all_cases
 from tests.peers.report import EQUAL, REFUSED, WRONG, findings
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 CASES = [case for case in all_cases() if case.defaults and (case.adapter or case.stages == 1)]

@@ -70,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
         remedy = "install it anew: pip install --force-reinstall torch"
         return _report([Finding("versions", Status.PROBLEM, f"torch does not load: {error}", remedy)], {}, parsed.json)
     from terapipe.doctor.examine import alone, examine
-    from terapipe.runtime.environment import under_torchrun
+    from terapipe.runtime.comm.environment import under_torchrun
 
     if parsed.prove:
         return _prove(parsed, under_torchrun())

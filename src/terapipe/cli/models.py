@@ -21,7 +21,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    text = resources.files("terapipe.modeling.hf").joinpath("models.json").read_text("utf-8")
+    text = resources.files("terapipe.hf").joinpath("models.json").read_text("utf-8")
     if parsed.json:
         print(text)
         return 0

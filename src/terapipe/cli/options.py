@@ -13,9 +13,9 @@ from terapipe import files
 from terapipe.api import Costs
 from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.order import ORDERS, order_named
+from terapipe.planning.presets import PRESETS
 from terapipe.planning.profile import Profile
-from terapipe.presets import PRESETS
-from terapipe.recompute import MODES
+from terapipe.planning.recompute import MODES
 from terapipe.reporting.plans import WIDTH
 from terapipe.reporting.svg import require_png
 from terapipe.search.table import CostTable
@@ -130,7 +130,7 @@ def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     fixed.add_argument(
         "--recompute",
         choices=MODES,
-        help="activations that the backward computes again (activation checkpointing): none; selective: all but "
+        help="activations that the backward computes again (activation checkpointing): none; block: all but "
         "attention, layer by layer; full: the whole stage (default: what is fastest and fits, also a mixture)",
     )
     limits = parser.add_argument_group("limits on slices")

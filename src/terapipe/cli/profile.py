@@ -54,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     if not 1 <= parsed.ranks <= layers:
         raise ValueError(f"every rank measures at least one of the {layers} layers, got --ranks {parsed.ranks}")
     from terapipe.launch.processes import launch
-    from terapipe.runtime.environment import under_torchrun
+    from terapipe.runtime.comm.environment import under_torchrun
 
     arguments = (parsed.model, parsed.dtype, parsed.seq_len, sizes, parsed.seconds)
     measured = measure(*arguments) if under_torchrun() else launch(measure, parsed.ranks, *arguments)
@@ -82,7 +82,7 @@ def _layers(text: str) -> int:
 
 def _types() -> list[str]:
     try:
-        from terapipe.modeling.hf.shrink import causal_lm_types
+        from terapipe.hf.verify.small_model import causal_lm_types
     except ImportError:
         return []
     return causal_lm_types()
@@ -93,7 +93,7 @@ def measure(model: str, dtype: str, seq_len: int, sizes: tuple[int, ...], second
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from terapipe.launch.processes import take_cores
-    from terapipe.runtime.environment import rank_and_size
+    from terapipe.runtime.comm.environment import rank_and_size
 
     take_cores()
     first = rank_and_size()[0] == 0

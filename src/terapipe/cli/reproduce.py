@@ -11,7 +11,7 @@ from rich.table import Table
 
 from terapipe import files
 from terapipe.cli.options import Verbs, console
-from terapipe.paper.reproduce import (
+from terapipe.published.reproduce import (
     CASES,
     SETTINGS,
     SWEPT,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from terapipe.cli.options import Verbs
-from terapipe.config import RunConfig, load
+from terapipe.training.config import RunConfig, load
 
 
 def add(verbs: Verbs) -> None:
@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.print_config:
         print(config.to_toml())
         return 0
-    from terapipe.runtime.environment import under_torchrun
+    from terapipe.runtime.comm.environment import under_torchrun
     from terapipe.training.logging import metrics
     from terapipe.training.preflight import check_run, finished_at
     from terapipe.training.run import run_rank

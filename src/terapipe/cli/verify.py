@@ -11,10 +11,10 @@ from rich.table import Table
 
 from terapipe.cli.options import Verbs, console
 from terapipe.extras import install_line
-from terapipe.presets import LARGEST
+from terapipe.planning.presets import LARGEST
 
 if TYPE_CHECKING:
-    from terapipe.modeling.hf.verification import VerifyResult
+    from terapipe.hf.verify.verification import VerifyResult
 
 
 def add(verbs: Verbs) -> None:
@@ -60,8 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--tp must be at least 1, got {parsed.tp}")
     _load_transformers()
     _refuse_without_gpu(parsed.device)
-    from terapipe.modeling.hf.comparison import lengths
-    from terapipe.verify_types import verify_model
+    from terapipe.cli.verify_types import verify_model
+    from terapipe.hf.verify.reference import lengths
 
     lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
     if parsed.all:
@@ -94,8 +94,8 @@ def _all(parsed: argparse.Namespace) -> int:
     """Tests all model types. Exit code 1 if a result could not be confirmed with another copy."""
     from importlib import metadata
 
-    from terapipe.modeling.hf.verification import BOUND
-    from terapipe.verify_types import count, count_uses, verify_all
+    from terapipe.cli.verify_types import count, count_uses, verify_all
+    from terapipe.hf.verify.verification import BOUND
 
     results, wrong, with_dropout = [], Counter[str](), 0
     confirms = parsed.tp == 1 and parsed.device == "cpu"

@@ -26,10 +26,10 @@ from terapipe.modeling.main_grads import _fuses, add_product, main_grad
 from terapipe.modeling.stage import next_token_labels
 from terapipe.planning.layout import split_layers
 from terapipe.planning.order import ORDERS
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.slices import Plan
-from terapipe.presets import GPTConfig
-from terapipe.runtime.environment import rank_and_size
-from terapipe.runtime.failures import PipelineError
+from terapipe.runtime.comm.environment import rank_and_size
+from terapipe.runtime.comm.failures import PipelineError
 from terapipe.runtime.pipeline import Pipeline
 
 EXACT = 1e-4  # largest relative error of float32 gradients against one process
@@ -213,7 +213,7 @@ def hugging_face(ranks: int, size: Size) -> Proof:
 
 def _hugging_face() -> float:
     begin_rank()
-    from terapipe.modeling.hf.decoder import Decoder
+    from terapipe.hf.decoder import Decoder
 
     model, ids = small_llama(), torch.randint(61, (2, 96), generator=torch.Generator().manual_seed(0))
     plain = copy.deepcopy(model)

@@ -30,7 +30,7 @@ import terapipe
 from terapipe.launch.processes import launch, take_cores
 from terapipe.modeling.block_kernels import Plain
 from terapipe.modeling.kernels import kernel_report
-from terapipe.runtime.environment import (
+from terapipe.runtime.comm.environment import (
     host_name,
     local_device,
     local_rank,

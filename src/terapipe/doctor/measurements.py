@@ -22,10 +22,10 @@ from terapipe.planning.cost import StageSpec
 from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import blas_workspace, blas_workspaces
 from terapipe.planning.layout import split_layers
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.slices import Plan
-from terapipe.presets import GPTConfig
-from terapipe.runtime import links as connections
-from terapipe.runtime.environment import ensure_process_group, rank_and_size
+from terapipe.runtime.comm import links as connections
+from terapipe.runtime.comm.environment import ensure_process_group, rank_and_size
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.profiler import Profiler, reserved_memory
@@ -189,7 +189,7 @@ def _host_time(size: Size) -> dict[str, Any]:
 
 
 def _llama(shape: GPTConfig, seq_len: int) -> Splittable:
-    from terapipe.modeling.hf.decoder import Decoder
+    from terapipe.hf.decoder import Decoder
 
     model = small_llama(
         hidden_size=shape.hidden, intermediate_size=shape.ffn_hidden * 2 // 3, num_hidden_layers=shape.layers,

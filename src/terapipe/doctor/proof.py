@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from terapipe.doctor.examine import share_cores
-from terapipe.presets import GPTConfig
-from terapipe.runtime.environment import local_device
+from terapipe.planning.presets import GPTConfig
+from terapipe.runtime.comm.environment import local_device
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from terapipe.doctor import exactness, measurements
 from terapipe.doctor.examine import first_line
 from terapipe.doctor.proof import Check, Proof, Size
-from terapipe.runtime.environment import settings_of
+from terapipe.runtime.comm.environment import settings_of
 
 FORMAT = 2
 

@@ -1,22 +1,11 @@
-"""Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back, ``pipelined`` runs its forward
-through a pipeline. Needs transformers."""
+"""Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back. Needs transformers."""
 
-from terapipe.hf.pipeline_config import PipelineConfig
-from terapipe.hf.pipelined import PipelinedModel, pipelined
-from terapipe.modeling.hf.attention_backend import UnsupportedModelError
-from terapipe.modeling.hf.decoder import Decoder
+from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.decoder import Decoder
+from terapipe.hf.save import save_pretrained
 from terapipe.planning.layout import balance
-from terapipe.runtime.checkpoint.hugging_face import save_pretrained
 
-__all__ = [
-    "Decoder",
-    "PipelineConfig",
-    "PipelinedModel",
-    "UnsupportedModelError",
-    "pipelined",
-    "save_pretrained",
-    "split_layers",
-]
+__all__ = ["Decoder", "UnsupportedModelError", "save_pretrained", "split_layers"]
 
 
 def split_layers(decoder: Decoder, num_stages: int) -> tuple[int, ...]:

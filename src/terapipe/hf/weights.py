@@ -1,64 +1,351 @@
-"""Weights of a model that several processes share: the same on all of them at first, gathered from the stages later."""
+"""Makes a stage's part of a Hugging Face model real. The rest stays on the meta device."""
 
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
-from terapipe.runtime.checkpoint.frozen import digest_of
-from terapipe.runtime.module_tree import persistent_buffers
-from terapipe.runtime.pipeline import Pipeline
+from terapipe.files import check_kind, check_kinds, inside, read_json
+from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
+from terapipe.planning.presets import LARGEST
+
+LISTED = 12  # names in a message
+
+Tensors = dict[str, Any]  # parameters or buffers of a module by name, some of them None
 
 
-def agree_on_weights(model: nn.Module, device: torch.device) -> None:
-    """Where processes made models with different random weights, all get those of the first, as with
-    DistributedDataParallel. All processes must call it together."""
-    named = dict(chain(model.named_parameters(), model.named_buffers()))
-    real = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
-    mine = {name: digest_of(tensor) for name, tensor in real.items()}
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if any(other.keys() != mine.keys() for other in everyone):
-        strange = set.union(*(set(other) ^ set(everyone[0]) for other in everyone))
-        raise ValueError(f"all processes must make the same model, they differ in {', '.join(sorted(strange)[:3])}")
-    for name in real:
-        forms = [other[name].rpartition(" ")[0] for other in everyone]
-        strange_rank = next((rank for rank, form in enumerate(forms) if form != forms[0]), 0)
-        if strange_rank:
+def read_config(path: Path) -> PretrainedConfig:
+    """Of a Hugging Face folder or config.json. Nothing is downloaded, and code that lies beside it is not run: by
+    default transformers would ask on stdin whether to run it, and take a piped ``y`` for an answer."""
+    check_kind(path)
+    check_kinds(path)
+    _check_layers(path / "config.json" if path.is_dir() else path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} brings Python code of its own (auto_map in its config.json), which terapipe does not run; if you "
+            "trust it, make the model in a script, with trust_remote_code=True, and pass it to terapipe.hf.Decoder"
+        ) from None
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # JSON, but not a configuration
+        raise ValueError(f"{path} holds no Hugging Face configuration: {error}") from None
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def _check_layers(path: Path) -> None:
+    """transformers makes a list of all layers before anybody can say that there are too many."""
+    entries = read_json(path) if path.is_file() else None
+    for name, value in entries.items() if isinstance(entries, dict) else ():
+        if "layer" in name and isinstance(value, int) and value > LARGEST["layers"]:
+            raise ValueError(f"{path}: {name} must be at most {LARGEST['layers']}, got {value}")
+
+
+def model_maker(kind: type[PreTrainedModel] | None = None) -> Callable[..., Any]:
+    """What makes a model of a configuration: by default its causal LM, as transformers knows it."""
+    if kind is None:
+        return partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    return kind._from_config
+
+
+def meta_model(
+    config: PretrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """A whole model on the meta device, by default the causal LM of the configuration."""
+    make = model_maker(kind)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = make(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def classifier_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The sequence classifier that a configuration was saved with; None for any other model."""
+    name = next(iter(config.architectures or ()), "")
+    found = getattr(transformers, name, None) if name.endswith(CLASSIFIER) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+
+
+class StageWeights:
+    """Which modules of a model a stage needs weights of."""
+
+    def __init__(self, model: PreTrainedModel, structure: ModelStructure, first: int, last: int) -> None:
+        self._structure, self._layers, self._held = structure, f"{structure.layers}.", range(first, last)
+        is_last = last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
+        self._elsewhere = {*((BEFORE,) if first else ()), *(() if is_last else (AFTER,))}
+        # A stage that holds a tied weight under one of its names gets it under all of them: transformers then ties them
+        # as in a whole model, and a file may have the weight under any of the names. It costs no memory.
+        self.tied = [names for names in shared_names(model) if any(self._holds(_module(name)) for name in names)]
+        self._shared = {_module(name) for names in self.tied for name in names}
+
+    def has_parameters(self, name: str) -> bool:
+        return name in self._shared or self._holds(name)
+
+    def has_buffers(self, name: str) -> bool:
+        """All but those of other stages' layers: buffers are small, and some are used by every layer."""
+        return name in self._shared or self._not_in_other_layers(name)
+
+    def _holds(self, name: str) -> bool:
+        return self._structure.place(name) not in self._elsewhere and self._not_in_other_layers(name)
+
+    def _not_in_other_layers(self, name: str) -> bool:
+        layer = name.removeprefix(self._layers).partition(".")[0]
+        return not name.startswith(self._layers) or int(layer) in self._held
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+class Weights(Protocol):
+    """The source of a model's weights."""
+
+    def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
+        """A copy of this model on the meta device, of which the wanted weights are real, on the CPU."""
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """By the model's own ``_init_weights``. Each module is seeded with its name in the whole model, so a seed gives the
+    same weights however the model is split."""
+
+    seed: int = 0
+
+    def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
+        model = copy.deepcopy(model)
+        _allocate(model, wanted)
+        tied = {model.get_parameter(name) for names in wanted.tied for name in names}
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            for name, module, owner in _children_first("", model, model):
+                if wanted.has_buffers(name):
+                    self._init_weights(name, module, owner)
+                for parameter in tied.intersection(module.parameters(recurse=False)):
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined] # other modules then leave it alone
+        _check_set(model)
+        return model
+
+    def _init_weights(self, name: str, module: nn.Module, owner: PreTrainedModel) -> None:
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+        # Not torch.manual_seed, which would also seed all devices.
+        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+        owner._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _children_first(
+    name: str, module: nn.Module, owner: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Each module with the innermost PreTrainedModel around it, whose ``_init_weights`` initializes it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for step, child in module.named_children():
+        yield from _children_first(f"{name}.{step}" if name else step, child, owner)
+    yield name, module, owner
+
+
+def _allocate(model: PreTrainedModel, wanted: StageWeights) -> None:
+    made: dict[Tensor, nn.Parameter] = {}  # tied parameters are made once
+    for name, module in model.named_modules():
+        parameters: Tensors = module._parameters if wanted.has_parameters(name) else {}
+        for key, tensor in parameters.items():
+            if tensor is not None and tensor not in made:
+                made[tensor] = nn.Parameter(_unset(tensor), tensor.requires_grad)
+            parameters[key] = made.get(tensor)
+        buffers: Tensors = module._buffers if wanted.has_buffers(name) else {}
+        buffers.update({key: _unset(tensor) for key, tensor in buffers.items() if tensor is not None})
+
+
+def _unset(like: Tensor) -> Tensor:
+    return torch.full_like(like, float("nan") if like.is_floating_point() else 0, device="cpu")
+
+
+def _check_set(model: PreTrainedModel) -> None:
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    real = ((name, t) for name, t in tensors if not t.is_meta and t.is_floating_point() and t.numel())
+    unset = [name for name, t in real if t.min().isnan()]
+    if unset:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not initialize {_some(unset)} after it was built on the meta device; "
+            "load weights with Decoder.from_pretrained, or build the whole model and pass it to Decoder"
+        )
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """From a folder, by transformers' ``from_pretrained``, which handles names and formats of weights. It reads only
+    weights that the model has, so it gets a model without those of other stages."""
+
+    folder: Path
+    dtype: torch.dtype | None = None
+
+    def config(self) -> PretrainedConfig:
+        if not (self.folder / "config.json").is_file():
             raise ValueError(
-                f"all processes must make the same model, they differ in {name}: {forms[strange_rank]} on rank "
-                f"{strange_rank}, {forms[0]} on rank 0"
+                f"a pretrained model is a folder with a config.json, got {str(self.folder)!r}; nothing is downloaded "
+                "here: for a model of the Hugging Face Hub, first run `hf download MODEL_ID --local-dir FOLDER` and "
+                "pass FOLDER"
             )
-    for name, tensor in real.items():
-        if any(other[name] != mine[name] for other in everyone):
-            _take_over(tensor, device)
+        self._check_names()
+        return read_config(self.folder)
+
+    def _check_names(self) -> None:
+        """Weights in several files have an index, which names the file of each weight."""
+        for index in self.folder.glob("*.index.json"):
+            entries = read_json(index)
+            names = entries.get("weight_map") if isinstance(entries, dict) else None
+            for name in set(names.values()) if isinstance(names, dict) else ():
+                inside(self.folder, name)
+
+    def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
+        kind, hidden = type(model), list[_Hidden]()
+        part: Any = _partial_class(kind, wanted, hidden)
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        loaded, info = part.from_pretrained(self.folder, config=model.config, dtype=self.dtype, **options)
+        self._check(loaded, info["missing_keys"], wanted)
+        loaded.__class__ = kind
+        for one in hidden:
+            one.show()
+        assert isinstance(loaded, PreTrainedModel)
+        return loaded
+
+    def _check(self, loaded: PreTrainedModel, missing: set[str], wanted: StageWeights) -> None:
+        if missing:
+            raise ValueError(
+                f"a saved model must hold all its weights, {self.folder} lacks {_some(sorted(missing))}; "
+                "save the model again, or correct config.json"
+            )
+        for names in wanted.tied:
+            if len({loaded.get_parameter(name) for name in names}) > 1:
+                raise ValueError(
+                    f"by its config.json {self.folder} has one weight for {' and '.join(names)}, but the saved ones "
+                    "differ; set tie_word_embeddings to false in config.json"
+                )
 
 
-@torch.no_grad()
-def _take_over(tensor: Tensor, device: torch.device) -> None:
-    """By way of the device: NCCL sends nothing else."""
-    there = tensor.detach().to(device).contiguous()
-    dist.broadcast(there, 0)
-    tensor.data.copy_(there)
+@dataclass(frozen=True)
+class FolderSource:
+    """The folder that a model's weights came from, to read them once more: frozen ones need not be saved then."""
+
+    weights: PretrainedWeights
+    kind: type[PreTrainedModel]
+    structure: ModelStructure
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, weights: Weights, structure: ModelStructure) -> "FolderSource | None":
+        """None where no folder is known. That it has a model's weights as they are now is for the caller to compare:
+        a name is kept in the configuration, even of a model that was made with other weights."""
+        if not isinstance(weights, PretrainedWeights):
+            folder = None if any(p.is_meta for p in model.parameters()) else _folder_of(str(model.name_or_path or ""))
+            if folder is None:
+                return None
+            weights = PretrainedWeights(folder, model.dtype)
+        return cls(weights, type(model), structure)
+
+    def __str__(self) -> str:
+        return str(self.weights.folder)
+
+    def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """By the configuration in the folder: the model's own may have been changed, by a larger vocabulary, say."""
+        model = meta_model(self.weights.config(), self.weights.dtype, self.kind)
+        with _no_progress_bar():
+            filled = self.weights.fill(model, StageWeights(model, self.structure, first, last))
+        there = {name: p for name, p in filled.named_parameters(remove_duplicate=False) if not p.is_meta}
+        originals = {name: _INSIDE_ADAPTERS.sub("", name) for name in names}
+        return {name: there[original] for name, original in originals.items() if original in there}
 
 
-@torch.no_grad()
-def gather_weights(pipe: Pipeline, model: nn.Module) -> None:
-    """Copies the weights of all stages into the whole model, on every rank. All ranks must call it together."""
-    target = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    held = dict(pipe.named_parameters()) | dict(persistent_buffers(pipe.stages.values()))
-    with pipe.failing_together():
-        owners: dict[str, int] = {}
-        for rank, names in enumerate(pipe.gather(list(held))):
-            owners |= {name: rank for name in names if name not in owners}
-        for name, owner in owners.items():
-            if owner == pipe.rank:
-                value = held[name].detach()
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-            else:
-                value = torch.empty_like(target[name], device=pipe.device)
-            value = pipe.transport.broadcast(value.contiguous(), owner, f"the weight {name}")
-            if target[name] is not held.get(name):
-                target[name].data.copy_(value)
+_INSIDE_ADAPTERS = re.compile(r"(?<=\.)(base_layer|original_module|token_adapter)\.")  # where peft puts what it wraps
+
+
+def _folder_of(name: str) -> Path | None:
+    """A folder, or what was downloaded from the Hub under this name."""
+    try:
+        if not name or Path(name).is_dir():
+            return Path(name).resolve() if name else None
+        config = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):  # not there, or no name that the Hub knows
+        return None
+    return Path(config).parent if config else None
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """In the middle of training."""
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+# How a stage's part is loaded. ``from_pretrained`` builds the model on the meta device, looks at its state dict for the
+# weights to read, and initializes what files do not have. So parameters of other stages must not be in the state dict,
+# but code of the model that touches them must still find them:
+#
+#     module._parameters["weight"]  --hide-->  module.__dict__["weight"]    while loading
+#                                   <--show--                               afterwards, still on the meta device
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """Parameters or buffers of a module that are plain attributes while the model is loaded."""
+
+    attributes: dict[str, Any]  # of the module
+    registered: Tensors  # its _parameters or _buffers
+    tensors: Tensors
+
+    @classmethod
+    def hide(cls, module: nn.Module, registered: Tensors) -> "_Hidden":
+        tensors = dict(registered)
+        registered.clear()
+        module.__dict__.update(tensors)
+        return cls(module.__dict__, registered, tensors)
+
+    def show(self) -> None:
+        for key in self.tensors:
+            del self.attributes[key]
+        self.registered.update(self.tensors)
+
+
+def _partial_class(kind: type[PreTrainedModel], wanted: StageWeights, hidden: list[_Hidden]) -> type[PreTrainedModel]:
+    """A subclass whose instances hide what the stage does not want, right after they are built. ``from_pretrained`` is
+    a class method that builds the instance itself, so there is no other place to do it."""
+
+    def build(self: Any, *arguments: Any, **named: Any) -> None:
+        kind.__init__(self, *arguments, **named)
+        hidden.extend(_hide_unwanted(self, wanted))
+        ties = self.all_tied_weights_keys.items()
+        self.all_tied_weights_keys = {a: b for a, b in ties if wanted.has_parameters(_module(a))}
+        self._keys_to_ignore_on_load_unexpected = {"."}  # files have the weights of all stages
+
+    # With another name, transformers would take it for custom code and not convert names of weights.
+    same_name = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__init__": build, **same_name})
+
+
+def _hide_unwanted(model: PreTrainedModel, wanted: StageWeights) -> Iterator[_Hidden]:
+    for name, module in model.named_modules():
+        if not wanted.has_parameters(name):
+            yield _Hidden.hide(module, module._parameters)
+        if not wanted.has_buffers(name):
+            yield _Hidden.hide(module, module._buffers)

@@ -26,8 +26,8 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from terapipe.launch import loopback
 from terapipe.launch.stopped import ending_stopped_ranks
-from terapipe.runtime.environment import growing_segments, local_device, local_rank, local_ranks, on_loopback
-from terapipe.runtime.failures import PipelineError
+from terapipe.runtime.comm.environment import growing_segments, local_device, local_rank, local_ranks, on_loopback
+from terapipe.runtime.comm.failures import PipelineError
 
 MOST_RANKS = 1024  # of one host: more than any has devices
 SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish their step and save

@@ -1,8 +1,8 @@
 """What to compute: slices of attention, the cache between them, linear layers and a GPT."""
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import (
     IGNORE,
     Predictor,

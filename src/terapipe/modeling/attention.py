@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terapipe.modeling.autocast import autocasted
-from terapipe.modeling.cache import KeyValueStore, SliceCache
 from terapipe.modeling.kernels import Kernel, Need, Scores, kernel_of
+from terapipe.modeling.slice_cache import KeyValueStore, SliceCache
 from terapipe.modeling.visibility import EVERY, Visibility
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend
 
-from terapipe.modeling.cache import KeyValueStore
 from terapipe.modeling.kernels import Gradients, Kernel, Need, Operators, Scores, Settings, aten
+from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.visibility import EVERY, Block, Visibility
 
 Three = tuple[Tensor, Tensor, Tensor]

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling import attention
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.fused_layers import keep_plain
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
 
 KINDS = 64  # of calls that code is compiled for: one sequence or more, one token or more, with gradients or without

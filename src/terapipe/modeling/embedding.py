@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.linear import call_hooks
 from terapipe.modeling.main_grads import HALF, add_rows
+from terapipe.modeling.slice_cache import SliceCache
 
 NO_PADDING = -1  # what torch takes for it
 

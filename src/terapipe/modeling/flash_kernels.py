@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from terapipe.modeling.cache import KeyValueStore, on_device
 from terapipe.modeling.kernels import (
     Gradients,
     Kernel,
@@ -26,6 +25,7 @@ from terapipe.modeling.kernels import (
     aten,
     is_deterministic,
 )
+from terapipe.modeling.slice_cache import KeyValueStore, on_device
 from terapipe.modeling.visibility import EVERY, Segment, Visibility
 
 HALF = (torch.float16, torch.bfloat16)

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.cache import slice_that_adds
 from terapipe.modeling.embedding import embed
 from terapipe.modeling.linear import is_split_alike, project
+from terapipe.modeling.slice_cache import slice_that_adds
 
 _KEEPS_CLASS = "_keeps_class"
 

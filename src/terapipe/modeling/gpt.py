@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import Replicated, fill, to_local
 from terapipe.modeling.fused_layers import plain_class
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import IGNORE, TensorParallel
-from terapipe.presets import PRESETS, GPTConfig, ModelSpec
+from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec
 
 
 class Attention(nn.Module):

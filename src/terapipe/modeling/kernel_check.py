@@ -15,8 +15,8 @@ from torch import Tensor
 
 from terapipe.modeling.attention import attend
 from terapipe.modeling.block_kernels import Plain
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.kernels import Kernel, Need
+from terapipe.modeling.slice_cache import SliceCache
 
 SEQUENCES, HEADS, KV_HEADS = 2, 4, 2
 CUTS = (0, 11, 12, 29, 40)  # slices of 11, 1, 17 and 11 tokens

@@ -18,7 +18,7 @@ import torch.nn.attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from terapipe.modeling.cache import KeyValueStore
+from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.visibility import EVERY, Visibility
 
 aten: Final[Any] = torch.ops.aten

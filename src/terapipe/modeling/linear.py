@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.autocast import autocast_dtype, autocasted
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
 from terapipe.modeling.main_grads import HALF, add_product
+from terapipe.modeling.slice_cache import SliceCache
 
 
 class DeferredGrad(NamedTuple):

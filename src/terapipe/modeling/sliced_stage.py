@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.fused_layers import fuse_weight_grads, has_plain_products
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
 
 
@@ -22,9 +22,9 @@ class SlicedStage:
         if fused:
             fuse_weight_grads(cast(nn.Module, stage))
 
-    def forward(self, x: Tensor, cache: SliceCache, *, selective: bool = False) -> Tensor:
-        """The cache's current slice. With ``selective`` each layer keeps its input and attention's output only."""
-        with self.over(cache), self._checkpointed(cache) if selective else nullcontext():
+    def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
+        """The cache's current slice. With ``block`` each layer keeps its input and attention's output only."""
+        with self.over(cache), self._checkpointed(cache) if block else nullcontext():
             cache.is_in_forward = True
             try:
                 return self.stage(x, cache)
@@ -34,7 +34,7 @@ class SlicedStage:
                 raise ValueError(
                     "a layer must not differentiate (torch.autograd.grad in its forward) what was computed outside of "
                     f"torch.enable_grad(), since evaluation and recompute 'full' compute forwards without gradients: "
-                    f"{error}; compute it from detached inputs under torch.enable_grad(), or recompute 'selective' or "
+                    f"{error}; compute it from detached inputs under torch.enable_grad(), or recompute 'block' or "
                     "'none'"
                 ) from error
             finally:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.slice_cache import SliceCache
 
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
 
@@ -90,7 +90,7 @@ class Splittable(Protocol):
     with the three members below. Nothing need be inherited. It may also have
 
     - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
-      recomputation ("selective", "full");
+      recomputation ("block", "full");
     - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
       of batches that are filled up;
     - ``is_verified``: True says that slices of it are known to be exact, and ``Pipeline`` need not check them;

@@ -7,12 +7,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from terapipe.modeling.cache import SliceCache, run_backward
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.slice_cache import SliceCache, run_backward
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 
 SliceLoss = Callable[[Tensor, int, int], Tensor]  # of a slice's last hidden states, its first token and its end
 Sums = dict[str, Tensor]  # for auxiliary losses, by their names
@@ -111,7 +111,7 @@ class _Slice:
         cache.begin(self.start, self.length)
         self._random.append(RandomState.now(x.device))
         with torch.set_grad_enabled(mode != "full"):
-            out = sliced.forward(x, cache, selective=mode == "selective")
+            out = sliced.forward(x, cache, block=mode == "block")
         self.inputs.append(x)
         self._outputs.append(out)
         self._sums.append(cache.pop_sums())

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import IGNORE, HasVocabulary, Predictor, Stage
 from terapipe.modeling.stage_chain import ChainResult, SliceLoss, StageChain, device_of, token_dim
 from terapipe.modeling.stage_trace import Trace, find_blame
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 
 LENGTHS = (9, 1, 12, 7)  # uneven, and one of a single token
 SIZE = 2  # sequences
@@ -98,7 +98,7 @@ class StageCheck:
         self._x, self._labels, self._weights = self._make_batch()
         self._has_raised = False
 
-    def run(self, modes: Iterable[Recompute] = ("selective", "full")) -> Check:
+    def run(self, modes: Iterable[Recompute] = ("block", "full")) -> Check:
         """The first problem of slices, or those of the modes of recomputation."""
         with self._left_as_it_was():
             problems, errors = self._check_slices()

@@ -11,7 +11,7 @@ from torch import nn
 
 from terapipe.modeling.stage import Splittable
 from terapipe.modeling.stage_check import LENGTHS, Check, Problem, StageCheck, check_weights
-from terapipe.recompute import MODES, Recompute
+from terapipe.planning.recompute import MODES, Recompute
 
 
 @dataclass(frozen=True)

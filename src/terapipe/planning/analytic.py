@@ -10,8 +10,8 @@ from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, Stage
 from terapipe.planning.hardware import Cluster, Link
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
-from terapipe.presets import GPTConfig
-from terapipe.recompute import Recompute
+from terapipe.planning.presets import GPTConfig
+from terapipe.planning.recompute import Recompute
 
 _WEIGHTS = 0.2  # of the host's time for a layer's backward: products of weight gradients, and their bookkeeping
 

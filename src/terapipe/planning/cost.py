@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 
 Array = NDArray[np.float64]
 Numbers = Array | NDArray[np.int64] | float

@@ -6,8 +6,8 @@ import numpy as np
 
 from terapipe.planning.cost import Array, Cost, stage_specs
 from terapipe.planning.fitted import nonnegative_fit
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.slices import Plan
-from terapipe.presets import GPTConfig
 
 LARGEST = 2**31  # of ``DocumentCosts.token``, so that the sum over a batch is a number of 64 bits
 

@@ -12,7 +12,7 @@ from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, Stage
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
 from terapipe.planning.profile import KINDS, Profile, Sample, Transfer, typical
-from terapipe.recompute import Recompute
+from terapipe.planning.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class FittedCost:
     def _host(self) -> HostTime:
         kinds = {kind: _issuing([s.host for s in self.profile.samples if s.kind == kind]) for kind in KINDS}
         per_layer = {kind: seconds / self.profile.layers for kind, seconds in kinds.items()}
-        again = {"none": 0.0, "full": per_layer["forward"], "selective": per_layer["selective"]}[self.recompute]
+        again = {"none": 0.0, "full": per_layer["forward"], "block": per_layer["block"]}[self.recompute]
         return HostTime(
             per_layer["forward"],
             per_layer["backward"] + again,
@@ -202,12 +202,12 @@ class FittedCost:
         return np.maximum(seconds, self._host.of_backward(stage)) if self.hosted else seconds
 
     def _recomputed(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
-        """Older profiles do not have the time of selective recomputation; a forward without context takes about as
+        """Older profiles do not have the time of block recomputation; a forward without context takes about as
         long."""
         if self.recompute == "full":
             return self._seconds("forward", size, length, context)
-        if self.recompute == "selective":
-            return self._seconds("selective" if "selective" in self._fits else "forward", size, length)
+        if self.recompute == "block":
+            return self._seconds("block" if "block" in self._fits else "forward", size, length)
         return 0.0
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:

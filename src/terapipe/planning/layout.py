@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from terapipe.presets import GPTConfig
+from terapipe.planning.presets import GPTConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 
 from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
 from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
-from terapipe.presets import GPTConfig
-from terapipe.recompute import Recompute
+from terapipe.planning.presets import GPTConfig
+from terapipe.planning.recompute import Recompute
 
 
 def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
@@ -136,7 +136,7 @@ class ShapeMemory:
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
         logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
-        layers = {"none": 0, "selective": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
+        layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
         # When the last layer's attention has its turn, what its MLP had saved is gone already.
         attention = np.maximum(self._attention(size, length, context) - self._mlp(size, length), 0.0)
         backward = layers * self._layer(size, length) + attention
@@ -176,7 +176,7 @@ class ShapeMemory:
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
-        """What selective recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
+        """What block recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
         c = self.config
         per_token = (c.hidden * (self.element + self._weight) + 4 * c.heads) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from terapipe import files
 from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
-from terapipe.presets import LARGEST, GPTConfig
+from terapipe.planning.presets import LARGEST, GPTConfig
 
 FORMAT = 2
 READ = (1, 2)  # format 1 has no host times
@@ -20,7 +20,7 @@ MOST_RANKS = 2**20
 # float32 copy that `terapipe train` keeps.
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 STATE = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
-KINDS = ("forward", "backward", "weights", "selective", "embedding", "embedding_backward", "head")
+KINDS = ("forward", "backward", "weights", "block", "embedding", "embedding_backward", "head")
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
     """Repeated measurements of one slice on the measured stage, or of the ends of the model.
 
     ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred) and
-    ``selective`` (what selective recomputation adds to a backward) cover all layers of the stage. ``head`` is final
+    ``block`` (what block recomputation adds to a backward) cover all layers of the stage. ``head`` is final
     norm, head and loss, forward plus backward. Seconds are those of the device.
     """
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
 from terapipe.planning.order import order_named
-from terapipe.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
+from terapipe.planning.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
 
 FORMAT = 1
 PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/saved.py)
@@ -38,7 +38,7 @@ class Plan:
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
     each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
-    ``recompute`` says what backwards compute again: "none"; "selective", each layer without attention; "full", the
+    ``recompute`` says what backwards compute again: "none"; "block", each layer without attention; "full", the
     whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them,
     one for each slice.
     """

@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from terapipe.planning.hardware import Cluster, Device, usable_memory
+from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan
-from terapipe.recompute import recompute_title
 from terapipe.reporting import charts, html, units
 
 if TYPE_CHECKING:

@@ -29,12 +29,12 @@ from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
+from terapipe.runtime.comm.mesh import DP, PP, TP
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.memory_counter import MemoryCounter
-from terapipe.runtime.mesh import DP, PP, TP
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.silence import Nothing, SilentTransport
 from terapipe.runtime.traits import Traits
-from terapipe.runtime.transport import Transport
 
 T = TypeVar("T")
 

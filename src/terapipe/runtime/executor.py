@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.cache import SliceCache, longest_document
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
 from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.slice_cache import SliceCache, longest_document
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import OutputHead
+from terapipe.runtime.loss_head import OutputHead
+from terapipe.runtime.messages import Wire
 from terapipe.runtime.spare_caches import SpareCaches
-from terapipe.runtime.transport import Transport
-from terapipe.runtime.wire import Wire
 from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 
@@ -236,7 +236,7 @@ class Executor:
         if mode == "full":
             self._random[k, s] = RandomState.now(self._transport.device)
         with torch.set_grad_enabled(self._train and mode != "full"), self._autocast.on():
-            out = self._sliced[k].forward(x, cache, selective=mode == "selective")
+            out = self._sliced[k].forward(x, cache, block=mode == "block")
         if mode != "none":
             self._note_versions(k, s)
         self._add_sums(k, s, cache.pop_sums())

@@ -10,14 +10,14 @@ from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.auxiliary import AuxiliaryLosses
+from terapipe.runtime.comm.mesh import DP
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import OutputHead
-from terapipe.runtime.mesh import DP
+from terapipe.runtime.loss_head import OutputHead
+from terapipe.runtime.messages import Wire
 from terapipe.runtime.silence import SilentTransport, SilentWire
 from terapipe.runtime.spare_caches import SpareCaches
-from terapipe.runtime.transport import Transport
-from terapipe.runtime.wire import Wire
 
 PLANS = 8  # of which executors are kept
 

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from terapipe.planning.slices import Plan
-from terapipe.runtime.admission import Admission
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import GradientSync
 from terapipe.runtime.inputs import Documents
-from terapipe.runtime.last_stage import logits
+from terapipe.runtime.loss_head import logits
 from terapipe.runtime.module_tree import ModelPart
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.preflight import Admission
 
 
 class Forwards(ModelPart):

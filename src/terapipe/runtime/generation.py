@@ -8,15 +8,15 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.cache import longest_document
+from terapipe.modeling.slice_cache import longest_document
 from terapipe.modeling.stage import Predictor
 from terapipe.planning.slices import Plan
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import GradientSync
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import LastHidden, TokenValues
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.loss_head import LastHidden, TokenValues
 
 
 class Generation:

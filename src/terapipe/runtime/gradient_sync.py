@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.auxiliary import AuxiliaryLoss, auxiliary_losses
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.dtensor import GradientSum, to_local
 from terapipe.modeling.main_grads import (
     add_to_main_grad,
@@ -28,11 +27,12 @@ from terapipe.modeling.main_grads import (
     round_to_grad,
     sum_in_float32,
 )
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import HasHead, Predictor, Stage
-from terapipe.runtime.mesh import DP, TP
+from terapipe.runtime.comm.mesh import DP, TP
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.module_tree import named_parameters_of
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import Transport
 
 BUCKET = 25 << 20  # bytes that are summed in one message
 

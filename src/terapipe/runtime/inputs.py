@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
-from terapipe.modeling.cache import on_device
+from terapipe.modeling.slice_cache import on_device
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan, Slice
-from terapipe.runtime.failures import in_words
-from terapipe.runtime.mesh import ALL
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.comm.failures import in_words
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 
 
 class Terms(NamedTuple):

@@ -11,10 +11,10 @@ from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss
 from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.stage import HasHead, Predictor, Stage
 from terapipe.planning.slices import Plan
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.last_stage import SequenceLosses, TokenLosses, default_loss, logits, output_head_for, try_out
-from terapipe.runtime.mesh import ALL
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.loss_head import SequenceLosses, TokenLosses, default_loss, logits, output_head_for, try_out
 from terapipe.scheduling.validation import forwards_come_first
 
 

@@ -15,11 +15,12 @@ from terapipe.modeling.main_grads import summed_in_float32
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, HasSource, HasVocabulary, Splittable, TensorParallel
 from terapipe.planning.slices import Plan
-from terapipe.runtime.admission import Admission, Held, ModelChecks
 from terapipe.runtime.checkpoint.frozen import FrozenBase
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
 from terapipe.runtime.checkpoint.writer import ensure_channel
-from terapipe.runtime.environment import device_of
+from terapipe.runtime.comm.environment import device_of
+from terapipe.runtime.comm.mesh import ALL, DP, TP
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.generation import Generation
 from terapipe.runtime.gradient_sync import (
@@ -29,10 +30,11 @@ from terapipe.runtime.gradient_sync import (
     total_norm,
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary
-from terapipe.runtime.last_stage import OutputHead
-from terapipe.runtime.mesh import ALL, DP, TP
+from terapipe.runtime.loss_head import OutputHead
+from terapipe.runtime.messages import Wire
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.objective import PipelineObjective
+from terapipe.runtime.preflight import Admission, Held, ModelChecks
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
 from terapipe.runtime.token_outputs import OutputBroadcast, TokenOutputSteps
@@ -45,8 +47,6 @@ from terapipe.runtime.traits import (
     stage_traits,
     weight_traits,
 )
-from terapipe.runtime.transport import Transport
-from terapipe.runtime.wire import Wire
 from terapipe.runtime.zero_gradients import ZeroGradients
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.cache import SliceCache
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.kernels import Need, kernel_for
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.main_grads import drop_main_grads
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Splittable, Stage
 from terapipe.planning.hardware import blas_workspaces
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
-from terapipe.presets import GPTConfig
-from terapipe.runtime.environment import host_name, local_device
+from terapipe.runtime.comm.environment import host_name, local_device
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.points import Point, far_apart_first, grid, needed, sparse
 from terapipe.runtime.stopwatch import Stopwatch
-from terapipe.runtime.transport import Transport
 
 LEAST, MOST = 3, 15  # measurements of each point
 TIGHT = 0.02  # relative uncertainty at which measuring stops
@@ -80,7 +80,7 @@ class Profiler:
         self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
         self._sliced = {stage: SlicedStage(cast(Stage, stage)) for stage in (self.stage, self.plain, self.first)}
-        self._selects = _takes(model, seq_len, ("selective",))
+        self._selects = _takes(model, seq_len, ("block",))
         self.dtype = self._convert(dtype)
         self._sparse = sparse(seq_len)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
@@ -212,15 +212,15 @@ class Profiler:
             return
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
         if self._selects:
-            yield "selective", self._selective(point)
+            yield "block", self._block(point)
         yield "head", self._clock(lambda: self._loss(cast(Stage, self.stage), point))[0]
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
 
-    def _selective(self, point: Point) -> float:
-        """Seconds that selective recomputation adds to a backward."""
-        (kept,), (again,) = (self._passes(self.stage, point, 1, selective=each)[1] for each in (False, True))
+    def _block(self, point: Point) -> float:
+        """Seconds that block recomputation adds to a backward."""
+        (kept,), (again,) = (self._passes(self.stage, point, 1, block=each)[1] for each in (False, True))
         return max(0.0, again - kept)
 
     def _passes(
@@ -231,7 +231,7 @@ class Profiler:
         *,
         warm: bool = False,
         deferred: bool = False,
-        selective: bool = False,
+        block: bool = False,
     ) -> tuple[list[float], list[float], list[float]]:
         """Seconds of forwards, of their backwards, and of what these put off.
 
@@ -243,7 +243,7 @@ class Profiler:
         caches = [self._begun(stage, point, deferred) for _ in range(count + warm)]
         sliced = self._sliced[stage]
         forwards = self._clock(
-            *(partial(self._forward, sliced, self._input(stage, point), cache, selective, done) for cache in caches)
+            *(partial(self._forward, sliced, self._input(stage, point), cache, block, done) for cache in caches)
         )
         for cache in caches:
             self._fill_state_grads(cache)
@@ -287,10 +287,10 @@ class Profiler:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def _forward(
-        self, stage: SlicedStage, x: Tensor, cache: SliceCache, selective: bool, done: list[tuple[SliceCache, Tensor]]
+        self, stage: SlicedStage, x: Tensor, cache: SliceCache, block: bool, done: list[tuple[SliceCache, Tensor]]
     ) -> None:
         with self._autocast.on():
-            done.append((cache, stage.forward(x, cache, selective=selective)))
+            done.append((cache, stage.forward(x, cache, block=block)))
 
     def _backward(self, stage: SlicedStage, cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
         if out.requires_grad:  # a first stage may have nothing to train

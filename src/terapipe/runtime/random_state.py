@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from terapipe.modeling.random_state import RandomState
-from terapipe.runtime.mesh import TP
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.comm.mesh import TP
+from terapipe.runtime.comm.transport import Transport
 
 
 def share_random_state(transport: Transport) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terapipe.runtime.transport import Transport
-from terapipe.runtime.wire import Wire
+from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime.messages import Wire
 
 
 class Nothing(dist.Work):

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from terapipe.modeling.cache import SliceCache
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from terapipe.modeling.dtensor import to_local
 from terapipe.planning.slices import Plan
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import Terms
-from terapipe.runtime.transport import Transport
 
 
 class TiedWeights:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from terapipe.losses.objective import Targets
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.cache import longest_document
 from terapipe.modeling.main_grads import is_half, summed_in_float32
+from terapipe.modeling.slice_cache import longest_document
 from terapipe.planning.slices import Plan
-from terapipe.runtime.admission import Held
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.forwards import Forwards
 from terapipe.runtime.gradient_sync import (
@@ -22,13 +23,12 @@ from terapipe.runtime.gradient_sync import (
     tensor_hooks_when_complete,
 )
 from terapipe.runtime.inputs import Batch, Documents
-from terapipe.runtime.last_stage import TokenOutputs
-from terapipe.runtime.mesh import ALL
+from terapipe.runtime.loss_head import TokenOutputs
 from terapipe.runtime.module_states import ModuleStates
 from terapipe.runtime.module_tree import named_parameters_of
+from terapipe.runtime.preflight import Held
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import Transport
 from terapipe.runtime.zero_gradients import ZeroGradients
 
 PerToken = Callable[[Tensor, Targets], Tensor | Mapping[str, Tensor]]

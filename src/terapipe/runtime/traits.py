@@ -20,9 +20,9 @@ from torch import nn
 
 from terapipe.modeling.stage import HasVocabulary, Splittable, Stage
 from terapipe.runtime.checkpoint.frozen import local_sums
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import checksum
-from terapipe.runtime.mesh import ALL
-from terapipe.runtime.transport import Transport
 
 SHOWN, WIDTH = 3, 200  # differences that a message names, and characters of each
 DEPTH = 6  # of nested configurations

@@ -20,8 +20,8 @@ from terapipe.planning.cost import (
     stage_specs,
     with_recompute,
 )
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.recompute import Recompute
 from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, Times, compiled, run

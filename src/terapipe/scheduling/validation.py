@@ -6,8 +6,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.recompute import Recompute
 from terapipe.scheduling.actions import Action, Op, Schedule, required
 from terapipe.scheduling.numbering import Ints, Numbering
 from terapipe.scheduling.orders import computations

@@ -7,7 +7,7 @@ import numpy as np
 
 from terapipe.planning.cost import Array, StageSpec, stage_specs
 from terapipe.planning.order import ORDERS, InFlight, Order, order_named
-from terapipe.recompute import MODES, Recompute
+from terapipe.planning.recompute import MODES, Recompute
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import Source

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from terapipe.planning.order import ORDERS, order_named
+from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan
-from terapipe.recompute import recompute_title
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference

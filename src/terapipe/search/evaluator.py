@@ -9,8 +9,8 @@ import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs, with_recompute
 from terapipe.planning.layout import Layout, balance, balance_ranks
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.recompute import Recompute
 from terapipe.scheduling.simulator import makespan, peaks, program
 from terapipe.search.cuts import Grid, Lengths
 from terapipe.search.request import Request

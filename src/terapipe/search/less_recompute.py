@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from terapipe.planning.recompute import MODES, Recompute
 from terapipe.planning.slices import Plan
-from terapipe.recompute import MODES, Recompute
 from terapipe.scheduling.simulator import peaks, program
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 

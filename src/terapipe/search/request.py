@@ -6,8 +6,8 @@ from math import lcm
 
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
-from terapipe.presets import LARGEST
-from terapipe.recompute import MODES, Recompute, parse_recompute
+from terapipe.planning.presets import LARGEST
+from terapipe.planning.recompute import MODES, Recompute, parse_recompute
 from terapipe.search.source import Source
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from terapipe import files
 from terapipe.planning.cost import Memory, by_side
 from terapipe.planning.layout import Layout
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.slices import Plan
-from terapipe.presets import GPTConfig
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.scheduling.timeline import Timeline

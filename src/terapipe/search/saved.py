@@ -10,9 +10,9 @@ from typing import Any, Self
 from terapipe import files
 from terapipe.planning.hardware import Cluster, Device, Host, Link
 from terapipe.planning.layout import Layout
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import PLANNED, Plan
-from terapipe.presets import GPTConfig
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 

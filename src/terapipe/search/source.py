@@ -9,8 +9,8 @@ from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import Cluster, usable_memory, usable_of_measured
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import ELEMENT, STATE, Profile
-from terapipe.presets import GPTConfig
 
 
 class Source(Protocol):

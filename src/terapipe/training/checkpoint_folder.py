@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terapipe import files
-from terapipe.config import CheckpointConfig, RunConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.reader import NOTES
 from terapipe.runtime.checkpoint.state import Saving, verify_files
-from terapipe.runtime.mesh import ALL
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.transport import Transport
+from terapipe.training.config import CheckpointConfig, RunConfig
 
 NAME = re.compile(r"step-(\d{8})")
 BEST = "best.json"

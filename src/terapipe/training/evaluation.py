@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terapipe.config import RunConfig
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.training.config import RunConfig
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
 from terapipe.training.logging.display import RunLog

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from terapipe.config import RunConfig
 from terapipe.extras import import_extra
 from terapipe.files import put_in_place, recover
 from terapipe.modeling.gpt import GPT
-from terapipe.presets import GPTConfig
+from terapipe.planning.presets import GPTConfig
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import Reader, TensorsOnly
 from terapipe.runtime.checkpoint.state import alone_is_fine
+from terapipe.training.config import RunConfig
 
 
 def check_export(config: RunConfig, shape: GPTConfig | None) -> None:
@@ -51,7 +51,7 @@ def export_gpt(
 ) -> None:
     """From a checkpoint, in one process that has memory for the whole model. ``finish`` adds files before the folder is
     put in place. Other files in the folder stay."""
-    from terapipe.runtime.checkpoint.hugging_face import write_beside
+    from terapipe.hf.save import write_beside
 
     problems = damage(checkpoint)
     if problems:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from terapipe import files
-from terapipe.config import DataConfig, ModelConfig, ObjectiveConfig
 from terapipe.extras import install_line
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance, split_layers
-from terapipe.presets import GPTConfig, gpt_config
-from terapipe.recompute import MODES, Recompute
+from terapipe.planning.presets import GPTConfig, gpt_config
+from terapipe.planning.recompute import MODES, Recompute
+from terapipe.training.config import DataConfig, ModelConfig, ObjectiveConfig
 from terapipe.training.data.tokenizer import ByteTokenizer
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -109,9 +109,9 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         import transformers
 
         from terapipe import hf
-        from terapipe.modeling.hf.decoder import shape_of
-        from terapipe.modeling.hf.structure import identity_of
-        from terapipe.modeling.hf.weights import PretrainedWeights
+        from terapipe.hf.decoder import shape_of
+        from terapipe.hf.structure import identity_of
+        from terapipe.hf.weights import PretrainedWeights
     except ImportError as error:
         raise ValueError(f"Hugging Face models need transformers ({error}); {install_line('hf')}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from terapipe import files, losses
-from terapipe.config import ObjectiveConfig, RunConfig
 from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss, Targets
 from terapipe.modeling.stage import Splittable
 from terapipe.planning.layout import balance
 from terapipe.planning.slices import Plan
-from terapipe.runtime.mesh import ALL
+from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.training.config import ObjectiveConfig, RunConfig
 from terapipe.training.data.loader import Batch, BatchLoader, Rows
 from terapipe.training.data.token_file import Data, TokenFile
 from terapipe.training.model import RunModel, check_place, import_object
@@ -148,7 +148,7 @@ class RunObjective:
 
     def _make_teacher(self, pipe: Pipeline) -> Pipeline:
         from terapipe import hf
-        from terapipe.modeling.hf.decoder import shape_of
+        from terapipe.hf.decoder import shape_of
 
         decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=next(pipe.parameters()).dtype)
         teacher, student = shape_of(decoder).vocab, self._model.shape

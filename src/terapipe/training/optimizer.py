@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from terapipe.config import LRConfig, OptimizerConfig
 from terapipe.modeling.dtensor import to_local
+from terapipe.training.config import LRConfig, OptimizerConfig
 
 CHUNK = 1 << 26  # maximum number of gradient values converted to float32 at a time
 

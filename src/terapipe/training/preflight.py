@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 from terapipe import files
-from terapipe.config import RunConfig, load
 from terapipe.planning.profile import Profile
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import INDEX
 from terapipe.training import run_plan
 from terapipe.training.checkpoint_folder import check_begin, folder_of, path_of, steps
+from terapipe.training.config import RunConfig, load
 from terapipe.training.data.prepare import check_sources
 from terapipe.training.export import check_export
 from terapipe.training.model import check_model

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terapipe import files
-from terapipe.config import RunConfig
 from terapipe.launch.processes import end_with_parent, record, take_cores
 from terapipe.planning.profile import Profile
 from terapipe.runtime.checkpoint.manifest import is_whole
 from terapipe.runtime.checkpoint.reader import NOTES, read_notes
-from terapipe.runtime.environment import local_device, rank_and_size, restarts
-from terapipe.runtime.failures import PipelineError, Record
-from terapipe.runtime.mesh import device_mesh
+from terapipe.runtime.comm.environment import local_device, rank_and_size, restarts
+from terapipe.runtime.comm.failures import PipelineError, Record
+from terapipe.runtime.comm.mesh import device_mesh
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import seed_rng
-from terapipe.runtime.transport import Transport
 from terapipe.training import run_plan as plans
 from terapipe.training.checkpoint_folder import check_begin, check_notes, clean, folder_of, newest_whole, path_of, steps
+from terapipe.training.config import RunConfig
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Data, open_data
 from terapipe.training.export import check_export, export_gpt

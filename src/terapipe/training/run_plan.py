@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from terapipe import api, files
-from terapipe.config import PlanConfig, RunConfig
 from terapipe.modeling.gpt import GPT
 from terapipe.planning.document_costs import DocumentCosts
 from terapipe.planning.document_plans import DocumentPlanner
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
+from terapipe.planning.presets import ModelSpec
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan
-from terapipe.presets import ModelSpec
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.cuts import uniform
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
+from terapipe.training.config import PlanConfig, RunConfig
 from terapipe.training.model import RunModel
 
 LEAST = 64  # tokens of a slice, where nothing is known of its cost

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terapipe import files
-from terapipe.config import PlanConfig, RunConfig
 from terapipe.modeling.main_grads import is_half
 from terapipe.planning.document_plans import DocumentPlanner
-from terapipe.runtime.mesh import ALL
+from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
+from terapipe.training.config import PlanConfig, RunConfig
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data
 from terapipe.training.evaluation import Evaluator

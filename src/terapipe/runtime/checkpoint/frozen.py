@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import WeightSource
-from terapipe.runtime.mesh import ALL
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 
 Digests = dict[str, str]  # shape, dtype and checksum of whole weights, by their names in the whole model
 

@@ -36,10 +36,10 @@ from terapipe.runtime.checkpoint.reader import (
 from terapipe.runtime.checkpoint.staging import Staging, State
 from terapipe.runtime.checkpoint.writer import Saving as Saving
 from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
-from terapipe.runtime.failures import is_connection_error
-from terapipe.runtime.mesh import ALL
+from terapipe.runtime.comm.failures import is_connection_error
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.transport import Transport
 
 PART = "optimizer"  # of the checkpoint
 

@@ -23,10 +23,10 @@ from torch.futures import Future as TorchFuture
 from terapipe.files import beside, flush, put_in_place, recover
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.checkpoint.staging import Staging
-from terapipe.runtime.failures import is_connection_error
-from terapipe.runtime.mesh import ALL
-from terapipe.runtime.threads import start_thread
-from terapipe.runtime.transport import Transport
+from terapipe.runtime.comm.failures import is_connection_error
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.threads import start_thread
+from terapipe.runtime.comm.transport import Transport
 
 PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
 

@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from terapipe.config import DataConfig, ObjectiveConfig
+from terapipe.training.config import DataConfig, ObjectiveConfig
 from terapipe.training.data.text_reader import read_entries
 from terapipe.training.data.token_file import Progress, TokenWriter
 

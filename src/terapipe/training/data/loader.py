@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from terapipe.config import DataConfig
 from terapipe.modeling.stage import IGNORE, fill_batch
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.training.config import DataConfig
 from terapipe.training.data.token_file import TOKENS, TokenFile
 
 Packing = Literal["concat", "packed", "padded"]

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from terapipe.config import DataConfig, ObjectiveConfig
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
+from terapipe.training.config import DataConfig, ObjectiveConfig
 from terapipe.training.data.entries import Entries, entries_of
 from terapipe.training.data.text_reader import check_readable, find_files, read_documents
 from terapipe.training.data.token_file import (

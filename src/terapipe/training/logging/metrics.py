@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from terapipe import files
-from terapipe.config import LoggingConfig
+from terapipe.training.config import LoggingConfig
 
 Row = Mapping[str, Any]
 _NAMES = {

@@ -1,0 +1,434 @@
+"""Some layers of a Hugging Face causal LM: the model's own forward, without the layers of other stages.
+
+A stage is a copy of the whole model. It has its own layers only, and other modules of other stages (embedding, head,
+norms) have weights of zero. With layers 2 and 3 of 6:
+
+    model.forward:   embedding -> [2 -> 3] -> norm -> head
+                     zeros         real       not called
+                              ^         ^
+                   _inject: x from      _capture: the output
+                   the stage before     for the next stage
+
+So whatever the model does around its layers (positions, masks, rotary embeddings), it does itself. The last stage calls
+the model a second time with one layer that passes the hidden states through, for what comes after the layers
+(head.py). Models whose loop over layers knows more of their numbers (see own_layers.py) have stubs in place of layers
+of other stages, which pass their input through.
+
+The copy shares its tensors with the model, which is not changed: several pipelines can be made of one model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from terapipe.hf.attention_backend import (
+    NAME,
+    Backend,
+    UnsupportedModelError,
+    keep_outside,
+)
+from terapipe.hf.cache_backend import StateCache, ViewCache, length_only
+from terapipe.hf.head import Head
+from terapipe.hf.own_layers import (
+    Call,
+    LastLayerError,
+    LayerSwap,
+    OwnLayers,
+    are_same,
+    hidden_of,
+    recording,
+    wave_like,
+)
+from terapipe.hf.refusals import LateCheckpointing
+from terapipe.hf.rope import FixedLength, depends_on_length
+from terapipe.hf.routers import FLAG, RouterLosses
+from terapipe.hf.structure import (
+    BEFORE,
+    LAYERS,
+    ModelStructure,
+    PassThrough,
+    is_classifier,
+    owned_copy,
+    stub,
+    text_config,
+    with_layers,
+)
+from terapipe.hf.tensor_parallel import parallelize
+from terapipe.modeling.auxiliary import AuxiliaryLoss
+from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.slice_cache import SliceCache, current_slice
+from terapipe.modeling.stage import IGNORE, TensorParallel
+
+_PREFIX = "model."
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device
+
+
+def _no_padding(*_: Any, **__: Any) -> None:
+    """A pipeline's batches have no padding that attention must know of: no token sees those after it."""
+
+
+@dataclass
+class _Call:
+    """One call of the model, for the hooks inside it."""
+
+    rope_length: int  # of the longest document of the batch
+    received: Tensor | None = None  # from the stage before, for the first layer
+    output: Tensor | None = None  # of the last layer
+    ends_early: bool = False  # with the output of the last layer
+
+
+class DecoderStage(nn.Module):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        first: int,
+        last: int,
+        backend: Backend | None,
+        routers: RouterLosses | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """On ``device``, by default that of the model."""
+        super().__init__()
+        device = model.device if device is None else device
+        self.backend, self._routers = backend, routers
+        self._depth = len(list(model.get_submodule(structure.layers).children()))
+        self.structure, self.first, self.last = structure, first, last
+        self.is_first, self.is_last = first == 0, last == self._depth
+        self._vocabulary = _vocabulary(model)
+        pass_input = PassThrough(structure.returns)
+
+        def own_or_stub(i: int, layer: nn.Module) -> nn.Module:
+            return layer if first <= i < last else stub(layer, pass_input)
+
+        self.model: Any = with_layers(owned_copy(model), structure.layers, own_or_stub)
+        if hasattr(text_config(self.model.config), FLAG):  # asked for where layers are called
+            setattr(text_config(self.model.config), FLAG, False)
+        if backend == "attention":
+            self.model.set_attn_implementation(NAME)
+        self.training = self.model.training
+        self._late_checkpointing = LateCheckpointing(model, self.model)
+        embedding: Any = self.model.get_input_embeddings()
+        self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])
+        with device:  # zeros that take no memory would take some when moved
+            self._empty_modules()
+        self.to(device)
+        for module in self.model.modules():
+            if hasattr(module, PADDING_CHECK):
+                setattr(module, PADDING_CHECK, _no_padding)
+        self._call: _Call | None = None  # while the model is called
+        self._add_hooks()
+        self._head: Head | None = None
+        self.__dict__["_lone_head"] = None  # not listed a second time among modules
+        self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
+        self.has_own_layers_only = False
+        self._leave_out_layers()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``double`` and the like call."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._dtype = next(self.parameters()).dtype
+        return self
+
+    def _add_hooks(self) -> None:
+        for module in self.model.modules():
+            if depends_on_length(module):
+                FixedLength(module, self._rope_length)
+        layers = self.blocks
+        if not self.is_first:
+            # Before hooks that the model has: they must see it.
+            layers[0].register_forward_pre_hook(self._inject, prepend=True, with_kwargs=True)
+        layers[-1].register_forward_hook(self._capture)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        layers = self.model.get_submodule(self.structure.layers)._modules
+        return [layers[str(i)] for i in range(self.first, self.last)]
+
+    def _empty_modules(self) -> None:
+        """Replaces parameters of other stages' modules, also those of adapters, by zeros that take no memory."""
+        for name, module in self.model.named_modules():
+            weights = {k: p for k, p in module._parameters.items() if p is not None}
+            if not weights or self._holds(self.structure.place(name)):
+                continue
+            module._parameters = {k: None for k in module._parameters if k not in weights}
+            zeros = {k: torch.zeros((), dtype=p.dtype).expand(p.shape) for k, p in weights.items()}
+            module._buffers.update(zeros)
+            module._non_persistent_buffers_set |= zeros.keys()
+
+    def _holds(self, place: str) -> bool:
+        return place == LAYERS or (self.is_first if place == BEFORE else self.is_last)
+
+    def _leave_out_layers(self) -> None:
+        """Leaves out the layers of other stages if the model then does the same with those of this one."""
+        every = {int(i): layer for i, layer in self.model.get_submodule(self.structure.layers)._modules.items()}
+        own = {i: layer for i, layer in every.items() if self.first <= i < self.last}
+        calls: dict[int, Call] = {}
+        self.has_own_layers_only = self._are_called_alike(every, own, calls)
+        if self.is_last:
+            self._head = Head(self.model, self.structure, every, self._depth)
+            if self.has_own_layers_only:
+                with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
+                    self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
+        if self.has_own_layers_only:
+            self._swap(OwnLayers(own, self._end_forward)).apply()
+
+    def _swap(self, layers: OwnLayers) -> LayerSwap:
+        return LayerSwap(self.model, self.structure.layers, layers, self._depth)
+
+    def _are_called_alike(
+        self, every: Mapping[int, nn.Module], own: Mapping[int, nn.Module], calls: dict[int, Call]
+    ) -> bool:
+        """Whether layers are called with the same arguments if there are no others, in a first slice and a later one.
+        Puts the last of these calls into ``calls``."""
+        passing, returns = PassThrough(self.structure.returns), self.structure.returns
+        stubs = {i: stub(layer, passing) for i, layer in every.items()}
+        alone: dict[int, Call] = {}
+        lists = OwnLayers(stubs | recording(own, returns, calls)), OwnLayers(recording(own, returns, alone))
+        for context in (0, 3) if self.backend == "attention" else (0,):
+            try:
+                for layers in lists:
+                    self._try(layers, context)
+            except Exception:  # whatever the model's own code raises
+                return False
+            if calls.keys() != own.keys() or not are_same(calls, alone):
+                return False
+        return True
+
+    @torch.no_grad()
+    def _try(self, layers: OwnLayers, context: int) -> None:
+        """Calls the model with two tokens after so many, and with stubs for layers. Nothing changes by it."""
+        p, cache = next(self.parameters()), self.make_cache(1, context + 2)
+        cache.begin(context, 2)
+        x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(p.dtype)
+        self._call = _Call(cache.longest)
+        try:
+            with RandomState.now(p.device).restored(), self._swap(layers).applied():
+                inputs = self._inputs(x.to(p.device), cache)
+                inputs.pop(FLAG, None)  # stubs have no routers
+                if not self.is_first:  # nothing would show what the model does with zeros
+                    inputs["inputs_embeds"] = wave_like(inputs["inputs_embeds"])
+                self._base(**inputs)
+        finally:
+            self._call = None
+
+    def _use_smaller_head(self, own: Mapping[int, nn.Module], like: Tensor) -> None:
+        """With one layer in place of all, if that gives the same logits."""
+        few = Head(self.model, self.structure, {self.last - 1: own[self.last - 1]}, self._depth)
+        hidden = wave_like(like)
+        state, logits = RandomState.now(like.device), []
+        for head in (self._head, few):
+            assert head is not None
+            with torch.no_grad(), state.restored(), self._calling_head(hidden) as inputs:
+                logits.append(head(hidden, **inputs))
+        if are_same(*logits):
+            self._head = few
+            with self._calling_head(hidden) as inputs:
+                few.shorten(hidden, **inputs)
+
+    # Hooks inside the model
+
+    def _end_forward(self) -> None:
+        """After the loop over layers. What the model does then is the last stage's, which does it in its head."""
+        if self._call and self._call.ends_early and self._call.output is not None:
+            raise LastLayerError
+
+    def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Gives the first layer what the stage before sent, in place of what the model computed from zeros."""
+        # A layer that is recomputed in the backward runs outside of a call; the cache has its input.
+        received = self._call.received if self._call else _input_of(current_slice())
+        if "hidden_states" in named:
+            return arguments, {**named, "hidden_states": received}
+        return (received, *arguments[1:]), named
+
+    def _capture(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._call:
+            self._call.output = output[0] if isinstance(output, tuple) else output
+
+    def _rope_length(self) -> int | None:
+        """Frequencies are those of the longest document of the batch, as in transformers, whatever the slice."""
+        return self._call.rope_length if self._call else None
+
+    def parallelize(self, tp: TensorParallel) -> None:
+        """Tensor parallel, by the model's own plan."""
+        parallelize(self.model, self.structure, tp.mesh)
+
+    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call instead of a layer's compiled forward: see compiling.py."""
+        if self.backend == "cache":
+            raise UnsupportedModelError(
+                f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (cache "
+                "backend); leave compiling off"
+            )
+        keep_outside()
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            return forward(*map(length_only, arguments), **{name: length_only(x) for name, x in named.items()})
+
+        return call
+
+    # As a Stage
+
+    @property
+    def vocabulary(self) -> tuple[int | None, int | None]:
+        return self._vocabulary
+
+    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        self._late_checkpointing.refuse()
+        carries_states = isinstance(cache, StateCache)
+        out: Any = None
+        call = self._call = _Call(cache.longest, received=x, ends_early=not carries_states and self._routers is None)
+        try:
+            inputs = self._inputs(x, cache)
+            if isinstance(cache, StateCache):
+                out = self._base(**inputs)
+                cache.detach_states()
+            else:
+                assert isinstance(cache, ViewCache)
+                cache.inputs[cache.context] = x
+                with cache, suppress(LastLayerError):
+                    out = self._base(**inputs)
+                if sum(cache.calls.values()) < self.last - self.first:
+                    raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
+        finally:
+            self._call = None
+        if self._routers is not None:
+            self._routers.add(out.router_logits, cache)
+        assert call.output is not None
+        return call.output
+
+    @property
+    def _base(self) -> Any:
+        """The part of the model that calls the layers."""
+        return self.model.get_submodule(self.structure.layers.partition(".")[0])
+
+    def _inputs(self, x: Tensor, cache: SliceCache) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
+        inputs |= self._positions(cache, x)
+        if self._routers is not None:
+            inputs[FLAG] = True
+        assert isinstance(cache, StateCache | ViewCache)
+        return inputs | {"past_key_values": cache.states(), "use_cache": isinstance(cache, StateCache)}
+
+    @property
+    def auxiliary_losses(self) -> dict[str, AuxiliaryLoss]:
+        return self._routers.auxiliary_losses if self._routers else {}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By all that the model does after its layers, for example norms, scaling and softcaps."""
+        assert self._head is not None
+        with self._calling_head(hidden) as inputs:
+            logits = self._head(hidden, **inputs)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
+        assert self._head is not None
+        head = self._head_alone()
+        with self._calling_head(hidden) as inputs:
+            return self._head.before(hidden, head, **inputs), head
+
+    @contextmanager
+    def _calling_head(self, hidden: Tensor) -> Iterator[dict[str, Any]]:
+        """Yields the inputs of a call."""
+        inputs: dict[str, Any] = {"inputs_embeds": self._zeros(hidden)}
+        if self.structure.takes_positions:
+            inputs["position_ids"] = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        if self._no_past is not None:  # without a cache, transformers looks for packed documents in the positions
+            inputs["past_key_values"] = self._no_past.states()
+        self._call = _Call(hidden.shape[1])
+        try:
+            yield inputs
+        finally:
+            self._call = None
+
+    def _head_alone(self) -> nn.Module:
+        """The head, if logits are what it makes and no more: seen with two random tokens, once."""
+        if self._lone_head is not None:
+            return cast(nn.Module, self._lone_head)
+        assert self._head is not None
+        head: Any = self.model.score if is_classifier(self.model) else self.model.get_output_embeddings()
+        p = next(self.parameters())
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            hidden = torch.randn(self.hidden_shape(1, 2)).to(p.device, p.dtype)
+            with self._calling_head(hidden) as inputs:
+                found = head(self._head.before(hidden, head, **inputs)) if isinstance(head, nn.Linear) else None
+            logits = self.logits(hidden)
+        if found is None or not torch.allclose(found.to(logits.dtype), logits, rtol=1e-4, atol=1e-5):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} changes logits after its head (a scale or softcap), or its head is not "
+                "an nn.Linear, so a loss of hidden states would leave that out; take a loss of logits"
+            )
+        self.__dict__["_lone_head"] = head
+        return head
+
+    @property
+    def no_default_loss(self) -> str:
+        """Why cross-entropy of labels makes no sense; empty if it does."""
+        name = type(self.model).__name__
+        return f"{name} predicts no tokens; take loss_fn=losses.classification()" if is_classifier(self.model) else ""
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return loss_of(self.logits(hidden), labels, self.model)
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Embeddings of as many tokens: the model wants some, and its first layer here gets others."""
+        return torch.zeros(*like.shape[:2], self._width, dtype=self._dtype, device=like.device)
+
+    def _positions(self, cache: SliceCache, x: Tensor) -> dict[str, Tensor]:
+        if not self.structure.takes_positions:
+            if cache.has_documents:
+                raise UnsupportedModelError(
+                    "the model takes no positions, which must restart with documents; give each its row"
+                )
+            return {}
+        return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
+
+    def make_cache(self, size: int, seq_len: int) -> SliceCache:
+        config = text_config(self.model.config)
+        if self.backend == "attention":
+            return ViewCache(seq_len, config)
+        return StateCache(seq_len, config, range(self.first, self.last))
+
+    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
+        return (size, length, int(text_config(self.model.config).hidden_size))
+
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {name.removeprefix(_PREFIX): value for name, value in super().state_dict(*arguments, **named).items()}
+
+    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under their names in the whole model."""
+        for name, parameter in super().named_parameters(*arguments, **named):
+            yield name.removeprefix(_PREFIX), parameter
+
+
+def _input_of(cache: SliceCache | None) -> Tensor:
+    assert isinstance(cache, ViewCache)
+    return cache.inputs[cache.context]
+
+
+def loss_of(logits: Tensor, labels: Tensor, model: PreTrainedModel) -> Tensor:
+    """The sum of the losses of all labels that count. A classifier has no labels at its tokens: its scores are compared
+    with those of a check, by their squared differences, which are not zero for a single class either."""
+    if is_classifier(model):
+        counted = (labels != IGNORE)[..., None]
+        return ((logits - labels[..., None]).square() * counted).sum()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def _vocabulary(model: PreTrainedModel) -> tuple[int | None, int | None]:
+    """The rows of embedding and head, if they are matrices."""
+    ends: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return _rows(ends[0]), _rows(ends[1])
+
+
+def _rows(module: nn.Module | None) -> int | None:
+    """Of the weight of an embedding or a head, or of what an adapter wraps."""
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None

@@ -1,0 +1,239 @@
+"""Runs a small Hugging Face model whole, and in stages and slices in one process; compares loss and gradients."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from terapipe.hf.attention_backend import Backend
+from terapipe.hf.rope import depends_on_length
+from terapipe.hf.routers import FLAG, router_losses
+from terapipe.hf.stage import DecoderStage, loss_of
+from terapipe.hf.structure import ModelStructure, is_classifier, text_config, token_logits
+from terapipe.modeling.linear import accumulate_deferred
+from terapipe.modeling.slice_cache import run_backward
+from terapipe.modeling.sliced_stage import SlicedStage
+from terapipe.modeling.stage import IGNORE, TensorParallel
+
+TOKENS = 29
+
+Starts = tuple[tuple[int, ...], ...]  # per row, where documents begin
+Result = tuple[float, dict[str, Tensor]]  # loss and gradients
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Two rows of random tokens, each one document or several packed ones."""
+
+    ids: Tensor
+    labels: Tensor
+    documents: Starts = ()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokens: int = TOKENS, documents: Starts = (), seed: int = 0) -> "Batch":
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = int(min(model.get_input_embeddings().num_embeddings, text_config(model.config).vocab_size))
+        ids, labels = (torch.randint(vocabulary, (2, tokens), generator=generator) for _ in range(2))
+        if is_classifier(model):
+            labels %= 3
+        labels[0, 3] = labels[1, -1] = IGNORE
+        return cls(ids.to(model.device), labels.to(model.device), documents)
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[1]
+
+
+def lengths(slices: int, shortest: int, tokens: int = TOKENS) -> tuple[int, ...]:
+    """Uneven lengths of slices that add up to ``tokens``, one of them the shortest."""
+    if not 1 <= slices <= tokens // (2 * shortest):
+        raise ValueError(f"a check divides {tokens} tokens into 1 to {tokens // (2 * shortest)} slices, got {slices}")
+    if slices == 1:
+        return (tokens,)
+    rest, weights = tokens - shortest * slices, [(5 * i) % 7 + 1 for i in range(slices - 1)]
+    found = [shortest + rest * weight // sum(weights) for weight in weights]
+    found.insert(1, shortest)
+    found[-1] += tokens - sum(found)
+    return tuple(found)
+
+
+def updated_buffers(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """The names of buffers that ``run`` changes, such as running means. Those of rotary embeddings by length do not
+    count: stages set them for each slice."""
+    before = {name: x.clone() for name, x in _buffers(model)}
+    run()
+    return [name for name, x in _buffers(model) if name not in before or not torch.equal(before[name], x)]
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        if not depends_on_length(module):
+            yield from ((f"{name}.{key}", x) for key, x in module._buffers.items() if x is not None)
+
+
+def reference(model: PreTrainedModel, batch: Batch) -> Result:
+    """Loss and gradients of the whole model, which gets each document alone.
+
+    If rotary frequencies depend on the length, documents alone would get other frequencies than packed ones. Such
+    models get them in one row, with positions that restart, as transformers packs them.
+    """
+    whole = copy.deepcopy(model)
+    if batch.documents and any(depends_on_length(module) for module in whole.modules()):
+        restarting = [torch.arange(b - a) for row in batch.documents for a, b in pairwise([*row, batch.tokens])]
+        positions = torch.cat(restarting).reshape(batch.ids.shape).to(batch.ids.device)
+        logits = token_logits(whole, input_ids=batch.ids, position_ids=positions, use_cache=False)
+        loss = loss_of(logits, batch.labels, whole)
+    elif batch.documents:
+        losses = [
+            loss_of(token_logits(whole, input_ids=batch.ids[piece], use_cache=False), batch.labels[piece], whole)
+            for piece in (
+                (slice(i, i + 1), slice(a, b))
+                for i, row in enumerate(batch.documents)
+                for a, b in pairwise([*row, batch.tokens])
+            )
+        ]
+        loss = torch.stack(losses).sum()
+    else:
+        loss = loss_of(token_logits(whole, input_ids=batch.ids, use_cache=False), batch.labels, whole)
+    loss = loss / (batch.labels != IGNORE).sum() + _router_loss(whole, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+def adds_router_loss(model: PreTrainedModel, batch: Batch) -> bool:
+    """Whether transformers adds something to the loss for the routers. Not all models with routers do."""
+    with torch.no_grad():
+        out = model(input_ids=batch.ids, labels=batch.ids, use_cache=False, output_router_logits=True)
+    return isinstance(getattr(out, "aux_loss", None), Tensor)
+
+
+def _router_loss(model: PreTrainedModel, batch: Batch) -> Tensor | float:
+    """What transformers adds to the loss for the routers, whatever it is: the difference with and without."""
+    if not getattr(text_config(model.config), FLAG, False) or is_classifier(model):
+        return 0.0
+    total, rest = (
+        model(input_ids=batch.ids, labels=batch.ids, use_cache=False, output_router_logits=added).loss
+        for added in (True, False)
+    )
+    added: Tensor = total - rest
+    return added
+
+
+class SlicedModel:
+    """All stages of a model in this process, each with a copy of its own, as if they were in processes of their own."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        backend: Backend | None,
+        num_stages: int = 2,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        self._tied, routers = structure.tied, router_losses(model)
+        num_layers = len(list(model.get_submodule(structure.layers).children()))
+        edges = [num_layers * k // num_stages for k in range(num_stages + 1)]
+        self._stages = [
+            DecoderStage(copy.deepcopy(model), structure, first, last, backend, routers=routers)
+            for first, last in pairwise(edges)
+            if first < last
+        ]
+        if tp is not None:
+            for stage in self._stages:
+                stage.parallelize(tp)
+        self._sliced = [SlicedStage(stage) for stage in self._stages]
+
+    def train(self, mode: bool) -> None:
+        for stage in self._stages:
+            stage.train(mode)
+
+    def __call__(self, batch: Batch, slice_lengths: Sequence[int], *, block: bool = False) -> Result:
+        """Loss and gradients, slice by slice: all forwards, then all backwards in reverse order. Those of weights come
+        last, as in split backwards. ``block``: with block recomputation."""
+        stages = self._stages
+        for stage in stages:
+            stage.zero_grad()
+        caches = [stage.make_cache(len(batch.ids), batch.tokens) for stage in stages]
+        for cache in caches:
+            cache.set_documents(batch.documents)
+        done: list[list[tuple[Tensor, Tensor]]] = []  # per slice and stage: its input and output
+        sums: dict[tuple[int, int], dict[str, Tensor]] = {}  # of auxiliary losses, per slice's start and stage
+        starts = [0, *accumulate(slice_lengths)][:-1]
+        total = 0.0
+        for start, length in zip(starts, slice_lengths, strict=True):
+            x, passed = batch.ids[:, start : start + length], []
+            for k, cache in enumerate(caches):
+                cache.begin(start, length)
+                out = self._sliced[k].forward(x, cache, block=block)
+                sums[start, k] = cache.pop_sums()
+                passed.append((x, out))
+                x = out.detach().requires_grad_()
+            with self._sliced[-1].over(caches[-1]):
+                loss = stages[-1].loss(x, batch.labels[:, start : start + length]) / (batch.labels != IGNORE).sum()
+                run_backward([loss])
+            total += loss.item()
+            done.append([*passed, (x, x)])
+        added, gradients = self._auxiliary(list(sums.values()))
+        total += added
+        for start, length, passed in reversed(list(zip(starts, slice_lengths, done, strict=True))):
+            for k in reversed(range(len(stages))):
+                gradient = passed[k + 1][0].grad
+                assert gradient is not None
+                caches[k].begin(start, length)
+                others = [(found, gradients[name].to(found.dtype)) for name, found in sums[start, k].items()]
+                caches[k].defer = True
+                self._sliced[k].backward(caches[k], passed[k][1], gradient, others)
+        for cache in caches:
+            accumulate_deferred(cache.pop_deferred())
+        return total, self._gradients()
+
+    def _auxiliary(self, sums: Sequence[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """The auxiliary losses of all sums, and the gradients of each with respect to them."""
+        value, gradients = 0.0, {}
+        for name, loss in self._stages[0].auxiliary_losses.items():
+            totals = torch.stack([found[name].detach() for found in sums if name in found]).sum(0).requires_grad_()
+            part = loss.value(totals)
+            (gradients[name],) = torch.autograd.grad(part, totals)
+            value += part.item()
+        return value, gradients
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """By their names in the whole model. Gradients of a weight that first and last stage share are added."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages:
+            for own, p in stage.named_parameters():
+                name = self._tied[0] if own in self._tied else own
+                if p.grad is not None:
+                    gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    found[name] = found[name] + gradient if name in found else gradient
+        return found
+
+
+def errors(wanted: Result, found: Result) -> dict[str, float]:
+    """The largest error of each group of parameters; a group is a name without the layer's number.
+
+    Relative to the largest gradient of the model, because some gradients are zero but for rounding.
+    """
+    largest = max(gradient.abs().max().item() for gradient in wanted[1].values())
+    groups = {"loss": _number(abs(found[0] - wanted[0]) / abs(wanted[0]))}
+    for name in wanted[1].keys() | found[1].keys():
+        truth, mine = wanted[1].get(name), found[1].get(name)
+        if truth is None or mine is None:  # a gradient of zeros may be missing
+            rest = mine if truth is None else truth
+            error = 0.0 if rest is None or not rest.any() else float("inf")
+        else:
+            error = _number((mine - truth).abs().max().item() / largest)
+        group = re.sub(r"\.\d+\.", ".*.", name)
+        groups[group] = max(groups.get(group, 0.0), error)
+    return groups
+
+
+def _number(error: float) -> float:
+    return error if error == error else float("inf")

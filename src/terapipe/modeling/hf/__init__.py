@@ -1,1 +1,0 @@
-"""Hugging Face causal LMs as pipeline stages. ``terapipe.hf`` is the public face."""

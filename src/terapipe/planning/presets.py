@@ -1,0 +1,122 @@
+"""Shapes of models, to build a GPT with and to plan with. No torch here."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from terapipe.planning.recompute import MODES, Recompute
+
+# Far beyond any model. A typing error above it is named at once, instead of a planner that does not come to an end.
+LARGEST = {
+    "layers": 10_000, "hidden": 2**20, "heads": 2**16, "vocab": 2**26, "max_seq_len": 2**27, "num_kv_heads": 2**16,
+    "ffn_hidden": 2**24,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a decoder of the GPT family."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many as heads
+    ffn: int | None = None  # hidden size of the MLP; None: four times hidden
+    vocab: int = 50257
+    max_seq_len: int = 2048
+    tied: bool = True  # whether head and embedding share their weight
+
+    def __post_init__(self) -> None:
+        for name, most in LARGEST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.num_kv_heads}")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def ffn_hidden(self) -> int:
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def layer_parameters(self) -> int:
+        h, kv = self.hidden, self.num_kv_heads * self.head_size
+        attention = h * (h + 2 * kv) + (h + 2 * kv) + h * h + h
+        mlp = 2 * h * self.ffn_hidden + self.ffn_hidden + h
+        return attention + mlp + 4 * h
+
+    @property
+    def parameters(self) -> int:
+        ends = (self.vocab if self.tied else 2 * self.vocab) * self.hidden + self.max_seq_len * self.hidden
+        return self.layers * self.layer_parameters + ends + 2 * self.hidden
+
+    def layer_flops(self, tokens: int) -> float:
+        """FLOPs of one layer's forward over a sequence of this length. A multiply-add counts as two."""
+        return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.hidden
+
+    def head_flops(self, tokens: int) -> float:
+        return 2.0 * tokens * self.hidden * self.vocab
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "gpt-tiny": GPTConfig(layers=4, hidden=64, heads=4, vocab=256, max_seq_len=1024),
+    "gpt-small": GPTConfig(layers=6, hidden=256, heads=4, vocab=256, max_seq_len=4096),
+    # The models of the TeraPipe paper.
+    "gpt3-1b": GPTConfig(layers=24, hidden=2048, heads=16),
+    "gpt3-13b": GPTConfig(layers=40, hidden=5120, heads=40),
+    "gpt3-44b": GPTConfig(layers=96, hidden=6144, heads=48),
+    "gpt3-175b": GPTConfig(layers=96, hidden=12288, heads=96),
+    # The shapes of Llama 3, for planning. A gated MLP of width f has as many FLOPs as a plain one of width 1.5 f.
+    "llama3-8b": GPTConfig(32, 4096, 32, 8, 21504, 128256, 8192, tied=False),
+    "llama3-70b": GPTConfig(80, 8192, 64, 8, 43008, 128256, 8192, tied=False),
+    "llama3-405b": GPTConfig(126, 16384, 128, 8, 79872, 128256, 8192, tied=False),
+}
+"""Shapes of known models by name, for ``GPT(config)`` and for planning."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the planner must know about a model. Your own model may return it from ``planning_spec()``."""
+
+    config: GPTConfig  # a GPT of about the same shape
+    min_slice: int = 1  # tokens in the shortest slice with which the model is exact
+    recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
+    # Whether gradients of weights are added to their sum by the product itself, and can be deferred. Not so in layers
+    # of Hugging Face models that are compiled: compiled code knows the class of their linear layers.
+    fused_grads: bool = True
+
+
+def gpt_config(text: str) -> GPTConfig:
+    """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``."""
+    if "=" not in text:
+        if text not in PRESETS:
+            likely = get_close_matches(text, PRESETS, 1)
+            hint = f"did you mean {likely[0]!r}? " if likely else ""
+            raise ValueError(
+                f"unknown model {text!r}; {hint}the presets are {', '.join(PRESETS)}; or give a shape: "
+                "layers=96,hidden=12288,heads=96"
+            )
+        return PRESETS[text]
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_seq_len")
+    shape: dict[str, Any] = {}
+    for item in text.split(","):
+        name, _, value = (word.strip() for word in item.partition("="))
+        if name not in names or not value.isdecimal() or name in shape:
+            raise ValueError(f"a shape is NAME=NUMBER,... with names from {', '.join(names)}, each once, got {item!r}")
+        shape[name] = int(value)
+    missing = [name for name in names[:3] if name not in shape]
+    if missing:
+        raise ValueError(f"a shape needs layers, hidden and heads, {text!r} lacks {', '.join(missing)}")
+    return GPTConfig(**shape)

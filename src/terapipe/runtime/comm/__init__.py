@@ -1,0 +1,1 @@
+"""What the ranks of a pipeline send each other, and how they fail together."""

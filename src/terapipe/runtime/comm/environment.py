@@ -1,0 +1,198 @@
+"""This process among those that torchrun started. The only code that reads RANK and the like."""
+
+import os
+import platform
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.roll_call import roll_call
+
+_own_world: list[Any] = []  # the default group, if it was made here, as a weak reference
+
+
+def local_rank() -> int:
+    """This process among those that torchrun started on this host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process among all that torchrun started, before they have met."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def host_name() -> str:
+    """This host, told apart from others of the same name by the number that torchrun gave it."""
+    number = os.environ.get("GROUP_RANK")
+    return platform.node() if number is None else f"{platform.node()} (node {number})"
+
+
+def restarts() -> int:
+    """How often torchrun has started the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def job() -> str:
+    """What torchrun calls the run, the same on all hosts and after restarts; nothing where it was given no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def local_device() -> torch.device:
+    """The device of this process: under torchrun, each takes the GPU of its local rank, if there are GPUs."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The one that was asked for. A GPU without a number is this process's own."""
+    asked = local_device() if device is None else torch.device(device)
+    return local_device() if asked == torch.device("cuda") else asked
+
+
+def ensure_process_group(device: torch.device, timeout: float = 300.0) -> bool:
+    """Joins the processes that torchrun started, if nobody has yet. False where there is only this process. Those that
+    have not come within ``timeout`` seconds are named."""
+    if not dist.is_initialized() and under_torchrun():
+        stay_on_this_host()
+        rank, size = rank_and_size()
+        # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
+        store = PrefixStore(f"terapipe/{restarts()}", _store_of_job(timeout))
+        roll_call(store, rank, range(size), timeout, "join the process group")
+        store.set_timeout(dist.default_pg_timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with errors_left_to_us():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        _own_world[:] = [weakref.ref(dist.group.WORLD)]
+    return dist.is_initialized()
+
+
+def default_group_is_ours() -> bool:
+    return any(own() is dist.group.WORLD for own in _own_world)
+
+
+def default_group_of_others() -> Any:
+    """The communicators of a default group for GPUs that somebody else made, or None."""
+    if dist.group.WORLD is None or default_group_is_ours():
+        return None
+    try:
+        return dist.group.WORLD._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it is for CPUs alone
+        return None
+
+
+def stay_on_this_host() -> None:
+    """If all ranks are on this host, gloo and NCCL listen on the loopback interface from now on. They would take the
+    address of the host's name, where everybody in its network can reach them."""
+    if under_torchrun() and local_ranks() == rank_and_size()[1]:
+        os.environ.update(_loopback())
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Processes started inside are all on this host, and their connections stay on it."""
+    with _environment(**_loopback()):
+        yield
+
+
+@contextmanager
+def growing_segments() -> Iterator[None]:
+    """On GPUs, processes started inside let torch's allocator grow its segments, unless the user has set something
+    about it. Slices of many lengths would leave gaps between segments that nothing fits into."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    own = {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
+    with _environment(**own):
+        yield
+
+
+def settings_of(*prefixes: str) -> dict[str, str]:
+    """Variables of the environment whose names begin so."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
+def _loopback() -> dict[str, str]:
+    """The variables with which gloo and NCCL choose the loopback interface; not those that the user has set."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {variable: name for name in names for variable in wanted if variable not in os.environ}
+
+
+def _store_of_job(timeout: float) -> Store:
+    """The rank that hosts it would wait in it for the others, and name nobody: hence a world size of 1."""
+    try:
+        store: Store = next(iter(rendezvous("env://?world_size=1", timeout=timedelta(seconds=timeout))))[0]
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise PipelineError(
+            f"no store of the job answered at {place} within {timeout:g} s; rank 0, or torchrun on its host, must be "
+            f"started, and be reached there: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return store
+
+
+@contextmanager
+def errors_left_to_us() -> Iterator[None]:
+    """NCCL groups made inside do not end the process by themselves when an operation fails or is aborted: every rank
+    is to end with a message that names the cause, and may go on with something else.
+
+    A process's first group would end it eight minutes after an operation of any group of the job has failed, and make
+    it wait that long where it ends by itself. Dumps of torch's flight recorder stay as they are if the user has set
+    something about them.
+    """
+    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+    own = dumps if not any(name in os.environ for name in dumps) else {}
+    with _environment(**_OURS, **own):
+        yield
+
+
+_OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # Messages of a pair that is connected early are one after the other; that is what a pair is for.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+
+
+def refuse_blocking_waits() -> None:
+    """Where waits block the host, torch does not look whether transfers end, and nobody would learn that one failed."""
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        value = os.environ.get(name, "0")
+        if value.lower() not in ("", "0", "n", "no", "false"):
+            raise ValueError(
+                f"on GPUs the device waits for transfers, not the host, and torch must look whether they end, got "
+                f"{name}={value}; unset it"
+            )
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Sets these variables, and puts back what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,77 @@
+"""accelerate's Accelerator, told of replicas only: ranks of a pipeline have the same batch, and act as one process."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.utils import pad_across_processes, recursively_apply  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+from terapipe.planning.layout import Layout
+from terapipe.trainers.model import PipelinedModel
+
+
+class PipelineAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator of which ``adopt`` was called. Its processes are replicas: data are shared out among them, and
+    what is gathered is each replica's once."""
+
+    layout: Layout
+    replica: int
+    _group: dist.ProcessGroup | None
+    pipelined: PipelinedModel | None
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, layout: Layout, group: dist.ProcessGroup | None) -> None:
+        """Makes one of an Accelerator. ``group``: the same rank of all pipelines, None if there is one pipeline."""
+        accelerator.__class__ = cls
+        accelerator.layout, accelerator._group, accelerator.pipelined = layout, group, None
+        accelerator.replica = 0 if group is None else dist.get_rank(group)
+
+    @property
+    def num_processes(self) -> int:
+        return self.layout.dp
+
+    @property
+    def process_index(self) -> int:
+        return self.replica
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The pipelined model stays where its pipeline put it, and nothing is wrapped around it but autocast."""
+        own = self.pipelined is not None and model is self.pipelined.outer
+        placed = False if own else device_placement
+        return super().prepare_model(model, device_placement=placed, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        assert self.pipelined is not None
+        return self.pipelined.pipe.clip_grad_norm_(max_norm, norm_type)
+
+    def gather(self, tensor: Any) -> Any:
+        if self._group is None:
+            return tensor
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        tensor = (tensor if tensor.ndim else tensor[None]).contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.layout.dp)]
+        dist.all_gather(parts, tensor, group=self._group)
+        return torch.cat(parts)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if self._group is None or reduction == "none":
+            return tensor
+
+        def reduced(x: Tensor) -> Tensor:
+            x = x.clone()
+            dist.all_reduce(x, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=self._group)
+            return x / self.layout.dp if reduction == "mean" else x
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """To the longest of all ranks, of which those of a pipeline have the same."""
+        if self._group is None:
+            return tensor
+        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)

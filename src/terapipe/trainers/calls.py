@@ -1,0 +1,175 @@
+"""What a Hugging Face model is called with, as a pipeline takes it: token ids, labels that were shifted, documents.
+
+Whatever a pipeline would compute differently is refused by name.
+"""
+
+import warnings
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.relative_positions import relative_length
+from terapipe.hf.rope import depends_on_length
+from terapipe.hf.structure import text_config
+from terapipe.modeling.stage import IGNORE, next_token_labels
+
+Documents = tuple[tuple[int, ...], ...]
+# Without an effect on what a pipeline computes, or the same information again.
+WITHOUT_EFFECT = {
+    "use_cache", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    "num_items_in_batch", "fused_lm_head", "skip_logits",
+}  # fmt: skip
+ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "alibi")
+
+
+@dataclass(frozen=True)
+class Call:
+    """``labels[b, t]`` is the token to predict at place ``t``. ``shifts``: by how many places rows were moved to the
+    left, over padding; None if no row was. ``is_padded``: whether some places are padding."""
+
+    input_ids: Tensor
+    labels: Tensor | None
+    documents: Documents | None
+    shifts: Tensor | None = None
+    is_padded: bool = False
+
+    def moved_back(self, values: Tensor) -> Tensor:
+        """Values of tokens, (rows, tokens, ...), to the places that the caller knows."""
+        return values if self.shifts is None else moved(values, -self.shifts)
+
+
+def moved(values: Tensor, shifts: Tensor) -> Tensor:
+    """Each row moved to the left by its number of places, in a circle."""
+    rows, tokens = values.shape[:2]
+    places = (torch.arange(tokens, device=values.device)[None] + shifts[:, None]) % tokens
+    return values[torch.arange(rows, device=values.device)[:, None], places]
+
+
+def call_of(model: PreTrainedModel, given: dict[str, Any]) -> Call:
+    """``given``: what the model's forward was called with, by name."""
+    use_cache = given.get("use_cache")
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    input_ids, mask, positions = (given.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids"))
+    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    others = given.keys() - WITHOUT_EFFECT
+    if others or not isinstance(input_ids, Tensor):
+        raise UnsupportedModelError(
+            f"a pipeline takes input_ids, attention_mask, position_ids and labels, got {', '.join(sorted(others))}"
+            if others
+            else "a pipeline needs input_ids, got none"
+        )
+    labels = shifted if shifted is not None or labels is None else next_token_labels(labels)
+    shifts = None
+    if mask is not None:
+        shifts = _padding(model, mask, labels, positions)
+    if shifts is not None:
+        input_ids, labels, positions = (
+            x if x is None else moved(x.expand(len(input_ids), -1), shifts) for x in (input_ids, labels, positions)
+        )
+    counted = None if mask is None else mask.sum(1)
+    documents = None if positions is None else documents_of(positions.expand(len(input_ids), -1), counted)
+    if documents and (reason := _why_not_packed(model, len(input_ids), mask is not None, use_cache)):
+        warnings.warn(
+            f"position_ids begin again at 0, which a pipeline takes as packed documents: none sees another. By itself "
+            f"the model would not, {reason}",
+            stacklevel=3,
+        )
+    is_padded = counted is not None and bool((counted < input_ids.shape[1]).any())
+    if is_padded and positions is not None:
+        _refuse_other_length(model, int(positions.max()) + 1, documents, input_ids.shape[1])
+    return Call(input_ids, labels, documents, shifts, is_padded)
+
+
+def _padding(model: PreTrainedModel, mask: Tensor, labels: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    """How many places each row is to be moved so that its padding is on the right; None if no row is."""
+    if mask.ndim != 2:
+        raise UnsupportedModelError(
+            f"an attention_mask of {mask.ndim} dimensions is not supported; packed documents are told by position_ids"
+        )
+    real = mask != 0
+    if bool(real.all()):
+        return None
+    starts = real.int().argmax(1)
+    places = torch.arange(mask.shape[1], device=mask.device)[None]
+    ends = starts + real.sum(1)
+    if not bool((real == ((places >= starts[:, None]) & (places < ends[:, None]))).all()):
+        raise UnsupportedModelError("an attention_mask must leave out places before and after a sequence, not inside")
+    if labels is not None and bool(((labels != IGNORE) & ~real).any()):
+        raise ValueError(
+            f"labels count at places that attention_mask leaves out; set labels of padding to {IGNORE}, and with "
+            "padding on the left that of the first token, which padding would predict"
+        )
+    if not bool(starts.any()):
+        return None
+    _refuse_absolute(model, mask.shape[1], positions)
+    return starts
+
+
+def _refuse_absolute(model: PreTrainedModel, tokens: int, positions: Tensor | None) -> None:
+    """Rows that were moved have other positions, unless the caller gives them. Models that see distances between tokens
+    only do not mind."""
+    config = text_config(model.config)
+    refusal = (
+        "padding on the left changes the positions of this model, which a pipeline would count from the first token"
+    )
+    remedy = "set the tokenizer's padding_side to 'right'"
+    is_rotary = any(getattr(config, name, None) for name in ROTARY)
+    if not (is_rotary or positions is not None) or getattr(config, "attention_chunk_size", None):
+        raise UnsupportedModelError(f"{refusal}; {remedy}")
+    if positions is None and tokens > (relative := relative_length(model)):
+        beyond = f" beyond {relative:.0f} tokens, got {tokens}" if relative else ""
+        raise UnsupportedModelError(
+            f"{refusal}: attention of {type(model).__name__} depends on them, not only on distances{beyond}; {remedy}, "
+            "or give position_ids that count from the first token"
+        )
+
+
+def _refuse_other_length(model: PreTrainedModel, by_positions: int, documents: Documents | None, tokens: int) -> None:
+    """RoPE by length takes the largest position as the length, in a pipeline the longest document with its padding."""
+    longest = max(b - a for row in documents or ((0,),) for a, b in pairwise([*row, tokens]))
+    if by_positions != longest and any(map(depends_on_length, model.modules())):
+        raise UnsupportedModelError(
+            f"rotary embeddings of {type(model).__name__} depend on the length, which is {by_positions} by "
+            f"position_ids and {longest} with padding; pad only up to the longest row, or leave position_ids out"
+        )
+
+
+def documents_of(positions: Tensor, counted: Tensor | None) -> Documents | None:
+    """Where documents begin. This is what counts as packed: positions that begin again at 0 within a row, whatever else
+    a call has. A mask of ones beside them changes nothing.
+
+    Other positions are refused; of padding they do not matter.
+    """
+    rows, tokens = positions.shape
+    places = torch.arange(tokens, device=positions.device).expand(rows, -1)
+    inside = torch.ones_like(places, dtype=torch.bool) if counted is None else places < counted[:, None]
+    begins = (positions == 0) & inside
+    begins[:, 0] = True
+    last = torch.where(begins, places, 0).cummax(1).values
+    if bool(((positions != places - last) & inside).any()):
+        raise UnsupportedModelError(
+            "position_ids must count from 0 and begin again at 0 with each document; a pipeline knows no others"
+        )
+    found = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins)
+    return None if all(row == (0,) for row in found) else found
+
+
+def _why_not_packed(model: PreTrainedModel, rows: int, has_mask: bool, use_cache: bool | None) -> str:
+    """Why transformers itself would not take positions that begin again as packed documents; empty if it does.
+
+    It looks for them only in a call with neither mask nor cache (masking_utils), kernels of flash attention only in a
+    single row (modeling_flash_attention_utils).
+    """
+    if "flash" in str(model.config._attn_implementation):
+        return f"because flash attention looks for them in one row only, got {rows}" if rows > 1 else ""
+    if has_mask:
+        return "because there is an attention_mask beside them; leave it out"
+    if use_cache is None:
+        use_cache = getattr(text_config(model.config), "use_cache", False)
+        use_cache = use_cache and not (model.is_gradient_checkpointing and model.training)
+    return "because it uses a cache; set use_cache=False" if use_cache else ""

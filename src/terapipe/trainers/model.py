@@ -1,0 +1,374 @@
+"""A Hugging Face model whose forward runs through a pipeline: called, trained and saved like any other."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from terapipe.hf.decoder import Decoder
+from terapipe.hf.refusals import without_wrapper
+from terapipe.hf.stage import DecoderStage
+from terapipe.hf.structure import is_classifier
+from terapipe.losses.sequences import classification, scores
+from terapipe.losses.tokens import token_log_probs
+from terapipe.modeling.autocast import Autocast
+from terapipe.modeling.stage import IGNORE
+from terapipe.planning.layout import Layout
+from terapipe.planning.recompute import Recompute
+from terapipe.planning.slices import Plan
+from terapipe.runtime.comm.environment import device_of, rank_and_size
+from terapipe.runtime.comm.mesh import device_mesh
+from terapipe.runtime.module_states import configurations
+from terapipe.runtime.pipeline import Pipeline
+from terapipe.trainers.calls import Call, call_of
+from terapipe.trainers.classifiers import classify
+from terapipe.trainers.config import PipelineConfig
+from terapipe.trainers.fused_head import fused_head
+from terapipe.trainers.model_record import ModelRecord
+from terapipe.trainers.own_loss import refuse_other_losses
+from terapipe.trainers.weights import agree_on_weights, gather_weights
+
+CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
+
+
+@dataclass
+class PipelineOutput(ModelOutput):
+    """What transformers' causal LMs return, and what those return that TRL gave a fused head."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def pipelined(
+    model: nn.Module,
+    slices: int | None = None,
+    *,
+    config: PipelineConfig | None = None,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    recompute: Recompute = "none",
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout: float = 300.0,
+) -> "PipelinedModel":
+    """Makes a causal LM of transformers run through a pipeline when it is called: on one device slice by slice, under
+    torchrun over its ranks. ::
+
+        pipelined(model, slices=16)
+        loss = model(input_ids=input_ids, labels=labels).loss
+        loss.backward()                       # gradients are in .grad, as ever
+
+    ``batch_size`` and ``seq_len`` are what to plan for; batches of other shapes are cut alike. Called under
+    ``torch.autocast``, it also plans for that.
+    ``recompute`` and ``timeout`` are for a ``config`` that does not say them.
+
+    Call it before an optimizer is made. With several processes give the optimizer ``pipe.parameters()`` of what is
+    returned, and call its ``gather()`` on all of them before the model itself is saved or generates text. Processes
+    that drew different random weights all take those of the first.
+    """
+    config = config or PipelineConfig(slices=slices)
+    inner = without_wrapper(model)
+    layout, device = config.layout(rank_and_size()[1]), device_of(device)
+    if layout.devices > 1:
+        mesh = device_mesh(layout, device=device, timeout=config.timeout or timeout) if mesh is None else mesh
+        agree_on_weights(inner, device)
+
+    autocast = Autocast.current(device)
+
+    def make(plan: Plan | None) -> tuple[Pipeline, bool]:
+        with unpatched(inner), _outside_of_calls(device), _returning_dicts(inner):
+            decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
+            if plan is None:
+                with autocast.on():  # as steps will be
+                    plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
+            pipe = Pipeline(
+                decoder,
+                plan,
+                loss_fn=classification() if is_classifier(inner) else None,
+                mesh=mesh,
+                shard=layout.shard,
+                vary="replan",
+                device=device,
+                timeout=config.timeout or timeout,
+            )
+        return pipe, decoder.has_router_losses
+
+    return PipelinedModel(model, inner, make, layout)
+
+
+class PipelinedModel:
+    """Replaces the ``forward`` of a model by one through a pipeline, and ``zero_grad`` by the pipeline's.
+
+    ``model`` is the causal LM itself, ``outer`` what peft made of it, if it did. The pipeline's stages share their
+    parameters with it. What transformers computes with a cache (generation) still runs in the model itself.
+    """
+
+    def __init__(
+        self,
+        outer: nn.Module,
+        model: PreTrainedModel,
+        make: Callable[[Plan | None], tuple[Pipeline, bool]],
+        layout: Layout,
+    ) -> None:
+        """``make`` makes a pipeline of the model as it is, by a plan or by a new one, and says whether the model's loss
+        has losses of routers beside cross-entropy."""
+        self.outer, self.model, self.layout = outer, model, layout
+        self._make = make
+        self.loss_only = False  # in evaluation: no logits beside the loss
+        self._original = MethodType(type(model).forward, model)
+        self._replaced = model.__dict__.get("forward", self._original)  # may have TRL's fused head
+        self._whole = True  # whether the model itself has all weights as they are now
+        self._adopt(*make(None))
+        self._install()
+
+    def _adopt(self, pipe: Pipeline, router_losses: bool) -> None:
+        """A pipeline that was made of the model as it is now."""
+        self.pipe, self.router_losses, self._loss_checked = pipe, router_losses, False
+        own = {*self.model.parameters()}
+        self._shares_all = self.layout.pp == 1 and all(p in own for p in pipe.parameters())
+        stages = [stage for stage in pipe.stages.values() if isinstance(stage, DecoderStage)]
+        self._record = ModelRecord(self.model, [stage.model for stage in stages])
+        self._training: bool | None = None
+        self._follow_training()
+        if self.layout.pp * self.layout.tp > 1:
+            pipe.compare_data()
+
+    def _install(self) -> None:
+        @functools.wraps(type(self.model).forward)
+        def forward(owner: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
+            if owner is not self.model:  # a copy of the model has no pipeline
+                return type(owner).forward(owner, *arguments, **named)
+            if self._is_generation(named):
+                return self._generating(arguments, named)
+            given = self._by_name(arguments, named)
+            output = self.forward(given)
+            return output if self._asked("return_dict", given) else output.to_tuple()
+
+        @functools.wraps(nn.Module.zero_grad)
+        def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
+            if owner is self.outer:
+                self.pipe.zero_grad(set_to_none)
+            else:
+                nn.Module.zero_grad(owner, set_to_none)
+
+        # Bound methods, so that copies of the model get their own.
+        self.model.forward = MethodType(forward, self.model)
+        self.outer.zero_grad = MethodType(zero_grad, self.outer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """The model is as before; its weights are those of the pipeline."""
+        self.gather()
+        self.model.__dict__.pop("forward", None)
+        self.outer.__dict__.pop("zero_grad", None)
+
+    # Calls
+
+    @staticmethod
+    def _is_generation(named: Mapping[str, Any]) -> bool:
+        cached = named.get("past_key_values") is not None or bool(named.get("use_cache")) or "logits_to_keep" in named
+        return cached and not torch.is_grad_enabled()
+
+    def _generating(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self._whole:
+            raise ValueError(
+                "this rank has only its stage's weights as they are now; call gather() of the PipelinedModel on all "
+                "ranks before text is generated"
+            )
+        return self._original(*arguments, **named)
+
+    @staticmethod
+    def _by_name(arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        if len(arguments) > 1:
+            raise ValueError("call the model with named arguments: input_ids=..., attention_mask=..., labels=...")
+        return {**({"input_ids": arguments[0]} if arguments else {}), **named}
+
+    def _asked(self, name: str, given: Mapping[str, Any]) -> Any:
+        """What a call says of its outputs, or else the configuration."""
+        value = given.get(name)
+        return getattr(self.model.config, name, None) if value is None else value
+
+    def forward(self, given: dict[str, Any]) -> PipelineOutput:
+        self._follow()
+        for name in ("output_hidden_states", "output_attentions"):
+            if self._asked(name, given):
+                raise ValueError(
+                    f"a pipeline returns losses and logits, but {name}=True was asked for; set config.{name} = False, "
+                    "or call remove() of the PipelinedModel before"
+                )
+        if torch.is_grad_enabled():
+            self.updated()  # as an optimizer's step is likely to follow
+        if is_classifier(self.model):
+            return self._classified(given)
+        call = call_of(self.model, given)
+        if given.get("fused_lm_head"):
+            return self._scored(call, given)
+        if call.labels is None:
+            return PipelineOutput(logits=self._values(call, raw_logits))
+        loss = self._loss(call, given.get("num_items_in_batch"))
+        if self.loss_only or torch.is_grad_enabled():
+            return PipelineOutput(loss=loss)
+        return PipelineOutput(loss=loss, logits=self._values(call, raw_logits))
+
+    def _classified(self, given: dict[str, Any]) -> PipelineOutput:
+        """Labels are of sequences, (rows, ...), and no token's."""
+        call = call_of(self.model, {name: value for name, value in given.items() if name not in CLASSIFYING})
+        output = classify(self.model, self._values(call, scores), given)
+        return PipelineOutput(loss=output.get("loss"), logits=output["logits"])
+
+    def _values(self, call: Call, per_token: Callable[..., Any]) -> Any:
+        """Of each token, at the places of the caller's input. Losses are means over replicas."""
+        found = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
+        if isinstance(found, Tensor):
+            return call.moved_back(_mean_over(self.layout.dp, found))
+        return {name: call.moved_back(_mean_over(self.layout.dp, value)) for name, value in found.items()}
+
+    def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
+        """As transformers' models for causal LMs compute it."""
+        assert call.labels is not None
+        self._check_loss(call)
+        if self.router_losses and not torch.is_grad_enabled():
+            return self.pipe.evaluate(call.input_ids, call.labels, call.documents)
+        log_probs = self._values(call, token_log_probs)
+        total = (call.labels != IGNORE).sum() if items is None else items
+        loss: Tensor = -log_probs.sum() / torch.as_tensor(total, device=log_probs.device)
+        return loss
+
+    @functools.cached_property
+    def _fused_head(self) -> Callable[..., Any]:
+        return fused_head(self._replaced)
+
+    def _scored(self, call: Call, given: dict[str, Any]) -> PipelineOutput:
+        """As models that TRL gave a fused head answer: a value for each token that is predicted."""
+        if given.get("output_router_logits"):
+            raise ValueError("losses of routers are not supported with TRL's trainers; set router_aux_loss_coef=0.0")
+        found = self._values(call, self._fused_head)
+        assert call.labels is not None
+        found["label_mask"] = call.moved_back(call.labels != IGNORE)
+        if given.get("shift_labels") is None:
+            found = {name: value[:, :-1] for name, value in found.items()}
+        items = given.get("num_items_in_batch")
+        total = found["label_mask"].sum().clamp(min=1) if items is None else items
+        return PipelineOutput(loss=-found["log_probs"].sum() / total, **found)
+
+    def step(self, given: dict[str, Any], total: Callable[[int], float]) -> Tensor:
+        """A whole training step of cross-entropy, in any order. ``total`` is what to divide the sum over tokens by, of
+        the number of labels that count here."""
+        self._follow()
+        self.updated()
+        call = call_of(self.model, given)
+        if call.labels is None:
+            raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
+        self._check_loss(call)
+        counted = int((call.labels != IGNORE).sum())
+        return self.pipe.step(call.input_ids, call.labels, call.documents, total=total(counted))
+
+    def _check_loss(self, call: Call) -> None:
+        """Refuses losses that would not be the model's own."""
+        if not self._loss_checked:
+            refuse_other_losses(self.model)
+            self._loss_checked = True
+        if self.router_losses and (call.is_padded or self.layout.dp > 1):
+            raise ValueError(
+                "losses of routers are those of transformers only without padding, which it leaves out, and with one "
+                "replica; pack sequences and take dp=1, or set output_router_logits=False"
+            )
+
+    # What is done to the model after the stages were made of it
+
+    def _follow(self) -> None:
+        """Brings stages up to date with the model, or refuses what was changed."""
+        change = self._record.follow()
+        if change:
+            self._refuse_new_stages(change)
+            self._adopt(*self._make(self.pipe.plan))
+        self._follow_training()
+
+    def _follow_training(self) -> None:
+        """Modules of stages follow one by one; the pipeline around them is in training mode if any of them is."""
+        if self.pipe.training is not self._training:  # somebody called train() or eval() of the pipeline
+            self._record.set_modes()
+        self._training = self._record.is_training
+        for part in (self.pipe, *self.pipe.stages.values()):
+            part.training = self._training
+
+    def _refuse_new_stages(self, change: str) -> None:
+        """Other processes have the rest of the model, and an optimizer may hold parameters of stages as they are."""
+        if self.layout.devices == 1 and self._shares_all:
+            return
+        with self.pipe.failing_together():  # the model of another rank may be as it was
+            raise ValueError(
+                f"the model was changed after pipelined(): {change}; stages on {self.layout.devices} devices cannot "
+                "follow; change the model before, or call remove() of the PipelinedModel, and pipelined() again after"
+            )
+
+    # Weights
+
+    def updated(self) -> None:
+        """Other stages' weights in the model itself are old from now on."""
+        self._whole = self._shares_all
+
+    def gather(self) -> None:
+        """Brings the weights of all stages into the model itself, on every rank. All ranks must call it together."""
+        if self._whole:
+            return
+        gather_weights(self.pipe, self.model)
+        self._whole = True
+
+
+def raw_logits(logits: Tensor, labels: Any) -> Tensor:
+    return logits
+
+
+def _mean_over(number: int, x: Tensor) -> Tensor:
+    """The same value, its gradient divided by the number of replicas, over which pipelines sum."""
+    if number > 1 and x.requires_grad:
+        x.register_hook(lambda gradient: gradient / number)  # type: ignore[no-untyped-call]
+    return x
+
+
+@contextmanager
+def unpatched(model: PreTrainedModel) -> Iterator[None]:
+    """Without what others put in place of its forward, which copies of the model would call: TRL's fused head."""
+    patched = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if patched is not None:
+            model.__dict__["forward"] = patched
+
+
+@contextmanager
+def _outside_of_calls(device: torch.device) -> Iterator[None]:
+    """As if no forward were under way: what is made inside may be made in the middle of one."""
+    plain = torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), plain[0], plain[1]:
+        yield
+
+
+@contextmanager
+def _returning_dicts(model: PreTrainedModel) -> Iterator[None]:
+    """Stages take what models return by name. What the caller gets is up to the caller."""
+    configs = [config for config in configurations(model.modules()) if "return_dict" in config.__dict__]
+    earlier = [config.return_dict for config in configs]
+    try:
+        for config in configs:
+            config.return_dict = True
+        yield
+    finally:
+        for config, value in zip(configs, earlier, strict=True):
+            config.return_dict = value

@@ -1,0 +1,395 @@
+"""transformers' Trainer, and any subclass of it, through a pipeline. Needs transformers and accelerate.
+
+::
+
+    class PipelineSFTTrainer(PipelineMixin, SFTTrainer): ...
+
+    trainer = PipelineSFTTrainer(model, args=args, train_dataset=dataset, slices=16)
+
+With one process it computes slice by slice on one device; under torchrun its ranks form a pipeline, or replicas of one.
+
+The Trainer keeps its own loop, callbacks, arguments, logs and folders. What is replaced, and by which of its methods:
+
+- the forward of the model: ``PipelinedModel``, made in ``create_optimizer`` or before an evaluation;
+- who shares out data and gathers results: ``PipelineAccelerator``, in ``create_accelerator_and_postprocess``;
+- steps of plain cross-entropy: ``training_step``, in any order of the plan;
+- what is saved: ``save_model`` and, of private methods, those under "Private methods of Trainer" below.
+"""
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import Trainer
+
+from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.decoder import Decoder
+from terapipe.hf.refusals import (
+    find_dropouts,
+    refuse_unfit,
+    switch_checkpointing,
+    untrainable,
+    without_wrapper,
+)
+from terapipe.hf.structure import is_classifier
+from terapipe.planning.layout import Layout
+from terapipe.planning.recompute import Recompute
+from terapipe.runtime.comm.environment import rank_and_size
+from terapipe.runtime.comm.mesh import DP, device_mesh
+from terapipe.trainers.accelerator import PipelineAccelerator
+from terapipe.trainers.config import PipelineConfig
+from terapipe.trainers.fused_head import TESTED
+from terapipe.trainers.model import PipelinedModel, pipelined, unpatched
+
+__all__ = ["PipelineConfig", "PipelineMixin", "PipelineTrainer"]
+STATE = "pipeline"  # weights and optimizer state in a checkpoint's folder, for any layout
+SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"
+PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
+# Methods that are called or replaced here and may change without notice.
+PRIVATE = (
+    "_wrap_model", "_move_model_to_device", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler",
+    "_load_best_model", "_finalize_training", "_get_train_sampler",
+)  # fmt: skip
+
+
+class ResumeThroughAPipelineTrainer:
+    """In the place of an optimizer's state in a checkpoint's folder: that is in the folder ``pipeline``. The plain
+    Trainer would go on without it if the file were missing; of this, it says the name and stops."""
+
+
+class PipelineMixin:
+    """To be named before a Trainer class. ``pipeline`` says how to split model and sequences; ``slices=16`` is short
+    for ``pipeline=PipelineConfig(slices=16)``."""
+
+    def __init__(
+        self, *arguments: Any, pipeline: PipelineConfig | None = None, slices: int | None = None, **named: Any
+    ) -> None:
+        if pipeline is not None and slices is not None:
+            raise ValueError("slices is short for pipeline=PipelineConfig(slices=...); give one of them")
+        missing = [name for name in PRIVATE if not hasattr(Trainer, name)]
+        if missing:
+            raise RuntimeError(
+                f"transformers {transformers.__version__} has no Trainer.{', '.join(missing)}, which this relies on; "
+                f"{TESTED}"
+            )
+        self.pipeline_config = pipeline or PipelineConfig(slices=slices)
+        self.pipelined: PipelinedModel | None = None
+        self._predicting = False
+        super().__init__(*arguments, **named)
+        _refuse_arguments(self._trainer, self.ranks_per_replica)
+        self._refuse_model()
+
+    @property
+    def _trainer(self) -> Any:
+        """This object, which is a Trainer."""
+        return self
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that have the same batch."""
+        return self.layout.devices // self.layout.dp
+
+    # The pipeline
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args = self._trainer.args
+        args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel
+        if args.accelerator_config.dispatch_batches is None:
+            args.accelerator_config.dispatch_batches = False  # each rank reads its replica's data itself
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.layout: Layout = self.pipeline_config.layout(rank_and_size()[1])
+        timeout = self.pipeline_config.timeout or float(args.ddp_timeout)
+        self._mesh = None if self.layout.devices == 1 else device_mesh(self.layout, device=args.device, timeout=timeout)
+        group = self._mesh.get_group(DP) if self._mesh is not None and self.layout.dp > 1 else None
+        PipelineAccelerator.adopt(self._trainer.accelerator, self.layout, group)
+
+    def make_pipeline(self) -> PipelinedModel:
+        """The model through a pipeline, made once; anew if ``model_init`` made another model."""
+        if self.pipelined is None or self.pipelined.outer is not self._trainer.model:
+            trainer, args = self._trainer, self._trainer.args
+            outer = cast(nn.Module, trainer.model)
+            self._stop_checkpointing()
+            with trainer.accelerator.autocast():  # which is how steps are to be planned
+                self.pipelined = pipelined(
+                    outer, config=self.pipeline_config, batch_size=args.per_device_train_batch_size,
+                    seq_len=getattr(args, "max_length", None), recompute=self._recompute,
+                    device=args.device, mesh=self._mesh, timeout=self._timeout,
+                )  # fmt: skip
+            trainer.accelerator.pipelined = self.pipelined
+            self._pipeline_reference(self.pipelined)
+            if self.layout.pp > 1 and hasattr(outer, "generate"):
+                self._generate_on_first(outer)
+        return self.pipelined
+
+    def _pipeline_reference(self, policy: PipelinedModel) -> None:
+        """A reference model of the same kind is cut alike: before the first update, both have the same bits, so that
+        ties between them are ties. Its weights stay whole on every rank. Any other is called as it is."""
+        trainer, layout = self._trainer, self.layout
+        reference: Any = getattr(trainer, "ref_model", None)
+        if type(without_wrapper(reference)) is not type(policy.model) or layout.tp > 1 or layout.shard:
+            return
+        names = ("slices", "pp", "microbatch_size", "recompute", "memory", "seq_len")
+        said: dict[str, Any] = dict.fromkeys(names) | {"plan": policy.pipe.plan}  # which says all of it
+        config = replace(self.pipeline_config, **said)
+        wrapped = reference.__dict__.pop("_original_forward", None)  # accelerate's autocast is put around ours instead
+        prepared = reference.__dict__.get("forward")
+        if wrapped is not None:
+            reference.forward = wrapped
+        try:
+            pipelined(reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout)
+        except UnsupportedModelError:
+            if wrapped is not None:
+                reference.forward, reference._original_forward = prepared, wrapped
+            return
+        reference.__dict__.pop("_is_accelerate_prepared", None)
+        trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    @property
+    def _timeout(self) -> float:
+        return float(self._trainer.args.ddp_timeout)
+
+    @property
+    def _recompute(self) -> Recompute:
+        """What gradient checkpointing becomes, unless the configuration of the pipeline says it."""
+        return "full" if self._trainer.args.gradient_checkpointing else "none"
+
+    def _refuse_model(self) -> None:
+        """Looks at a small copy of the model, so that what a step would refuse is refused when the trainer is made."""
+        trainer, inner = self._trainer, without_wrapper(self._trainer.model)
+        name = type(inner).__name__
+        with unpatched(inner):
+            refuse_unfit(inner)
+        halves = [weight for weight, p in inner.named_parameters() if p.dtype == torch.float16]
+        if halves:
+            raise ValueError(
+                f"weights of {name} are torch.float16 ({halves[0]}), whose small gradients are lost without a loss "
+                "scale, which a pipeline does not have; load the model with dtype=torch.bfloat16 or torch.float32"
+            )
+        if reason := untrainable(inner, find_dropouts(inner)):
+            raise ValueError(f"{name}: {reason}")
+        self._stop_checkpointing()
+        with unpatched(inner):
+            decoder = Decoder(trainer.model)
+        recompute = self.pipeline_config.recompute or self._recompute
+        if self.pipeline_config.plan is None and recompute not in decoder.recompute_modes:
+            asked = "recompute" if self.pipeline_config.recompute else "gradient_checkpointing"
+            raise ValueError(
+                f"slices of {name} cannot be computed again, as it is cut through its own cache; got {asked}="
+                f"{getattr(self.pipeline_config if asked == 'recompute' else trainer.args, asked)!r}; take "
+                f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
+            )
+        self._refuse_router_losses(decoder.has_router_losses)
+
+    def _refuse_router_losses(self, in_model: bool) -> None:
+        """``in_model``: whether the model adds them to its own loss."""
+        trainer, args = self._trainer, self._trainer.args
+        if getattr(trainer, "aux_loss_enabled", False):
+            raise ValueError(
+                f"{type(trainer).__name__} adds a loss of routers, with router_aux_loss_coef="
+                f"{trainer.router_aux_loss_coef}, which a pipeline cannot compute beside a loss of outputs; set "
+                "router_aux_loss_coef=0.0"
+            )
+        if in_model and not self._is_plain():
+            raise ValueError(
+                "output_router_logits=True adds losses of routers, which a pipeline cannot compute beside a loss of "
+                "outputs; set output_router_logits=False in the model's configuration"
+            )
+        if in_model and (args.gradient_accumulation_steps > 1 or self.layout.dp > 1):
+            raise ValueError(
+                f"transformers adds losses of routers for each accumulated batch of each replica, got "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} and dp={self.layout.dp}; take 1 of "
+                "each and larger batches, or set output_router_logits=False in the model's configuration"
+            )
+
+    def _stop_checkpointing(self) -> None:
+        """Trainer switches it on in the model; the plan recomputes instead."""
+        if self._trainer.args.gradient_checkpointing:
+            switch_checkpointing(without_wrapper(self._trainer.model), False)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Of this rank's parameters, under their names in the whole model."""
+        self._stop_checkpointing()
+        return super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc,no-any-return]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * self.layout.dp)
+
+    # Steps
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        pipelined = self.make_pipeline()  # a step may come before train()
+        if not self._is_plain():
+            return cast(Tensor, super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
+        trainer = self._trainer
+        model.train()
+        train = getattr(trainer.optimizer, "train", None)
+        if callable(train):
+            train()
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+            return pipelined.step(inputs, lambda counted: self._total(counted, num_items_in_batch)).detach()
+
+    def _is_plain(self) -> bool:
+        """Whether a step is Trainer's own, and its loss the model's own cross-entropy."""
+        trainer, following = self._trainer, cast(Any, super())
+        own = trainer.compute_loss.__func__ is Trainer.compute_loss
+        own &= following.training_step.__func__ is Trainer.training_step
+        own &= not is_classifier(without_wrapper(trainer.model))
+        return own and trainer.compute_loss_func is None and trainer.label_smoother is None
+
+    def _total(self, counted: int, items: Tensor | int | None) -> float:
+        """What the sum over this replica's tokens is divided by, so that the sum over replicas is the mean that
+        transformers takes of them."""
+        trainer, dp = self._trainer, self.layout.dp
+        if items is None or not trainer.model_accepts_loss_kwargs:
+            accumulated = getattr(trainer, "current_gradient_accumulation_steps", 1)  # known in train() only
+            return float(max(counted, 1) * dp * accumulated)
+        return float(items) * (1 if trainer.args.average_tokens_across_devices else dp)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        pipelined = self.make_pipeline()
+        pipelined.loss_only, self._predicting = prediction_loss_only, True
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        finally:
+            pipelined.loss_only = self._predicting = False
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """The norm of gradients is read from the device here anyway, so this is where zeros are noticed."""
+        norm = logs.get("grad_norm")  # None without clipping
+        if norm is not None and self.pipelined is not None and self._trainer.is_world_process_zero():
+            self.pipelined.pipe.zero_gradients.check_norm(float(norm))
+        super().log(logs, *arguments, **named)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of this process; transformers adds them up."""
+        return int(super().floating_point_ops(inputs)) // self.ranks_per_replica  # type: ignore[misc]
+
+    def _generate_on_first(self, outer: Any) -> None:
+        """While a trainer generates text, the whole model does it on the first rank of each pipeline, and sends it to
+        the others."""
+        pipelined, generate = cast(PipelinedModel, self.pipelined), outer.generate
+
+        def on_first(owner: Any, *arguments: Any, **named: Any) -> Any:
+            if owner is not outer:  # a copy of the model
+                return type(owner).generate(owner, *arguments, **named)
+            if not (self._trainer.is_in_train or self._predicting):
+                return generate(*arguments, **named)
+            pipelined.gather()
+            with pipelined.pipe.failing_together():
+                if pipelined.pipe.is_first:
+                    outer.to(pipelined.pipe.device)
+                made = generate(*arguments, **named) if pipelined.pipe.is_first else None
+                return pipelined.pipe.gather(made)[0]
+
+        outer.generate = MethodType(on_first, outer)
+
+    # What is saved
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """All ranks must call it together: the whole model is gathered, and the first rank writes it."""
+        self.make_pipeline().gather()
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return cast(torch.optim.Optimizer, getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer))
+
+    # Private methods of Trainer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        self.make_pipeline()
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Stages are moved when they are made, each to its rank's device."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = self._trainer
+        self.make_pipeline().pipe.save(Path(output_dir) / STATE, self._optimizer())
+        if trainer.args.should_save:
+            torch.save(ResumeThroughAPipelineTrainer(), os.path.join(output_dir, OPTIMIZER))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # schedulers warn that optimizers are saved beside them
+                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not (Path(checkpoint) / STATE).is_dir():
+            raise ValueError(
+                f"{checkpoint} has no folder {STATE!r}, so it was not saved through a pipeline or with "
+                "save_only_model=True; load its weights with from_pretrained and begin a new run"
+            )
+        self.make_pipeline().pipe.load(Path(checkpoint) / STATE, self._optimizer())
+        self.make_pipeline().updated()
+        scheduler = self._trainer.lr_scheduler
+        scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+        for group, rate in zip(self._optimizer().param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # Pipeline.load leaves it as it is
+
+    def _load_best_model(self) -> None:
+        made = self.make_pipeline()
+        made.pipe.load(Path(str(self._trainer.state.best_model_checkpoint)) / STATE)
+        made.updated()
+        made.gather()
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        self.make_pipeline().gather()  # whoever uses the model next, callbacks too, finds it trained
+        return super()._finalize_training(*arguments)  # type: ignore[misc]
+
+    def _get_train_sampler(self, *arguments: Any) -> Any:
+        """With a generator of its own, where dropout moves that of each rank differently."""
+        sampler = super()._get_train_sampler(*arguments)  # type: ignore[misc]
+        if self.ranks_per_replica > 1 and getattr(sampler, "generator", self) is None:
+            seed = self._trainer.args.data_seed or self._trainer.args.seed
+            sampler.generator = torch.Generator().manual_seed(seed)
+        return sampler
+
+
+def _refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
+    """What a pipeline would ignore or get wrong, before training."""
+    several = ranks_per_replica > 1
+    args = trainer.args
+    generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
+    if several and generates:
+        raise ValueError(
+            f"{type(trainer).__name__} generates text on every rank, so ranks of a pipeline would have different data; "
+            "use one process, or PipelineGRPOTrainer"
+        )
+    best_only = args.load_best_model_at_end and args.save_only_model
+    per_layer = str(getattr(args.optim, "value", args.optim)).endswith(PER_LAYER)
+    synced = several and getattr(args, "sync_ref_model", False)
+    rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
+    named = {
+        "save_only_model": ("load_best_model_at_end needs what it leaves out", best_only),
+        "sync_ref_model": ("ranks have only their own stage's weights as they are; leave it off", synced),
+        "train_sampling_strategy": ("'batch_rebalance' counts ranks as replicas; take another", rebalanced),
+        "optim": ("it updates weights in the middle of a backward, with a slice's part; take another", per_layer),
+        "cast_lm_head_to_fp32": ("leave it off", getattr(args, "cast_lm_head_to_fp32", None)),
+        "fsdp": ("PipelineConfig(shard=True) shards over replicas", args.fsdp),
+        "deepspeed": ("a pipeline takes its place", args.deepspeed),
+        "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),
+        "fp16": ("use bf16=True", args.fp16),
+        "torch_compile": ("leave it off", args.torch_compile),
+        "auto_find_batch_size": ("PipelineConfig(plan='auto', memory=...) fits", args.auto_find_batch_size),
+        "neftune_noise_alpha": ("leave it off", args.neftune_noise_alpha),
+        "use_liger_kernel": ("leave it off", args.use_liger_kernel),
+        "activation_offloading": ("use PipelineConfig(recompute=...)", getattr(args, "activation_offloading", None)),
+    }  # fmt: skip
+    for name, (remedy, value) in named.items():
+        if value:
+            raise ValueError(f"{name}={getattr(args, name)!r} does not go with a pipeline: {remedy}")
+
+
+class PipelineTrainer(PipelineMixin, Trainer):
+    """transformers' Trainer through a pipeline."""

@@ -1,0 +1,180 @@
+"""The documentation keeps to the code: modules, links, commands, run files and pictures."""
+
+import argparse
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import terapipe
+from terapipe import hf, losses
+from terapipe.cli import parser
+from terapipe.training import config
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+FORWARDS = ("terapipe.runtime.token_outputs", "terapipe.runtime.forwards")
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def fenced(page: Path, *languages: str) -> list[str]:
+    return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+# Modules
+
+
+def test_architecture_lists_every_module_as_its_docstring_says() -> None:
+    script = runpy.run_path(str(DOCS / "modules.py"))
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    modules = [p.relative_to(script["SOURCE"]).as_posix() for p in script["SOURCE"].rglob("*.py")]
+    assert [m for m in modules if f"- `{m}`:" not in page] == []
+    assert page == script["updated"](page), "run: python docs/modules.py"
+
+
+def test_architecture_names_no_file_that_is_gone() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", page)
+    assert named
+    assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "src/terapipe" / name).exists())] == []
+
+
+# The API reference
+
+
+def test_the_overview_lists_every_public_name() -> None:
+    """It says that what it does not list is not public."""
+    page = (DOCS / "api/index.md").read_text(encoding="utf-8")
+    public = {"": terapipe.__all__, "hf.": hf.__all__, "losses.": losses.__all__}
+    names = [f"`{prefix}{name}`" for prefix, exported in public.items() for name in exported]
+    assert [name for name in names if name not in page] == []
+
+
+def test_every_public_method_of_pipeline_is_in_the_reference() -> None:
+    """Those of its own base classes, too, which the site shows only if they are listed."""
+    (listed,) = re.findall(r"inherited_members: \[(.*)\]", (DOCS / "api/pipeline.md").read_text(encoding="utf-8"))
+    shown = {*vars(terapipe.Pipeline), *listed.split(", ")}
+    bases = [c for c in terapipe.Pipeline.__mro__ if c.__module__ in FORWARDS]
+    assert len(bases) == len(FORWARDS)
+    assert [name for c in bases for name in vars(c) if not name.startswith("_") and name not in shown] == []
+
+
+# Links
+
+
+def anchor(heading: str) -> str:
+    """As GitHub and the site make it from a heading."""
+    words = re.sub(r"[^\w\- ]", "", heading.replace("`", "").strip().lower())
+    return words.replace(" ", "-")
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@each_page
+def test_local_links_lead_somewhere(page: Path) -> None:
+    for path, _, fragment in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(#([^)\s]*))?\)", prose(page)):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", prose(target), re.MULTILINE)
+            assert fragment in map(anchor, headings), f"{page.name} links to {path}#{fragment}"
+
+
+@each_page
+def test_text_is_wrapped(page: Path) -> None:
+    """Tables and links cannot be."""
+    lines = prose(page).splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|") and "](" not in line] == []
+
+
+# Commands
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Command lines in blocks of code; a backslash continues one."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [*fenced(page, "bash", "console"), *re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)]
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        found = re.match(r"\s*(?:\$ )?(?:torchrun .*-m |python -m )?terapipe (.*)", line)
+        if found:
+            yield found[1].split("  #")[0].split(" # ")[0]
+
+
+@each_page
+def test_commands_are_understood(page: Path) -> None:
+    for command in commands(page):
+        words = shlex.split(command)
+        if words == ["--version"]:
+            continue
+        try:
+            parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{page.name}: terapipe {command}")
+
+
+@each_page
+def test_options_in_the_text_exist(page: Path) -> None:
+    """``terapipe plan --save`` in a sentence is not a whole command, but its verb and its options are real."""
+    verbs = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    for verb, rest in re.findall(r"`terapipe (\w+)([^`]*)`", prose(page)):
+        assert verb in verbs, f"{page.name}: terapipe {verb}"
+        known = {option for action in verbs[verb]._actions for option in action.option_strings}
+        assert set(re.findall(r"--[\w-]+", rest)) <= known, f"{page.name}: terapipe {verb}{rest}"
+
+
+@each_page
+def test_run_files_are_read(page: Path) -> None:
+    for text in fenced(page, "toml"):
+        config.parse(text)
+
+
+@each_page
+def test_keys_of_run_files_exist(page: Path) -> None:
+    """``data.seq_len`` in a sentence, or as an override of a command."""
+    run = config.RunConfig()
+    sections = "|".join(vars(run))
+    for section, key in re.findall(rf"`({sections})\.(\w+)(?: = [^`]*)?`", prose(page)):
+        known = (getattr(run, section), terapipe.Plan, terapipe.Profile)
+        is_file = key in ("json", "py", "toml")
+        assert is_file or any(hasattr(x, key) for x in known), f"{page.name}: {section}.{key}"
+    for command in commands(page):
+        overrides = re.findall(r" (\w+\.\w+)=", command)
+        assert all(hasattr(getattr(run, s), k) for s, k in (o.split(".") for o in overrides)), command
+
+
+@each_page
+def test_python_is_whole(page: Path) -> None:
+    for code in fenced(page, "python"):
+        compile(code, page.name, "exec")
+
+
+def test_there_is_something_to_check() -> None:
+    """The tests above find commands, run files and code by patterns that could come to match nothing."""
+    assert sum(len(list(commands(page))) for page in PAGES) >= 20
+    assert sum(len(list(fenced(page, "toml"))) for page in PAGES) >= 1
+    assert sum(len(list(fenced(page, "python"))) for page in PAGES) >= 8
+
+
+# Reference and pictures
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
+    listed = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    packages = {"terapipe": terapipe, "terapipe.hf": hf, "terapipe.losses": losses}
+    public = {f"{package}.{name}" for package, module in packages.items() for name in module.__all__}
+    assert set(listed) == public
+    assert len(listed) == len(public)
+
+
+def test_pictures_are_what_the_script_draws() -> None:
+    script = runpy.run_path(str(DOCS / "pictures.py"))
+    for name, timelines in script["pictures"]().items():
+        drawn = script["draw"](timelines)
+        assert (script["FOLDER"] / name).read_text(encoding="utf-8") == drawn, "run: python docs/pictures.py"

@@ -1,0 +1,104 @@
+"""The public names and the command line's verbs and options, frozen: a change here is a change for users."""
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import terapipe
+from terapipe import hf, losses
+from terapipe.cli import parser
+
+ROOT = Path(__file__).parent.parent
+NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
+ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice
+SliceCache Splittable Stage Timeline Verification attend balance compare dependencies device_mesh document_planner
+dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers validate verify"""
+LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
+ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
+HF = "Decoder PipelineConfig PipelinedModel UnsupportedModelError pipelined save_pretrained split_layers"
+SOURCE = "--model --cluster --profile --layers-only --autocast"
+REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
+--chunks --recompute --shard --tile --distinct"""
+LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"
+VERBS = {
+    "doctor": "--ranks --port --timeout --json --prove --size --out",
+    "train": "--print-config",
+    "profile": "--model --dtype --seq-len --ranks --sizes --seconds --out",
+    "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save --dry-run",
+    "compare": f"{SOURCE} {REQUEST} --same-layout --json --html --svg --png",
+    "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",
+    "reproduce": None,
+    "verify": "--all --stages --num-slices --tp --device --json",
+    "models": "--json",
+}
+
+
+def test_public_names() -> None:
+    assert set(terapipe.__all__) == set(NAMES.split())
+    assert set(losses.__all__) == set(LOSSES.split())
+    assert set(hf.__all__) == set(HF.split())
+
+
+@pytest.mark.parametrize("name", terapipe.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    found = getattr(terapipe, name)
+    if not isinstance(found, dict):
+        assert found.__doc__, f"{name} has no docstring"
+
+
+def options() -> dict[str, set[str]]:
+    verbs = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {
+        name: {o for a in verb._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
+        for name, verb in verbs.choices.items()
+    }
+
+
+def test_verbs_and_options() -> None:
+    found = options()
+    assert set(found) == set(VERBS)
+    for verb, wanted in VERBS.items():
+        if wanted is not None:
+            assert found[verb] == set(wanted.split()), verb
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_documentation_imports_public_names_only(page: Path) -> None:
+    assert [line for code in python_blocks(page) for line in deep_imports(code)] == []
+
+
+EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_import_public_names_only(path: Path) -> None:
+    assert deep_imports(path.read_text()) == []
+
+
+def deep_imports(code: str) -> list[str]:
+    """Modules below the packages, which say in ``__all__`` what is public; but for those that need more than their
+    package does."""
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+    public = ("terapipe.trainers.trainer", "terapipe.trainers.trl")
+    return [m for m in modules if m.startswith("terapipe.") and m.count(".") > 1 and m not in public]
+
+
+def test_deep_imports_are_seen() -> None:
+    assert deep_imports("from terapipe.runtime.pipeline import Pipeline\nimport terapipe.hf") == [
+        "terapipe.runtime.pipeline"
+    ]

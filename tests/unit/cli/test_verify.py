@@ -1,0 +1,65 @@
+"""``terapipe verify`` and ``terapipe models``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from terapipe.cli import main
+
+
+def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "llama", "--stages", "3", "--num-slices", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "llama                    exact    attention backend, largest error" in out
+    assert "model.layers.*.self_attn.k_proj.weight" in out
+
+
+def test_the_loss_of_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "phimoe"]) == 0
+    assert "; router loss exact (" in capsys.readouterr().out
+
+
+def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from terapipe.hf.verify.small_model import small_config
+
+    small_config("gemma2").save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["verify", str(path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["exact"]
+        assert found["backend"] == "attention"
+
+
+def test_a_model_that_differs_and_one_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "doge"]) == 1
+    assert "cache backend: gradients differ by" in capsys.readouterr().out
+    assert main(["verify", "mamba"]) == 2
+    out = capsys.readouterr().out
+    assert "refused  attention backend: some layers do not take their attention" in out
+    assert "cache backend: its own code raises IndexError" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give one model, or --all"),
+        (["no-such-model"], "'no-such-model' is no file or folder here, and no causal-LM type"),
+        (["llama", "--num-slices", "20"], "a check divides 29 tokens into 1 to 14 slices, got 20"),
+        (["llama", "--stages", "0"], "--stages must be at least 1 and at most 10000, got 0"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    assert "types are exact with transformers" in capsys.readouterr().out
+    assert main(["models", "--json"]) == 0
+    rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)["models"]}
+    assert rows["llama"]["backend"] == "attention"
+    assert rows["bloom"]["backend"] == "cache"
+    assert sum(row["exact"] and row["backend"] == "attention" for row in rows.values()) >= 100
+    assert sum(row["exact"] for row in rows.values()) >= 120

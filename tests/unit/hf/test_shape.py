@@ -1,0 +1,63 @@
+"""The shape of a Hugging Face decoder, as the planner is told it."""
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from terapipe.hf import Decoder
+from terapipe.hf.decoder import shape_of
+from terapipe.planning.presets import PRESETS, GPTConfig
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
+GATED = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_key_value_heads": 2}
+
+
+def decoder(kind: str, **options: Any) -> Decoder:
+    return Decoder.from_config(CONFIG_MAPPING[kind](**options), backend="attention")
+
+
+def numbers(made: Decoder) -> int:
+    return sum(p.numel() for p in made.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "shape"),
+    [
+        ("llama", GATED, GPTConfig(3, 64, 4, 2, 240, 101, 1, tied=False)),
+        ("llama", {**GATED, "tie_word_embeddings": True}, GPTConfig(3, 64, 4, 2, 240, 101, 1)),
+        ("gpt2", {**SIZES, "n_embd": 64, "n_positions": 50}, GPTConfig(3, 64, 4, 4, 256, 101, 50)),
+        (
+            "gpt_neox",
+            {**SIZES, "hidden_size": 64, "intermediate_size": 200},
+            GPTConfig(3, 64, 4, 4, 200, 101, 1, tied=False),
+        ),
+        # Heads that are together twice as wide as the hidden states: two of keys and values are all that two of 32 are,
+        # and what queries and outputs have more than a GPT's, 2 x 64 x 64, counts as 64 of the feed-forward's width.
+        ("qwen3", {**GATED, "head_dim": 32}, GPTConfig(3, 64, 2, 2, 304, 101, 1, tied=False)),
+        ("falcon", {**SIZES, "hidden_size": 64}, GPTConfig(3, 64, 4, 1, 256, 101, 1)),
+    ],
+)
+def test_a_dense_model_has_as_many_parameters(kind: str, options: dict[str, Any], shape: GPTConfig) -> None:
+    made = decoder(kind, **options)
+    assert shape_of(made) == shape
+    assert shape.parameters == pytest.approx(numbers(made), rel=0.05)
+
+
+def test_heads_wider_than_the_hidden_states_fill_them() -> None:
+    shape = shape_of(decoder("qwen3", **{**GATED, "head_dim": 64, "num_key_value_heads": 4}))
+    assert shape.num_kv_heads * shape.head_size == 64
+
+
+def test_experts_count_as_many_as_a_token_visits() -> None:
+    made = decoder("mixtral", **GATED, num_local_experts=8, num_experts_per_tok=2)
+    router = 8 * 64 / (2 * 64)
+    assert shape_of(made).ffn == 2 * 240 + router
+    assert shape_of(made).parameters < numbers(made) / 2
+
+
+def test_a_large_model_is_never_made_real() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 32}
+    shape = shape_of(decoder("llama", **sizes, num_attention_heads=32, num_key_value_heads=8))
+    preset = PRESETS["llama3-8b"]
+    assert shape == GPTConfig(32, 4096, 32, 8, preset.ffn, 128256, 1, tied=False)

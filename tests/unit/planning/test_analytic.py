@@ -1,0 +1,154 @@
+"""Costs from first principles: against published timings, and in the limits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from terapipe.planning.analytic import AnalyticCost
+from terapipe.planning.cost import StageSpec
+from terapipe.planning.hardware import EAGER_ACTION, EAGER_BACKWARD, EAGER_FORWARD, HOSTS, Cluster
+from terapipe.planning.layout import Layout
+from terapipe.planning.presets import PRESETS, gpt_config
+
+LAYER = StageSpec(1)
+
+
+def cost(name: str = "gpt3-1b", layout: Layout = Layout(), where: str = "p3.16xlarge:48", **more: bool) -> AnalyticCost:  # noqa: B008
+    return AnalyticCost(PRESETS[name], Cluster(where), layout, **more)
+
+
+def test_one_layer_on_a_v100_as_published() -> None:
+    """Figure 3 of the TeraPipe paper, read off to about 0.05 ms."""
+    tokens = np.array([8, 128, 256, 512, 768, 1024])
+    published = np.array([1.458, 1.492, 1.482, 1.726, 1.960, 2.542]) * 1e-3
+    assert cost().forward(LAYER, 1, tokens, 0) == pytest.approx(published, rel=0.17)
+
+
+@pytest.mark.parametrize("name", sorted(HOSTS))
+def test_costs_rise_with_everything(name: str) -> None:
+    for tensor in (1, 8):
+        c, _ = cost(layout=Layout(1, 6, tensor), where=f"{name}:6").by_side()
+        for method in (c.forward, c.backward):
+            base = method(LAYER, 2, 2048, 1024)
+            assert base > 0
+            assert method(LAYER, 4, 2048, 1024) > base
+            assert method(LAYER, 2, 4096, 1024) > base
+            assert method(LAYER, 2, 2048, 8192) > base
+            assert method(StageSpec(3), 2, 2048, 1024) == pytest.approx(3 * base)
+        assert 0 < c.weights(LAYER, 2, 2048) < c.backward(LAYER, 2, 2048, 1024)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-b200", "p4d.24xlarge"])
+def test_a_short_slice_takes_as_long_as_its_host(name: str) -> None:
+    """An eager layer was taken for 0.15 ms, less than half of what its host takes to issue it."""
+    c, stage = cost("gpt-small", where=f"{name}:1"), StageSpec(4)
+    for length in (1, 64):
+        assert c.forward(stage, 1, length, 0) == pytest.approx(4 * EAGER_FORWARD + EAGER_ACTION)
+        assert c.backward(stage, 1, length, 0) == pytest.approx(4 * EAGER_BACKWARD + EAGER_ACTION)
+        full = c.with_recompute("full").backward(stage, 1, length, 0)
+        assert full == pytest.approx(4 * (EAGER_FORWARD + EAGER_BACKWARD) + EAGER_ACTION)
+    device, host = c.by_side()
+    assert device.forward(stage, 1, 64, 0) < host.of_forward(stage)
+    assert c.forward(stage, 64, 16384, 0) == device.forward(stage, 64, 16384, 0) > host.of_forward(stage)
+
+
+def test_the_hosts_time_of_the_v100_is_in_its_measurements() -> None:
+    device, host = cost().by_side()
+    assert not host
+    assert device.forward(LAYER, 1, 8, 0) == cost().forward(LAYER, 1, 8, 0)
+
+
+def test_sums_in_float32_are_read_and_written() -> None:
+    """4 bytes for each weight and slice were counted, not 8."""
+    c, config = cost("llama3-8b", where="dgx-h100:1"), PRESETS["llama3-8b"]
+    seconds = 8 * config.layer_parameters / HOSTS["dgx-h100"].device.bandwidth
+    assert c._accumulation == pytest.approx(seconds)
+    unfused = replace(c, fused=False)
+    assert unfused._accumulation == pytest.approx(1.5 * seconds), "the product is written and read, too"
+    device, compiled = c.by_side()[0], unfused.by_side()[0]
+    assert compiled.backward(LAYER, 1, 512, 0) > device.backward(LAYER, 1, 512, 0)
+    assert compiled.weights(LAYER, 1, 512) == 0, "cannot be deferred"
+
+
+def test_the_vocabulary_costs_something_with_every_slice() -> None:
+    """However short it is: the head's weight is read for three products, and its gradient's sum read and written."""
+    c, config = cost("llama3-8b", where="dgx-h100:1").by_side()[0], PRESETS["llama3-8b"]
+    device, weights = HOSTS["dgx-h100"].device, config.vocab * config.hidden
+    bare = c.forward(LAYER, 1, 1, 0)
+    head = float(c.forward(StageSpec(1, last=True), 1, 1, 0) - bare)
+    assert head == pytest.approx((3 * 2 + 8) * weights / device.bandwidth + 3 * device.layer_overhead, rel=0.01)
+    first = StageSpec(1, first=True)
+    rows = (c.forward(first, 1, 64, 0) - c.forward(LAYER, 1, 64, 0)) + (
+        c.backward(first, 1, 64, 0) - c.backward(LAYER, 1, 64, 0)
+    )
+    assert rows == pytest.approx(64 * config.hidden * (3 * 2 + 8) / device.bandwidth, rel=0.01), "rows only"
+
+
+def test_answers_are_element_wise() -> None:
+    c = cost("gpt3-13b", Layout(2, 20, 8))
+    sizes, lengths, contexts = np.array([1, 2]), np.array([[64], [128], [512]]), np.array([0, 256])
+    for found in (c.forward(LAYER, sizes, lengths, contexts), c.backward(LAYER, sizes, lengths, contexts)):
+        assert found.shape == (3, 2)
+    one = c.forward(LAYER, 2, 512, 256)
+    assert c.forward(LAYER, sizes, lengths, contexts)[2, 1] == one
+
+
+def test_boundaries_between_hosts_are_slower() -> None:
+    """With tensor 4 on hosts of 8 every second boundary lies between hosts, with tensor 8 every one."""
+    four = cost(layout=Layout(1, 8, 4))
+    inside, between = four.transfer(0, 1, 1, 2048), four.transfer(1, 2, 1, 2048)
+    assert between > 10 * inside
+    assert cost(layout=Layout(1, 8, 8)).transfer(0, 1, 1, 2048) == between
+
+
+def test_replicas_pay_for_their_reduction_once() -> None:
+    alone, eight = cost(layout=Layout(1, 24, 1)), cost(layout=Layout(8, 24, 1))
+    assert alone.per_step([LAYER]) < 0.05
+    layer_bytes = 4 * PRESETS["gpt3-1b"].layer_parameters
+    assert eight.per_step([LAYER]) - alone.per_step([LAYER]) == pytest.approx(
+        2 * 7 / 8 * layer_bytes * 8 / 3.125e9, rel=0.01
+    )
+
+
+def test_recomputation_adds_a_forward() -> None:
+    plain, again = cost(), cost(recompute="full")
+    forward = plain.forward(LAYER, 1, 512, 512)
+    assert again.backward(LAYER, 1, 512, 512) == pytest.approx(plain.backward(LAYER, 1, 512, 512) + forward)
+
+
+def test_ends_can_be_left_out() -> None:
+    last = StageSpec(1, last=True)
+    assert cost(ends=False).forward(last, 1, 512, 0) == cost().forward(LAYER, 1, 512, 0)
+    assert cost().forward(last, 1, 512, 0) > cost().forward(LAYER, 1, 512, 0)
+
+
+def test_clusters_by_name() -> None:
+    assert Cluster("p3.16xlarge:48").devices == 384
+    assert Cluster("dgx-h100").hosts == 1
+    for text, said in (("p9:4", "unknown host 'p9'"), ("dgx-a100:0", "HOST:COUNT"), ("dgx-a100:x", "HOST:COUNT")):
+        with pytest.raises(ValueError, match=said):
+            Cluster(text)
+
+
+def test_this_cpu_is_calibrated() -> None:
+    here = Cluster("cpu").host
+    assert 1e8 < here.device.rate(1024) < 1e13
+    assert 1e8 < here.device.bandwidth < 1e13
+    assert here.devices >= 1
+
+
+def test_models_by_name_or_shape() -> None:
+    assert gpt_config("gpt3-175b") is PRESETS["gpt3-175b"]
+    shape = gpt_config("layers=96, hidden=12288,heads=96,kv_heads=8,vocab=1000")
+    assert (shape.layers, shape.num_kv_heads, shape.vocab) == (96, 8, 1000)
+    for text, said in (
+        ("gpt3-175", "did you mean 'gpt3-175b'"),
+        ("nonsense", "the presets are"),
+        ("layers=96,hidden=12288", "lacks heads"),
+        ("layers=96,hidden=12288,heads=96,depth=3", "got 'depth=3'"),
+        ("layers=two,hidden=12288,heads=96", "got 'layers=two'"),
+        ("layers=96,hidden=100,heads=96", "multiple of heads"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            gpt_config(text)

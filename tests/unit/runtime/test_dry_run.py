@@ -1,0 +1,138 @@
+"""A rank's step on fake tensors: at real size, without memory, other ranks or GPUs."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import terapipe
+from examples import own_model
+from terapipe import GPTConfig, Layout, Plan, SliceCache
+from terapipe.cli import main
+from terapipe.planning.cost import StageSpec
+from terapipe.planning.memory import ShapeMemory
+from terapipe.runtime import MemoryCounter
+
+
+@pytest.mark.parametrize(
+    ("dp", "options"),
+    [
+        pytest.param(1, {"order": "terapipe", "chunks": 1}, marks=pytest.mark.exhaustive),
+        (1, {"order": "terapipe-deferred", "chunks": 2}),
+        (2, {"order": "terapipe-v"}),
+        (1, {"order": "terapipe", "chunks": 1, "recompute": "block"}),
+        pytest.param(1, {"order": "terapipe", "chunks": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_bytes_of_a_rank_of_gpt3_13b_are_the_planners(dp: int, options: dict[str, Any]) -> None:
+    """Replicas needed 16 % more: copies of all gradients. A rank with two stages was taken to need 7 % more."""
+    result = terapipe.plan(
+        "gpt3-13b", f"dgx-a100:{dp}", batch_size=dp, seq_len=2048, pp=8, dp=dp, tp=1, num_slices=8, **options
+    )
+    found = terapipe.dry_run("gpt3-13b", result, rank=4)
+    assert found.predicted is not None
+    assert found.peak == pytest.approx(found.predicted, rel=0.05)
+    assert found.weights > 5 << 29
+    assert found.waits == ()
+
+
+def test_messages_of_a_step() -> None:
+    config = GPTConfig(layers=4, hidden=32, heads=2, vocab=64, max_seq_len=64)
+    plan = Plan((1, 1), ((32, 32), (64,)), (0, 1, 3, 4))
+    sent = [terapipe.dry_run(config, plan, layout=Layout(2, 3, 1), rank=rank).sent for rank in range(3)]
+    assert sent[0] == {"SEND_F": 3, "sum of gradients": 1}
+    assert sent[1] == {"SEND_F": 3, "SEND_B": 3, "sum of gradients": 1}
+    assert sent[2] == {"SEND_B": 3, "sum of gradients": 1}
+
+
+class Nosy(own_model.Decoder):
+    def stage(self, first: int, last: int, device: torch.device) -> "Nosy":
+        return Nosy(first, last).to(device)
+
+    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        out = super().forward(x, cache)
+        return out if out.max().item() > 0 else -out  # waits for the device
+
+
+def test_a_line_that_reads_a_number_is_named() -> None:
+    plan = Plan((1,), ((16, 16),), (0, 2, 4))
+    for kind in (own_model.Decoder, Nosy):
+        with torch.device("meta"):
+            model = kind()
+        found = terapipe.dry_run(model, plan)
+        assert len(found.waits) == (kind is Nosy)
+    assert re.fullmatch(r".*test_dry_run\.py:\d+", found.waits[0])
+    assert "the host would wait at" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rank": 3}, "the pipeline has ranks 0 to 1, got 3"),
+        ({"layout": Layout(2, 2, 1, shard=True)}, "does not know sharded replicas"),
+    ],
+)
+def test_what_it_refuses(more: dict[str, Any], said: str) -> None:
+    config = GPTConfig(layers=2, hidden=32, heads=2, vocab=64, max_seq_len=64)
+    with pytest.raises(ValueError, match=said):
+        terapipe.dry_run(config, Plan((1,), ((64,),), (0, 1, 2)), **more)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan",
+        "--model=layers=4,hidden=256,heads=4",
+        "--cluster=dgx-a100:1",
+        "--batch-size=8",
+        "--seq-len=512",
+        "--dry-run",
+    ]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "Dry run of rank" in said
+    assert "by the planner" in said
+    assert "no hidden waits" in said
+
+
+def test_storages_are_counted_once_and_while_they_live() -> None:
+    with MemoryCounter(torch.device("cpu")) as counter:
+        x = torch.zeros(100)
+        view = x[:10]
+        y = x + 1
+        assert counter.current == 800
+        del x
+        assert counter.current == 800, "a view keeps all of it"
+        del view, y
+    assert counter.current == 0
+    assert counter.peak == 800
+
+
+def test_what_attention_kernels_need_inside_counts() -> None:
+    """Functions for fake tensors allocate the results only."""
+    grad, q = (torch.empty(1, 128, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    k, lse = q.new_empty(1, 1024, 2, 64), grad.new_empty(1, 8, 128, dtype=torch.float32)
+    state = torch.empty(2, dtype=torch.uint64, device="meta")
+    returned, expanded, sums = (128 * 8 + 2 * 1024 * 2) * 64 * 2, 2 * 1024 * 8 * 64 * 2, 128 * 8 * 64 * 4
+    with MemoryCounter(torch.device("meta")) as counter:
+        torch.ops.aten._flash_attention_backward(
+            grad, q, k, k, q, lse, None, None, 128, 1024, 0.0, True, state, state[0], window_size_right=0
+        )
+    assert counter.peak == returned + expanded + sums + state.nbytes
+
+
+def test_the_cpus_kernel_stands_for_the_gpus() -> None:
+    """Where torch has no CUDA, a plan for GPUs is run on fake tensors of the CPU."""
+    config = GPTConfig(layers=2, hidden=512, heads=8, kv_heads=1, vocab=64, max_seq_len=8192)
+    result = terapipe.plan(config, "dgx-h100:1", batch_size=1, seq_len=8192, pp=1, dp=1, tp=1, num_slices=16)
+    found = terapipe.dry_run(config, result)
+    assert found.predicted is not None
+    assert found.peak == pytest.approx(found.predicted, rel=0.06)
+    memory = result.memory
+    assert isinstance(memory, ShapeMemory)
+    inside = float(memory.workspace(StageSpec(2), 1, 512, 7680)[1]) + memory.blas
+    assert inside > 0.15 * found.peak, "which was missing"
+    under_autocast = terapipe.plan(config, "dgx-h100:1", batch_size=1, seq_len=8192, pp=1, dp=1, tp=1, autocast=True)
+    with pytest.raises(ValueError, match="plan without autocast"):
+        terapipe.dry_run(config, under_autocast)
