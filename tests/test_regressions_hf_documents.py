@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from terapipe import hf
 from terapipe.cli import main
 from terapipe.cli.verify_types import config_of
 from terapipe.hf import Decoder, UnsupportedModelError, rope
@@ -234,7 +235,7 @@ def test_a_type_that_knows_no_float64_is_checked_in_float32() -> None:
 def test_the_table_and_the_decoder_agree() -> None:
     """Emu3's text model has a configuration that transformers' automatic classes do not know; of GOT-OCR2 the table had
     the text part alone."""
-    text = (Path(shrink.__file__).parent / "models.json").read_text("utf-8")
+    text = (Path(hf.__file__).parent / "models.json").read_text("utf-8")
     rows = {row["model"]: row for row in json.loads(text)["models"]}
     assert Decoder.from_config(default_config("emu3")).backend == rows["emu3"]["backend"]
     assert not rows["got_ocr2"]["exact"]

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from terapipe.runtime import Transport
-from terapipe.training.checkpoint_folder import folder_of, path_of, steps
+from terapipe.training import Run, folder_of, path_of, read_metrics, steps
 from terapipe.training.config import RunConfig
-from terapipe.training.logging.metrics import read as read_metrics
-from terapipe.training.run import Run
 
 
 class Never:

@@ -17,7 +17,7 @@ from benchmarks.harness import Contender, arguments, best, pin, race, report, ta
 from benchmarks.one_device import trainers
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
-from terapipe.planning.recompute import Recompute
+from terapipe.planning import Recompute
 from terapipe.runtime import MemoryCounter
 
 LAYERS = 8

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from terapipe.planning.recompute import Recompute
+from terapipe.planning import Recompute
 from terapipe.runtime import MemoryCounter
 from terapipe.trainers import PipelineConfig, PipelineTrainer
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import terapipe
-from terapipe import hf, losses
+from terapipe import hf, losses, trainers
 from terapipe.cli import parser
 from terapipe.training import config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 FORWARDS = ("terapipe.runtime.token_outputs", "terapipe.runtime.forwards")
@@ -49,7 +49,7 @@ def test_architecture_names_no_file_that_is_gone() -> None:
 def test_the_overview_lists_every_public_name() -> None:
     """It says that what it does not list is not public."""
     page = (DOCS / "api/index.md").read_text(encoding="utf-8")
-    public = {"": terapipe.__all__, "hf.": hf.__all__, "losses.": losses.__all__}
+    public = {"": terapipe.__all__, "hf.": hf.__all__, "trainers.": trainers.__all__, "losses.": losses.__all__}
     names = [f"`{prefix}{name}`" for prefix, exported in public.items() for name in exported]
     assert [name for name in names if name not in page] == []
 
@@ -167,7 +167,7 @@ def test_there_is_something_to_check() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
     listed = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
-    packages = {"terapipe": terapipe, "terapipe.hf": hf, "terapipe.losses": losses}
+    packages = {"terapipe": terapipe, "terapipe.hf": hf, "terapipe.trainers": trainers, "terapipe.losses": losses}
     public = {f"{package}.{name}" for package, module in packages.items() for name in module.__all__}
     assert set(listed) == public
     assert len(listed) == len(public)

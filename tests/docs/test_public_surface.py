@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 import terapipe
-from terapipe import hf, losses
+from terapipe import hf, losses, trainers
 from terapipe.cli import parser
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
 ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice
 SliceCache Splittable Stage Timeline Verification attend balance compare dependencies device_mesh document_planner
 dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers validate verify"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
-HF = "Decoder PipelineConfig PipelinedModel UnsupportedModelError pipelined save_pretrained split_layers"
+HF = "Decoder UnsupportedModelError save_pretrained split_layers"
+TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
 SOURCE = "--model --cluster --profile --layers-only --autocast"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
 --chunks --recompute --shard --tile --distinct"""
@@ -40,6 +41,7 @@ def test_public_names() -> None:
     assert set(terapipe.__all__) == set(NAMES.split())
     assert set(losses.__all__) == set(LOSSES.split())
     assert set(hf.__all__) == set(HF.split())
+    assert set(trainers.__all__) == set(TRAINERS.split())
 
 
 @pytest.mark.parametrize("name", terapipe.__all__)
@@ -94,7 +96,7 @@ def deep_imports(code: str) -> list[str]:
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             modules.append(node.module or "")
-    public = ("terapipe.trainers.trainer", "terapipe.trainers.trl")
+    public = ("terapipe.training.config", "terapipe.trainers.trl")
     return [m for m in modules if m.startswith("terapipe.") and m.count(".") > 1 and m not in public]
 
 

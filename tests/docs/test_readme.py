@@ -11,7 +11,7 @@ import pytest
 
 from terapipe.training.config import parse
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def programs() -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import terapipe
 from terapipe.extras import import_extra
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_missing_module_is_named_with_its_extra() -> None:

@@ -10,6 +10,7 @@ from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.order import ORDERS, InFlight, Order, register
 from terapipe.planning.profile import Profile, Sample, Transfer
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, Slice
 from terapipe.planning.solver import Array, Cuts, SliceCost, solve, solve_table
 
@@ -34,6 +35,7 @@ __all__ = [
     "Order",
     "Plan",
     "Profile",
+    "Recompute",
     "Sample",
     "ShapeMemory",
     "Slice",

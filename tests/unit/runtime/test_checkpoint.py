@@ -30,7 +30,7 @@ from tests.support.models import make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks, join
 
 CONFIG = variant(tied=True, layers=2)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ALONE = Layout(1, 1, 1)
 
 

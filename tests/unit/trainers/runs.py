@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TEXT = Path(__file__).parents[2] / "examples/data/shakespeare.txt"
+TEXT = Path(__file__).parents[3] / "examples/data/shakespeare.txt"
 TOKENS = 32
 
 

@@ -17,7 +17,7 @@ from terapipe.training.run_plan import RunPlan, equal_slices, from_file, layout_
 from tests.support.ranks import Ranks
 from tests.unit.training.test_run import TEXT, losses, train
 
-OWN = Path(__file__).parents[2] / "examples" / "own_model.py"
+OWN = Path(__file__).parents[3] / "examples" / "own_model.py"
 
 
 def told(folder: Path, *replaced: str) -> RunConfig:

@@ -25,7 +25,7 @@ from tests.support.commands import Command, started
 from tests.support.ranks import Ranks
 from tests.unit.training.loop import curve
 
-TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
+TEXT = Path(__file__).parents[3] / "examples" / "data" / "shakespeare.txt"
 SHAPE = "layers=3,hidden=16,heads=2"
 
 
