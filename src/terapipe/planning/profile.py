@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Self
 
 from terapipe import files
 from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
-from terapipe.planning.presets import LARGEST, GPTConfig
+from terapipe.planning.limits import LARGEST
+from terapipe.planning.presets import GPTConfig
 
 FORMAT = 2
 READ = (1, 2)  # format 1 has no host times
