@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.random_state import RandomState
@@ -151,5 +151,4 @@ def _split_tokens(stage: Stage, x: Tensor, size: int, lengths: Sequence[int]) ->
 
 
 def device_of(stage: Stage) -> torch.device:
-    parameters = cast(nn.Module, stage).parameters()
-    return next((p.device for p in parameters), torch.device("cpu"))
+    return next((p.device for p in stage.parameters()), torch.device("cpu"))
