@@ -163,7 +163,6 @@ class PlanOptions(CompareOptions):
     slice_lengths: Sequence[int] | None = knob(
         "cut every sequence into slices of these lengths in tokens, such as 704,688,656", unit="TOKENS,..."
     )
-    patience: int | None = knob("seconds to search for a plan, at most", most=3600)
     chunks: int | None = knob("stages per pipeline rank (interleaving)", most=LARGEST["layers"])
     distinct: int | None = knob("use at most so many different slice lengths", most=2**20, group=LIMITS)
 
