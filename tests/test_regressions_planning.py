@@ -25,7 +25,6 @@ from terapipe.scheduling import validation as proof
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
-from terapipe.search.saved import SavedPlan
 from terapipe.search.source import ClusterSource, ProfileSource
 from terapipe.training.config import parse
 from terapipe.training.run_plan import from_file, ranks_wanted
@@ -153,7 +152,7 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
     again = answer(capsys, "simulate", "plan.json")
     for key in ("step_time", "layout", "peak_bytes", "fits", "lengths"):
         assert again[key] == planned[key]
-    assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
+    assert Plan.from_json(Path("plan.json").read_text()) == PlanResult.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
     assert "is for tp 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
     assert not answer(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
@@ -181,14 +180,14 @@ def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert not shared["fits"]
     assert shared["peak_bytes"] != whole["peak_bytes"]
     said = refused(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--tile", "2", "--chunks", "1")
-    assert "--chunks and --tile would have no effect" in said
+    assert "--tile and --chunks would have no effect" in said
 
 
 def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     """It took the plan's ranks, and data and tensor from elsewhere."""
     file = tmp_path / "plan.json"
     plan = Plan.uniform(batch_size=1, seq_len=32, num_slices=2, boundaries=(0, 1, 2))
-    file.write_text(SavedPlan(plan, Layout(2, 2, 2)).to_json())
+    file.write_text(PlanResult.of_plan(plan, Layout(2, 2, 2)).to_json())
     text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\nseq_len=32\nbatch_size=2\n[plan]\nfile="{file}"'
     config = parse(text)
     assert ranks_wanted(config.plan) == 8

@@ -3,7 +3,6 @@
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request
 from terapipe.search.result import Comparison, PlanResult
-from terapipe.search.saved import SavedPlan
 from terapipe.search.sensitivity import Mistake, mistakes
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
@@ -18,7 +17,6 @@ __all__ = [
     "PlanResult",
     "ProfileSource",
     "Request",
-    "SavedPlan",
     "Source",
     "choose_by_table",
     "mistakes",
