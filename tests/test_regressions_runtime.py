@@ -93,7 +93,6 @@ def drawn_in_parts(plan: Plan) -> list[float]:
     torch.manual_seed(torch.distributed.get_rank())  # as every trainer does it
     pipe = Pipeline(make_model(TINY), plan, mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
     spoken = Spoken(pipe.stages[0])
-    assert pipe._executors is not None
     pipe._executors.current._sliced = {0: SlicedStage(_as_stage(spoken))}
     pipe.step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False))
     return spoken.drawn
@@ -217,7 +216,6 @@ def test_a_sequence_in_one_piece_makes_no_gradients_of_earlier_keys() -> None:
     """Two buffers as large as the keys and values of all layers were made and zeroed, and never read."""
     pipe = Pipeline(make_model(TINY), Plan((1,), ((29,),), (0, 4)))
     pipe.step(*make_batch(TINY, 1, 29, ignored=False))
-    assert pipe._executors is not None
     (cache,) = pipe._executors.spare
     assert all(store._pair is not None and store._gradients is None for store in cache._stores.values())
 
@@ -227,7 +225,6 @@ def test_batches_of_many_shapes_keep_the_buffers_of_two() -> None:
     pipe = Pipeline(make_model(TINY), Plan((2,), ((9, 20),), (0, 4)), vary="replan")
     for tokens in (29, 20, 21, 22, 23):
         pipe.step(*make_batch(TINY, 2, tokens, ignored=False))
-    assert pipe._executors is not None
     assert pipe._executors.spare.shapes == {(2, 29), (2, 23)}
 
 
