@@ -19,17 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets, labels_in
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import run_backward
-from terapipe.modeling.stage import IGNORE, HasHead, Predictor, Stage
+from terapipe.modeling.stage import IGNORE, Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
@@ -307,7 +306,7 @@ class LossSetup:
     """
 
     def __init__(
-        self, objective: Objective | None, stages: dict[int, nn.Module], plan: Plan, transport: Transport, shard: bool
+        self, objective: Objective | None, stages: dict[int, Stage], plan: Plan, transport: Transport, shard: bool
     ) -> None:
         self.objective, self._transport = objective, transport
         self._stages, self._last = stages, stages.get(plan.num_stages - 1)
@@ -316,15 +315,15 @@ class LossSetup:
         self._untried = objective is not None and transport.tp_size == 1 and not shard
         if objective is not None:
             self._check_kind()
-        elif reason := getattr(self._last, "no_default_loss", ""):
-            raise ValueError(reason)
+        elif self._last is not None and self._last.no_default_loss:
+            raise ValueError(self._last.no_default_loss)
         self.check_plan(plan)
         self._check_tokens()
         self._metrics: dict[str, Tensor] = {}  # of the last step or evaluation
 
     def _check_tokens(self) -> None:
         parts = self._transport.tp_size
-        named, stage = list(auxiliary_losses(self._first)), cast(Stage, self._first)
+        named, stage = list(self._first.auxiliary_losses), self._first
         if named and parts > 1 and stage.hidden_shape(1, parts)[1] < parts:
             raise ValueError(
                 f"sums of auxiliary losses ({', '.join(named)}) are of all tokens, which tensor parallel ranks of this "
@@ -343,15 +342,15 @@ class LossSetup:
             raise ValueError("a HiddenLoss needs the head in one piece, which tensor parallel splits; take tp 1")
         if self._last is None:
             return
-        needed, method = (HasHead, "before_head(hidden)") if is_hidden else (Predictor, "logits(hidden)")
-        if not isinstance(self._last, needed):
+        if not self._last.offers("before_head" if is_hidden else "logits"):
+            method = "before_head(hidden)" if is_hidden else "logits(hidden)"
             raise ValueError(
                 f"this objective needs a last stage with a method {method}, {type(self._last).__name__} has none"
             )
 
     def check_plan(self, plan: Plan) -> None:
         """All ranks check the whole plan, so that all refuse it."""
-        wanting = [name for name, loss in auxiliary_losses(self._first).items() if loss.over != "microbatch"]
+        wanting = [name for name, loss in self._first.auxiliary_losses.items() if loss.over != "microbatch"]
         if isinstance(self.objective, SequenceLoss) and self.objective.over == "batch":
             wanting.append("loss_fn")
         if wanting and not forwards_come_first(plan):
@@ -363,7 +362,7 @@ class LossSetup:
 
     def check_outputs(self, plan: Plan) -> None:
         """Whether backwards can wait for gradients from outside."""
-        named = list(auxiliary_losses(self._first))
+        named = list(self._first.auxiliary_losses)
         if named:
             raise ValueError(
                 f"token_outputs does not know what the model's own losses ({', '.join(named)}) weigh beside a loss of "
@@ -376,7 +375,7 @@ class LossSetup:
             )
 
     @property
-    def _first(self) -> nn.Module:
+    def _first(self) -> Stage:
         return next(iter(self._stages.values()))
 
     def try_out(self, batch: Batch, dtype: torch.dtype, *, train: bool) -> None:
@@ -390,7 +389,7 @@ class LossSetup:
         """
         if not self._untried or self._last is None:
             return
-        stage, device = cast(Stage, self._last), next(iter(tree_leaves(batch.targets))).device
+        stage, device = self._last, next(iter(tree_leaves(batch.targets))).device
         few = Slice(0, 0, 0, 1, _first_pair(batch), min(2, batch.plan.seq_len))
         hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device)
         self.head.begin(stage, batch, Autocast.current(device), train=train)
@@ -455,14 +454,14 @@ def loss_head_for(objective: Objective | None) -> LossHead:
         return SequenceLosses(objective)
     if isinstance(objective, HiddenLoss):
         fn = objective.fn
-        return TokenLoss(lambda stage, hidden, targets: fn(*cast(HasHead, stage).before_head(hidden), targets))
+        return TokenLoss(lambda stage, hidden, targets: fn(*stage.before_head(hidden), targets))
     loss_fn = objective
     return TokenLoss(lambda stage, hidden, targets: loss_fn(logits(stage, hidden), targets))
 
 
 def logits(stage: Stage, hidden: Tensor) -> Tensor:
     """Of all tokens, in one piece: where operators are split, every rank gets the whole vocabulary."""
-    scores = cast(Predictor, stage).logits(hidden)
+    scores = stage.logits(hidden)
     return scores.full_tensor() if isinstance(scores, DTensor) else scores
 
 

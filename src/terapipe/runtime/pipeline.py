@@ -24,7 +24,7 @@ from terapipe.losses.objective import Objective, Targets
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.main_grads import summed_in_float32
 from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.stage import IGNORE, HasSource, HasVocabulary, Splittable
+from terapipe.modeling.stage import IGNORE, PipelineModel, require_model
 from terapipe.planning.slices import Plan
 from terapipe.runtime.checkpoint.frozen import FrozenBase
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
@@ -103,7 +103,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        model: Splittable,
+        model: PipelineModel,
         plan: Plan,
         *,
         loss_fn: Objective | None = None,
@@ -124,7 +124,7 @@ class Pipeline(nn.Module):
         self.zero_gradients = ZeroGradients()
         options = {"loss_fn": loss_fn, "shard": shard, "vary": vary, "fused_weight_grads": fused_weight_grads}
         with transport.failing_together():
-            traits = Traits(model_traits(model) | flatten({"plan": plan.to_dict(), **options}))
+            traits = Traits(model_traits(require_model(model)) | flatten({"plan": plan.to_dict(), **options}))
         refuse_differences(transport, traits)
         checks = ModelChecks(model)
         checks.size(plan, transport.size)
@@ -135,9 +135,8 @@ class Pipeline(nn.Module):
             # By number, in a dict: not children, as the tree of modules has all that is in them.
             self.stages, self._tile = checks.make_stages(plan, transport, own_loss=loss_fn is None)
             checks.plan(plan)  # again: modes of recomputation may have turned out not to be exact
-            source = model.weight_source() if isinstance(model, HasSource) else None
-            layers = [plan.boundaries[k : k + 2] for k in self.stages]
-            self._base = FrozenBase(source, [(first, last) for first, last in layers], transport)
+            layers = [(plan.boundaries[k], plan.boundaries[k + 1]) for k in self.stages]
+            self._base = FrozenBase(model.weight_source(), layers, transport)
             parts = self._compared_parts(model)
         refuse_differences(transport, *parts)
         with transport.failing_together():
@@ -159,14 +158,12 @@ class Pipeline(nn.Module):
     ) -> Transport:
         return Transport(self.device, mesh, timeout, mesh_dims)
 
-    def _compared_parts(self, model: Splittable) -> tuple[Traits, ...]:
+    def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
         """What ranks must agree on once their stages are made."""
         return part_traits(model, self.stages, self._tile, self._transport)
 
     def _make_preflight(self, checks: ModelChecks, vary: Vary) -> Preflight:
-        """Stages know both vocabularies; those of a user's own model may know none."""
-        sizes = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, HasVocabulary)]
-        vocabulary = Vocabulary(*sizes[0]) if sizes else Vocabulary()
+        vocabulary = Vocabulary(*next(iter(self.stages.values())).vocabulary)  # all stages say the same
         inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, vocabulary, self._loss.objective)
         return Preflight(inputs, checks, self.stages, self._tied, self._executors, self._loss, self._transport)
 

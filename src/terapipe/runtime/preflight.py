@@ -11,14 +11,14 @@ Where it raises, it raises on all ranks, and nothing has changed.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from terapipe.losses.objective import Targets, labels_in
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE, Splittable, TensorParallel
+from terapipe.modeling.stage import IGNORE, PipelineModel, Stage, TensorParallel, require_stage
 from terapipe.modeling.verification import check_stage
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
@@ -36,17 +36,15 @@ T = TypeVar("T")
 
 
 class ModelChecks:
-    """What a model may say of the plans and batches that it is exact with; see Splittable.
+    """What a model may say of the plans and batches that it is exact with; see PipelineModel.
 
     Args:
         model: the whole model.
     """
 
-    def __init__(self, model: Splittable) -> None:
+    def __init__(self, model: PipelineModel) -> None:
         self._model = model
-        self.is_verified: bool = getattr(model, "is_verified", False)  # before stages change the model's modules
-        self._slices: Any = getattr(model, "check_slices", lambda shortest, recompute: None)
-        self._step: Any = getattr(model, "check_step", lambda **_: None)
+        self.is_verified = model.is_verified  # before stages change the model's modules
         self._refused_modes: dict[Recompute, str] = {}  # of recomputation, and why
         self._whole_only = False  # whether slices were never checked
 
@@ -69,7 +67,7 @@ class ModelChecks:
                 "another plan"
             )
 
-    def make_stages(self, plan: Plan, transport: Transport, *, own_loss: bool) -> tuple[dict[int, nn.Module], int]:
+    def make_stages(self, plan: Plan, transport: Transport, *, own_loss: bool) -> tuple[dict[int, Stage], int]:
         """Makes the stages of this rank, and checks them. Where operators are split, the check runs on whole stages
         before.
 
@@ -91,13 +89,14 @@ class ModelChecks:
         stages = {}
         for k in plan.stages_of(transport.rank):
             if tp and not self.is_verified:
-                self.stage(self._model.stage(cuts[k], cuts[k + 1], device), k, plan, own_loss=own_loss)
-            stages[k] = self._model.stage(cuts[k], cuts[k + 1], device, *tp)
+                whole = require_stage(self._model.stage(cuts[k], cuts[k + 1], device))
+                self.stage(whole, k, plan, own_loss=own_loss)
+            stages[k] = require_stage(self._model.stage(cuts[k], cuts[k + 1], device, *tp))
             if not tp:
                 self.stage(stages[k], k, plan, own_loss=own_loss)
         return stages, tile
 
-    def stage(self, stage: nn.Module, k: int, plan: Plan, *, own_loss: bool) -> None:
+    def stage(self, stage: Stage, k: int, plan: Plan, *, own_loss: bool) -> None:
         """Runs a few made-up tokens through a stage of a model that nobody has verified yet. Raises ValueError if it
         would train wrongly.
 
@@ -129,7 +128,7 @@ class ModelChecks:
                 "slices of this model were not checked, because the pipeline's own plan cuts no sequence; make the "
                 "Pipeline with a plan that has slices"
             )
-        self._slices(min(map(min, plan.lengths)), tuple(mode for mode in plan.recompute_modes if mode != "none"))
+        self._model.check_plan(plan)
 
     def step(self, documents: Documents, *, training: bool, padded: bool) -> None:
         """Refuses a batch that the model is not exact with.
@@ -140,7 +139,7 @@ class ModelChecks:
             padded: whether rows may have been filled up.
         """
         several = any(len(row) > 1 for row in documents)
-        self._step(documents=several, training=training, padded=padded)
+        self._model.check_step(documents=several, training=training, padded=padded)
 
 
 class ParameterFlags(NamedTuple):
@@ -201,7 +200,7 @@ class Preflight:
         self,
         inputs: Inputs,
         checks: ModelChecks,
-        stages: dict[int, nn.Module],
+        stages: dict[int, Stage],
         tied: TiedWeights,
         executors: Executors,
         loss: LossSetup,

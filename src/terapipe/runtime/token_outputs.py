@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from terapipe.modeling.stage import Predictor
+from terapipe.modeling.stage import Stage
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.executors import Executors
@@ -43,7 +43,7 @@ class TokenOutputs:
         self._checked: set[bool] = set()  # what the last stage was asked
         self._states: ModuleStates | None = None  # of the stages in the last forward that a backward follows
 
-    def check_logits(self, last: nn.Module | None, *, of_tokens: bool = True) -> None:
+    def check_logits(self, last: Stage | None, *, of_tokens: bool = True) -> None:
         """Asks the last stage once whether it has logits. Refused on all ranks alike, before anything is sent: the
         pipeline can go on training.
 
@@ -53,14 +53,14 @@ class TokenOutputs:
         """
         if of_tokens in self._checked:
             return
-        missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
-        if of_tokens and str(getattr(last, "no_default_loss", "")):
+        missing = "" if last is None or last.offers("logits") else type(last).__name__
+        if of_tokens and last is not None and last.no_default_loss:
             missing = "a sequence classifier, which predicts no tokens,"
         name = next(filter(None, self._transport.gather(missing)), None)
         if name:
             raise ValueError(
-                f"logits and log-probabilities need a last stage with a method logits(hidden), as Predictor in "
-                f"modeling/stage.py describes it; {name} has none"
+                f"logits and log-probabilities need a last stage with a method logits(hidden), as terapipe.Stage "
+                f"describes it; {name} has none"
             )
         self._checked |= {of_tokens, False}
 
@@ -98,7 +98,7 @@ class TokenOutputs:
         executor.backwards(batch)
         self._sync.finish()
 
-    def states(self, stages: Mapping[int, nn.Module]) -> ModuleStates:
+    def states(self, stages: Mapping[int, Stage]) -> ModuleStates:
         """The stages' modules as they are now, for backwards, which compute parts of the forwards again.
 
         Args:
