@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terapipe.cli.profile import _warn_if_unreliable
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 
 def test_a_profile_that_is_far_off_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:

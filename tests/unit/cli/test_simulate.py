@@ -11,7 +11,7 @@ import pytest
 from terapipe import Plan
 from terapipe.cli import main
 from terapipe.search.saved import SavedPlan
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 SHAPE = [
     "--model",
