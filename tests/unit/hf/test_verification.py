@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from terapipe import hf
 from terapipe.hf import Decoder, UnsupportedModelError, rope
 from terapipe.hf.structure import find_structure
-from terapipe.hf.verify.reference import Batch, SlicedModel, errors, lengths, reference
+from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
 from terapipe.hf.verify.small_model import default_config, small_config, small_model
-from terapipe.hf.verify.verification import BOUND, verify
+from terapipe.hf.verify.verification import BOUND, ModelVerifier
 from terapipe.modeling.slice_cache import SliceCache, current_slice
 from tests.unit.hf.test_rope import rope_by_length
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quiet_models")
 
 def test_a_type_that_knows_no_float64_is_checked_in_float32() -> None:
     """XGLM was refused because float64 fails inside it."""
-    result = verify("xglm", small_config("xglm"))
+    result = ModelVerifier("xglm", small_config("xglm")).verify()
     assert (result.exact, result.dtype) == (True, "float32")
     assert Decoder(small_model(small_config("xglm"), torch.float32)).backend == result.backend
 
@@ -70,14 +70,16 @@ def test_the_check_finds_what_it_says_it_looks_for(monkeypatch: pytest.MonkeyPat
     """One fault each: in evaluation mode, with documents, after another length."""
     config = small_config("llama")
     config.num_hidden_layers = 2
-    result = verify("moody", config, kind=Moody)
+    result = ModelVerifier("moody", config, kind=Moody).verify()
     assert re.search("gradients differ by .* in evaluation mode", result.reason)
     with monkeypatch.context() as broken:
         broken.setattr(rope, "_reset", lambda module: {})
-        assert re.search("gradients differ by .* with 23 tokens", verify("llama", rope_by_length("dynamic")).reason)
+        assert re.search(
+            "gradients differ by .* with 23 tokens", ModelVerifier("llama", rope_by_length("dynamic")).verify().reason
+        )
     with monkeypatch.context() as broken:
         broken.setattr(SliceCache, "visibility", forgetful(SliceCache.visibility))
-        result = verify("mistral", small_config("mistral"))
+        result = ModelVerifier("mistral", small_config("mistral")).verify()
         assert (result.exact, result.documents_exact) == (True, False)
         assert result.documents > 0.01
 
@@ -128,8 +130,8 @@ def test_mixtures_of_experts_differ_in_bfloat16_by_their_routing(name: str) -> N
         wanted = reference(model, given)
     forced = Routing(mine, "model.layers", plain.found)
     sliced = SlicedModel(mine, structure, "attention")
-    free = max(errors(wanted, sliced(given, lengths(4, 1))).values())
+    free = max(errors(wanted, sliced(given, uneven_lengths(4, 1))).values())
     with forced:
-        found = max(errors(wanted, sliced(given, lengths(4, 1))).values())
+        found = max(errors(wanted, sliced(given, uneven_lengths(4, 1))).values())
     assert found < 0.12
     assert free < 0.12 or forced.flipped
