@@ -28,7 +28,7 @@ from terapipe import Pipeline, Timeline, api
 from terapipe.cli import main
 from terapipe.launch import processes
 from terapipe.launch.processes import blame
-from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.transport import Transport
 from terapipe.search.request import Request
 from terapipe.training import run_plan
@@ -312,10 +312,10 @@ def test_the_last_line_blames_the_right_rank(tmp_path: Path, found: list[tuple[i
 
 
 def tell_the_loss(told: Path) -> str:
-    transport = Transport(torch.device("cpu"), timeout=300.0)
+    transport = Transport.join(torch.device("cpu"), timeout=300.0)
     transport.gather(0)  # all are connected, however long that takes; only then is the wait a short one
-    for group in transport._groups.values():
-        _set_pg_timeout(timedelta(seconds=1), group)
+    for role in ("pp", "all"):
+        _set_pg_timeout(timedelta(seconds=1), transport.ranks[role].tensors)
     if transport.rank == 0:  # hangs, until the other has noticed
         while not told.exists():
             time.sleep(0.01)

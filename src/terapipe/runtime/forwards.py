@@ -31,7 +31,7 @@ class Forwards(ModelPart):
 
     def failing_together(self) -> AbstractContextManager[None]:
         """For what all ranks do together: an error inside stops the others too, with this rank's error."""
-        return self._transport.failing_together(lambda: self._executors and self._executors.current.at)
+        return self._transport.failure.failing_together(lambda: self._executors and self._executors.current.at)
 
     def _loss_parallel(self) -> AbstractContextManager[None]:
         """A loss over a vocabulary in parts is known to torch within this context only, its gradient too."""

@@ -41,7 +41,7 @@ def gradient_sync(stages: Mapping[int, nn.Module], transport: Transport, *, shar
     """Between the replicas that ``transport`` knows of. With ``shard`` the stages' parameters become DTensors."""
     if transport.dp_size == 1:
         return GradientSync(stages)
-    return ShardedSync(stages, transport.submesh(DP)) if shard else AllReduceSync(stages, transport)
+    return ShardedSync(stages, transport.ranks.submesh(DP)) if shard else AllReduceSync(stages, transport)
 
 
 class GradientSync:
@@ -358,7 +358,7 @@ def total_norm(
 def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
     """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
     places = {DP: transport.dp_rank, TP: transport.tp_rank}
-    roles = {name: role for role, name in transport.mesh_dims.items()}
+    roles = {name: role for role, name in transport.ranks.mesh_dims.items()}
     if isinstance(parameter, DTensor):
         for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if not placement.is_replicate():

@@ -15,7 +15,7 @@ from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_i
 from terapipe.modeling.slice_cache import on_device
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan, Slice
-from terapipe.runtime.comm.failures import in_words
+from terapipe.runtime.comm.errors import describe_error
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
 
@@ -41,11 +41,11 @@ def agree(transport: Transport, mine: Terms, error: Exception | None, descriptio
     """Every rank's terms, if all accept; ``description`` is what ``work`` is the checksum of, in words."""
     found = [Terms(*numbers) for numbers in transport.gather_numbers(mine, ALL)]
     if any(terms.refused for terms in found):
-        reasons = transport.gather("" if error is None else in_words(error), ALL)
+        reasons = transport.gather("" if error is None else describe_error(error), ALL)
         if error is not None:
             raise error
         rank = next(i for i, terms in enumerate(found) if terms.refused)
-        raise ValueError(f"{transport.name(rank)} refused what it was given: {reasons[rank]}")
+        raise ValueError(f"{transport.ranks.name(rank)} refused what it was given: {reasons[rank]}")
     if _differ(found):
         descriptions = transport.gather(description, ALL)
         raise ValueError(_difference(transport, found, descriptions))
@@ -71,7 +71,8 @@ def _difference(transport: Transport, found: list[Terms], descriptions: list[str
         if terms.work != found[first].work:
             return (
                 "all ranks of a pipeline must call the same method with the same plan, documents and shape of batch: "
-                f"{transport.name(first)} has {descriptions[first]}, {transport.name(i)} has {descriptions[i]}"
+                f"{transport.ranks.name(first)} has {descriptions[first]}, "
+                f"{transport.ranks.name(i)} has {descriptions[i]}"
             )
     raise AssertionError("no two ranks differ")
 

@@ -87,7 +87,8 @@ class Pipeline(TokenOutputSteps):
     would give other gradients than the whole model is refused by name. ``GPT`` and Hugging Face models are checked
     elsewhere.
     ``timeout`` is the longest, in seconds, that a rank waits for another before the step fails on all of them, or
-    before those are named that do not make their Pipeline.
+    before those are named that do not make their Pipeline. ``transport`` is that of another pipeline or of a profiler
+    in the same process, in place of ``mesh``, ``device`` and ``timeout``.
     """
 
     def __init__(
@@ -104,11 +105,14 @@ class Pipeline(TokenOutputSteps):
         verify: bool = True,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
+        transport: Transport | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.device = device_of(device)
-        self._transport = self._make_transport(mesh, timeout, mesh_dims)
+        self.device = device_of(device) if transport is None else transport.device
+        if transport is not None and mesh is not None:
+            raise ValueError("a transport has its mesh, got transport= and mesh=; pass transport.over(mesh)")
+        self._transport = transport or Transport.join(self.device, mesh, timeout, mesh_dims)
         self._executors: Executors | None = None
         self._is_warm, self._is_sharded = False, shard
         self.zero_gradients = ZeroGradients()
@@ -135,11 +139,6 @@ class Pipeline(TokenOutputSteps):
             self._objective = PipelineObjective(loss_fn, self.stages, plan, self._transport, shard)
             self._assemble(checks, vary, fused_weight_grads)
 
-    def _make_transport(
-        self, mesh: DeviceMesh | None, timeout: float, mesh_dims: Mapping[str, str] | None
-    ) -> Transport:
-        return Transport(self.device, mesh, timeout, mesh_dims)
-
     def _assemble(self, checks: ModelChecks, vary: Vary, fused: bool) -> None:
         wire = Wire(next(self.parameters()).dtype)
         stages, done, objective = self._sync.stages, self._sync.stage_done, self._objective
@@ -159,7 +158,7 @@ class Pipeline(TokenOutputSteps):
         tp: tuple[TensorParallel, ...] = ()
         if parts > 1:
             even = all(length % parts == 0 for lengths in self.plan.lengths for length in lengths)
-            tp = (TensorParallel(self._transport.submesh(TP), sequence_parallel=even),)
+            tp = (TensorParallel(self._transport.ranks.submesh(TP), sequence_parallel=even),)
             self._tile = parts if even else 1
         stages = {}
         for k in self.plan.stages_of(self.rank):
@@ -188,7 +187,7 @@ class Pipeline(TokenOutputSteps):
         return (
             Traits(stage_traits(model, self.stages, self._tile), is_partial=True),
             Traits(parameter_traits(held, trained=True), self.rank),
-            Traits(weight_traits(held) if self._transport.dp_size > 1 else {}, place),
+            Traits(weight_traits(held) if self._transport.ranks[DP].has_peers else {}, place),
         )
 
     def _check(self, model: Splittable) -> None:
@@ -296,6 +295,11 @@ class Pipeline(TokenOutputSteps):
                 self._sync.finish()
             self._transport.gather(None, ALL)
 
+    def train_on_zeros(self) -> None:
+        """One step on made-up tokens. Checks of a batch are left out: they read numbers, and fake tensors have none."""
+        self._is_warm = True
+        self._train(self._made_up(self.plan))
+
     def _made_up(self, plan: Plan) -> Batch:
         ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64, device=self.device)
         one = torch.ones((), device=self.device)
@@ -347,13 +351,13 @@ class Pipeline(TokenOutputSteps):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of any module; refused after a failure, of which the loop must not make a next step."""
-        self._transport.refuse_stopped("zero_grad")
+        self._transport.failure.refuse_stopped("zero_grad")
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, on every rank; shared parameters count once."""
-        self._transport.refuse_stopped("a norm of gradients")
+        self._transport.failure.refuse_stopped("a norm of gradients")
         assert self._executors is not None
         return total_norm(self.parameters(), self._tied, norm_type, self._transport, self._executors.wide)
 

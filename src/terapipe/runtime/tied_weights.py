@@ -64,6 +64,6 @@ class TiedWeights:
                 first += copy
         else:
             other = self._last_rank if here == self._first_rank else self._first_rank
-            first.copy_(self._transport.exchange(first, other))
+            first.copy_(self._transport.channel.exchange(first, other))
         for copy in copies:
             copy.copy_(first)

@@ -58,8 +58,8 @@ def _refuse_difference(transport: Transport, everyone: list[Traits]) -> None:
                 if differences[0].startswith("values of "):
                     other = "; draw weights from the same seed (torch.manual_seed) or load the same file on all ranks"
                 raise ValueError(
-                    f"all ranks must have the same model, plan and options, {transport.name(rank)} differs from "
-                    f"{transport.name(usual)} in {', '.join(differences[:SHOWN])}{more}{other}"
+                    f"all ranks must have the same model, plan and options, {transport.ranks.name(rank)} differs from "
+                    f"{transport.ranks.name(usual)} in {', '.join(differences[:SHOWN])}{more}{other}"
                 )
 
 

@@ -160,7 +160,7 @@ class RunObjective:
         model: Splittable = decoder
         cuts = balance([1.0] * model.num_layers, pipe.plan.num_stages)
         plan = Plan(pipe.plan.sizes, pipe.plan.lengths, tuple(cuts), pipe.plan.order, pipe.plan.chunks)
-        made = Pipeline(model, plan, mesh=pipe.transport.mesh, timeout=self._config.failures.timeout)
+        made = Pipeline(model, plan, transport=pipe.transport)
         made.requires_grad_(False)
         return made.eval()
 
