@@ -17,10 +17,9 @@ from terapipe.launch.job import Launch
 from terapipe.launch.job import instructions as told_lines
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.profile import KINDS
+from terapipe.planning.profile import KINDS, FittedCost
 from terapipe.reporting.plans import reasons
 from terapipe.scheduling import validation as proof
 from terapipe.search.evaluator import PlanEvaluator
@@ -30,7 +29,7 @@ from terapipe.search.saved import SavedPlan
 from terapipe.search.source import ClusterSource, ProfileSource
 from terapipe.training.config import parse
 from terapipe.training.run_plan import from_file, ranks_wanted
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 
 def lines_per_action(plan: Plan) -> float:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from terapipe.api import compare, document_planner, dry_run, estimate, plan, profile, simulate, verify
-from terapipe.planning.document_plans import DocumentPlanner
+from terapipe.planning.documents import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.order import ORDERS, Order, register

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe.planning.cost import with_recompute
-from terapipe.planning.document_costs import DocumentCosts
-from terapipe.planning.document_plans import DocumentPlanner
+from terapipe.planning.documents import DocumentCosts, DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parse_bytes

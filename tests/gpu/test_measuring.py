@@ -15,10 +15,9 @@ from terapipe.modeling.compiling import compile_layers
 from terapipe.modeling.kernels import Need, kernel_for
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import usable_of_measured
 from terapipe.planning.memory import ShapeMemory
-from terapipe.planning.profile import KINDS
+from terapipe.planning.profile import KINDS, FittedCost
 from terapipe.runtime.profiler import Profiler
 from terapipe.runtime.stopwatch import Stopwatch
 from tests.pretend.waits import counting_waits

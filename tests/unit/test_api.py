@@ -11,7 +11,7 @@ import torch
 import terapipe as tp
 from tests.support.models import TINY, gradients, make_batch, make_model, plain, worst_error
 from tests.support.ranks import Ranks
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 CLUSTER = tp.Cluster("p3.16xlarge:1")
 

@@ -14,7 +14,7 @@ from terapipe import files
 from terapipe.cli.options import MOST_SECONDS, Verbs, check_outputs, console, refuse_with
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
 from terapipe.doctor.facts import Examination
-from terapipe.reporting.units import count
+from terapipe.reporting.style import count
 
 _COLORS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
 

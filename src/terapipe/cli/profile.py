@@ -6,9 +6,8 @@ from pathlib import Path
 from terapipe import api
 from terapipe.cli.options import MOST_SECONDS, Verbs, check_outputs, console, model_help
 from terapipe.extras import install_line
-from terapipe.planning.fitted import FittedCost
-from terapipe.planning.profile import Profile, typical
-from terapipe.reporting import units
+from terapipe.planning.profile import FittedCost, Profile, typical
+from terapipe.reporting import style
 from terapipe.search.request import Request
 
 TRUSTED = 0.15  # maximum relative error on held-out points for a reliable profile
@@ -123,15 +122,15 @@ def _show(measured: Profile, out: Path) -> None:
     for sample in whole_stage:
         middle = sorted(sample.seconds)[len(sample.seconds) // 2]
         what = f"{sample.kind} of {measured.layers} layers, {sample.size} x {sample.length} tokens"
-        console.print(f"  {what}: {units.seconds(middle)}")
+        console.print(f"  {what}: {style.seconds(middle)}")
     host = FittedCost(measured).by_side()[1]
     if host:
-        both = f"{units.seconds(host.forward)} forward, {units.seconds(host.backward)} backward"
+        both = f"{style.seconds(host.forward)} forward, {style.seconds(host.backward)} backward"
         console.print(f"  host, to issue the kernels of a layer for one slice: {both}")
     for apart, where in ((False, "within a host"), (True, "between hosts")):
         sizes = {t.nbytes: typical(t.seconds) for t in measured.transfers if t.between_hosts == apart}
         if sizes:
-            times = ", ".join(f"{units.seconds(sizes[n])} for {units.memory(n)}" for n in (min(sizes), max(sizes)))
+            times = ", ".join(f"{style.seconds(sizes[n])} for {style.memory(n)}" for n in (min(sizes), max(sizes)))
             console.print(f"  messages {where}: {times}")
     console.print(
         f"Wrote [bold]{out}[/]. Next: terapipe plan --profile {out} --batch-size 1 --seq-len {measured.seq_len}"

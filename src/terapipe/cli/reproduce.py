@@ -26,7 +26,7 @@ from terapipe.published.reproduce import (
     source_of,
     sweep,
 )
-from terapipe.reporting import charts, html, svg, units
+from terapipe.reporting import charts, style, svg
 from terapipe.reporting.plans import cut, runs
 from terapipe.search.evaluator import PlanEstimate
 
@@ -45,7 +45,7 @@ CUT = "microbatches and slices"
 
 
 def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
-    room = f"the {units.memory(source_of(SETTINGS[0]).budget)} of a V100 that are usable"
+    room = f"the {style.memory(source_of(SETTINGS[0]).budget)} of a V100 that are usable"
     if question:
         header: tuple[str, ...] = ("setting", "order", "step", "idle", "peak memory", "dp x pp x tp", CUT)
         rows = [row for setting in SETTINGS for row in _orders(setting)]
@@ -77,7 +77,7 @@ def picture(outcomes: Sequence[Outcome]) -> str:
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
     for i, c in enumerate(orders(setting)):
         first = "" if i else f"({setting.number}) {setting.model}"
-        yield first, c.title, units.seconds(c.step_time), units.share(c.idle), *_how(c)
+        yield first, c.title, style.seconds(c.step_time), style.share(c.idle), *_how(c)
 
 
 def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
@@ -87,7 +87,7 @@ def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
 
 
 def _how(c: PlanEstimate) -> tuple[str, str, str]:
-    peak = units.memory(c.peak_bytes) + ("" if c.fits else ", does not fit")
+    peak = style.memory(c.peak_bytes) + ("" if c.fits else ", does not fit")
     return peak, f"{c.layout.dp} x {c.layout.pp} x {c.layout.tp}", cut(c.plan)
 
 
@@ -98,7 +98,7 @@ def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
     for name, way in (("best with whole sequences", outcome.whole), ("best 1F1B", outcome.best_1f1b)):
         yield ("", *_row(name, way, planned)) if way else ("", name, "none fits", "", "", "")
     for e in outcome.others:
-        step, peak = units.seconds(e.step_time), units.memory(e.peak_bytes)
+        step, peak = style.seconds(e.step_time), style.memory(e.peak_bytes)
         yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note
 
 
@@ -106,7 +106,7 @@ def _row(name: str, estimate: PlanEstimate, best: PlanEstimate) -> tuple[str, ..
     layout = estimate.layout
     how = f"{estimate.title}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(estimate.plan)}"
     ratio = f"{estimate.step_time / best.step_time:.2f}"
-    return name, units.seconds(estimate.step_time), ratio, units.memory(estimate.peak_bytes), how
+    return name, style.seconds(estimate.step_time), ratio, style.memory(estimate.peak_bytes), how
 
 
 HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned microbatch and slices")
@@ -247,9 +247,9 @@ def _write(
         (
             f"({r.setting.number})",
             runs(r.setting.scheme or ()),
-            units.seconds(r.scheme.step_time),
+            style.seconds(r.scheme.step_time),
             runs(r.sliced.plan.lengths[0]),
-            units.seconds(r.sliced.step_time),
+            style.seconds(r.sliced.step_time),
         )
         for r in settings
         if r.scheme
@@ -258,11 +258,11 @@ def _write(
         ("Step times", drawn["step-times"]),
         ("Speed-ups", drawn["speed-ups"]),
         ("Equal slices against planned ones", drawn["sweep"]),
-        ("All figures", html.table(HEADER, [_cells(row) for row in settings])),
+        ("All figures", style.table(HEADER, [_cells(row) for row in settings])),
         (
             "Slicing schemes under the same costs",
-            html.table(("setting", "published", "takes", "planned", "takes"), schemes),
+            style.table(("setting", "published", "takes", "planned", "takes"), schemes),
         ),
     ]
-    sections += [(s.heading, s.picture + html.table(s.header, s.rows)) for s in more]
-    files.write(folder / "report.html", html.page("TeraPipe, reproduced", lead, sections))
+    sections += [(s.heading, s.picture + style.table(s.header, s.rows)) for s in more]
+    files.write(folder / "report.html", style.page("TeraPipe, reproduced", lead, sections))

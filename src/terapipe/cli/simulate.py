@@ -20,7 +20,7 @@ from terapipe.cli.options import (
     request_of,
 )
 from terapipe.planning.layout import Layout
-from terapipe.reporting import svg, text, units
+from terapipe.reporting import style, svg, text
 from terapipe.reporting.page import report
 from terapipe.reporting.plans import described
 from terapipe.reporting.trace import trace
@@ -144,11 +144,11 @@ def _as_dict(runs: Sequence[RunView], result: PlanResult, saved: SavedPlan | Non
 def _print_step(predicted: RunView, result: PlanResult, saved: SavedPlan | None) -> None:
     """Explains how the step time differs from the drawing and from the prediction saved with the plan."""
     once = result.step_time - predicted.timeline.makespan
-    line = f"{units.seconds(result.step_time)}: the drawing, and {units.seconds(once)} once per step"
+    line = f"{style.seconds(result.step_time)}: the drawing, and {style.seconds(once)} once per step"
     line += " (optimizer, gradient all-reduce)"
     if saved is not None and saved.step_time is not None:
         same = abs(result.step_time / saved.step_time - 1) < 1e-6
-        line += "; as planned" if same else f"; {units.seconds(saved.step_time)} when planned, with other costs"
+        line += "; as planned" if same else f"; {style.seconds(saved.step_time)} when planned, with other costs"
     console.print(f"  {'step':13s} {line}", markup=False)
 
 
@@ -157,8 +157,8 @@ def _print(runs: Sequence[RunView], result: PlanResult, width: int) -> None:
     for run in runs:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}
         total = run.timeline.makespan * run.timeline.plan.num_ranks
-        idle = ", ".join(f"{name} {units.share(value / total)}" for name, value in causes.items())
-        console.print(f"{run.name}: {units.seconds(run.timeline.makespan)}; idle: {idle}")
+        idle = ", ".join(f"{name} {style.share(value / total)}" for name, value in causes.items())
+        console.print(f"{run.name}: {style.seconds(run.timeline.makespan)}; idle: {idle}")
         console.print(text.draw(run.timeline, width, scale), markup=False)
     for name, value in described(result.estimate).items():
         console.print(f"  {name:13s} {value}")
@@ -175,8 +175,8 @@ def _write(parsed: argparse.Namespace, runs: Sequence[RunView], result: PlanResu
     if parsed.html:
         once = result.step_time - runs[0].timeline.makespan
         lead = (
-            f"{result.estimate.title} on {result.layout}: {units.seconds(result.step_time)} per step, of which "
-            f"{units.seconds(once)} once per step (optimizer, gradient all-reduce) are not drawn"
+            f"{result.estimate.title} on {result.layout}: {style.seconds(result.step_time)} per step, of which "
+            f"{style.seconds(once)} once per step (optimizer, gradient all-reduce) are not drawn"
         )
         facts = described(result.estimate)
         files.write(parsed.html, report("A pipeline step", lead, runs, facts=facts, budget=result.budget))

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from statistics import median
 
 from terapipe.doctor.facts import Examination, Facts, Link
-from terapipe.reporting.units import count, digits, memory, seconds
+from terapipe.reporting.style import count, digits, memory, seconds
 
 SLOW = 3.0  # factor by which a slow link is slower than the others of its kind
 JITTER = 2e-4  # seconds of latency that busy cores alone may add

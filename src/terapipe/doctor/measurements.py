@@ -19,10 +19,10 @@ from terapipe.modeling.gpt import GPT
 from terapipe.modeling.kernels import Need, kernel_for, kernel_report
 from terapipe.modeling.stage import Splittable, next_token_labels
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import blas_workspace, blas_workspaces
 from terapipe.planning.layout import split_layers
 from terapipe.planning.presets import GPTConfig
+from terapipe.planning.profile import FittedCost
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm import groups
 from terapipe.runtime.comm.environment import rank_and_size

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache, run_backward
@@ -59,7 +60,7 @@ class StageChain:
         - ``mode``: what backwards compute again.
         - ``watch``: called with each new cache, for checks that look into it.
 
-        Sums for auxiliary losses are added to the loss, so that their gradients are computed too.
+        Auxiliary losses are computed between forwards and backwards, from the sums of all slices and stages.
         """
         size = x.shape[0]
         self.caches = [each.stage.make_cache(size, sum(lengths)) for each in self._stages]
@@ -77,15 +78,29 @@ class StageChain:
             with self._stages[-1].over(self.caches[-1]):
                 value = loss(hidden, one.start, one.start + one.length)
                 run_backward([value])
-            total += value.item() + one.total_of_sums()
+            total += value.item()
             one.inputs.append(hidden)
+        added, gradients = self._auxiliary([sums for one in slices for sums in one.sums])
         for one in reversed(slices):
             for k in reversed(range(len(self._stages))):
-                one.backward(self._stages[k], self.caches[k], k, mode)
+                one.backward(self._stages[k], self.caches[k], k, mode, gradients)
         for cache in self.caches:
             accumulate_deferred(cache.pop_deferred())
         output, gradient = self._join(outputs, [one.inputs[0] for one in slices], size)
-        return ChainResult(total, output, gradient, all(one.attached for one in slices))
+        return ChainResult(total + added, output, gradient, all(one.attached for one in slices))
+
+    def _auxiliary(self, sums: Sequence[Sums]) -> tuple[float, Sums]:
+        """The auxiliary losses of the totals, and the gradient of each with respect to any of its summands."""
+        value, gradients = 0.0, {}
+        for name, loss in auxiliary_losses(self._stages[0].stage).items():
+            summands = [by_name[name].detach() for by_name in sums if name in by_name]
+            if summands:
+                totals = torch.stack(summands).sum(0).requires_grad_()
+                with torch.enable_grad():
+                    term = loss.value(totals)
+                (gradients[name],) = torch.autograd.grad(term, totals)
+                value += term.item()
+        return value, gradients
 
     def _join(self, outputs: list[Tensor], inputs: list[Tensor], size: int) -> tuple[Tensor, Tensor | None]:
         dim = token_dim(self._stages[-1].stage, size)
@@ -102,7 +117,7 @@ class _Slice:
         self.start, self.length = start, length
         self.inputs: list[Tensor] = []  # of each stage, at last of the loss
         self._outputs: list[Tensor] = []
-        self._sums: list[Sums] = []
+        self.sums: list[Sums] = []  # of each stage
         self._random: list[RandomState] = []
         self.attached = True
 
@@ -114,15 +129,13 @@ class _Slice:
             out = sliced.forward(x, cache, block=mode == "block")
         self.inputs.append(x)
         self._outputs.append(out)
-        self._sums.append(cache.pop_sums())
+        self.sums.append(cache.pop_sums())
         return out.detach().requires_grad_()
 
-    def total_of_sums(self) -> float:
-        return sum(sums.detach().sum().item() for by_name in self._sums for sums in by_name.values())
-
-    def backward(self, sliced: SlicedStage, cache: SliceCache, k: int, mode: Recompute) -> None:
+    def backward(self, sliced: SlicedStage, cache: SliceCache, k: int, mode: Recompute, gradients: Sums) -> None:
+        """``gradients`` are those of the sums for auxiliary losses."""
         cache.begin(self.start, self.length)
-        out, sums = self._outputs[k], self._sums[k]
+        out, sums = self._outputs[k], self.sums[k]
         if mode == "full":
             with self._random[k].restored():
                 out = sliced.forward(self.inputs[k], cache)
@@ -132,7 +145,7 @@ class _Slice:
         if gradient is None:
             gradient = torch.zeros_like(out)
         cache.defer = True
-        others = [(x, torch.ones_like(x)) for x in sums.values() if x.requires_grad]
+        others = [(x, gradients[name].to(x.dtype)) for name, x in sums.items() if x.requires_grad]
         if out.requires_grad or others:  # a first stage may have nothing to train
             sliced.backward(cache, out, gradient, others)
 

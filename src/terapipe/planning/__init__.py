@@ -2,14 +2,12 @@
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, LinkBehavior, Memory, StageSpec, stage_specs
-from terapipe.planning.document_costs import DocumentCosts
-from terapipe.planning.document_plans import DocumentPlanner
-from terapipe.planning.fitted import FittedCost
+from terapipe.planning.documents import DocumentCosts, DocumentPlanner
 from terapipe.planning.hardware import HOSTS, Cluster, Device, Host, Link
 from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.order import ORDERS, InFlight, Order, register
-from terapipe.planning.profile import Profile, Sample, Transfer
+from terapipe.planning.profile import FittedCost, Profile, Sample, Transfer
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, Slice
 from terapipe.planning.solver import Array, Cuts, SliceCost, solve, solve_table

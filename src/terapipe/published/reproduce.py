@@ -12,8 +12,8 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import PRESETS
+from terapipe.planning.slices import even_lengths
 from terapipe.search.choose import choose, compare, pick
-from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource
@@ -141,7 +141,7 @@ def sweep(planned: float) -> list[dict[str, Any]]:
         {
             "slices": count,
             "published": published,
-            "simulated": evaluator.evaluate(evaluator.plan("terapipe", 1, uniform(TOKENS, count, 1))).step_time,
+            "simulated": evaluator.evaluate(evaluator.plan("terapipe", 1, even_lengths(TOKENS, count, 1))).step_time,
         }
         for count, published in SWEEP.items()
     ]

@@ -6,9 +6,8 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from terapipe.reporting.style import TONES, hsl, line_color
+from terapipe.reporting.style import TONES, digits, hsl, line_color, memory, memory_unit, seconds
 from terapipe.reporting.svg import box, document, dot, line, path, staircase, text, text_width, ticks
-from terapipe.reporting.units import digits, memory, memory_unit, seconds
 
 _LEFT = 74
 _DOTTED = 40  # most points of a curve of which each is a dot

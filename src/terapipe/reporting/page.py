@@ -8,8 +8,6 @@ from itertools import accumulate
 from typing import Any
 
 from terapipe.planning.slices import Plan
-from terapipe.reporting.html import asset, page, table
-from terapipe.reporting.html import facts as facts_list
 from terapipe.reporting.style import (
     CAUSES,
     DARKEST,
@@ -18,13 +16,22 @@ from terapipe.reporting.style import (
     OP_HUES,
     OP_NAMES,
     OTHER_CAUSE,
+    asset,
+    count,
+    digits,
     lightness,
     line_color,
+    memory,
+    memory_unit,
     op_color,
+    page,
+    seconds,
+    share,
+    table,
     text_color,
 )
+from terapipe.reporting.style import facts as facts_list
 from terapipe.reporting.svg import document, dot, line, path, staircase, text, text_width, ticks
-from terapipe.reporting.units import count, digits, memory, memory_unit, seconds, share
 from terapipe.reporting.view import RunView, Steps, transfers
 from terapipe.scheduling.actions import COMPUTE, Op
 from terapipe.scheduling.timeline import Timeline

@@ -13,7 +13,7 @@ from rich.table import Table
 from terapipe.planning.hardware import Cluster, Device, usable_memory
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan
-from terapipe.reporting import charts, html, units
+from terapipe.reporting import charts, style
 
 if TYPE_CHECKING:
     from terapipe.search.evaluator import PlanEstimate
@@ -37,7 +37,7 @@ def as_text(parts: Iterator[RenderableType]) -> str:
 
 def explanation(result: "PlanResult") -> Iterator[RenderableType]:
     estimate = result.estimate
-    yield f"[bold]{estimate.title}[/] on {estimate.layout}: [bold]{units.seconds(estimate.step_time)}[/] per step"
+    yield f"[bold]{estimate.title}[/] on {estimate.layout}: [bold]{style.seconds(estimate.step_time)}[/] per step"
     for name, value in (described(estimate) | {"budget": budget_title(result)}).items():
         if value:
             yield f"  {name:13s} {value}"
@@ -57,13 +57,13 @@ def described(estimate: "PlanEstimate") -> dict[str, str]:
         "microbatches": microbatches(plan),
         "slices": slices(plan),
         "recompute": recompute_title(plan.recompute),
-        "idle": units.share(estimate.idle),
+        "idle": style.share(estimate.idle),
         "tokens/s": f"{estimate.tokens_per_second:,.0f}",
     }
     if plan.chunks > 1:
         out["chunks"] = f"{plan.chunks} stages per rank"
     if estimate.peak_bytes:
-        out["peak memory"] = f"{units.memory(estimate.peak_bytes)} per device"
+        out["peak memory"] = f"{style.memory(estimate.peak_bytes)} per device"
     return out
 
 
@@ -89,14 +89,14 @@ def budget_title(result: "PlanResult | Comparison") -> str:
     """The memory budget, and what it leaves of the device's memory."""
     if result.budget is None:
         return ""
-    text, device = f"{units.memory(result.budget)} per device", described_device(result.source)
+    text, device = f"{style.memory(result.budget)} per device", described_device(result.source)
     if device is None or (usable := usable_memory(device)) == device.memory:
         return text
     if result.request.budget is not None:
         too_much = result.budget > usable
-        return text + (f", more than the {units.memory(usable)} that are usable" if too_much else "")
-    taken = f"{units.memory(device.memory - usable)} less for driver, context, NCCL, fragmentation"
-    return f"{text}: {units.memory(device.memory)}, {taken}"
+        return text + (f", more than the {style.memory(usable)} that are usable" if too_much else "")
+    taken = f"{style.memory(device.memory - usable)} less for driver, context, NCCL, fragmentation"
+    return f"{text}: {style.memory(device.memory)}, {taken}"
 
 
 def described_device(source: "Source | None") -> Device | None:
@@ -113,10 +113,10 @@ def reasons(result: "PlanResult") -> list[str]:
     elif whole and whole is not estimate:
         ratio = whole.step_time / estimate.step_time
         best = (
-            f"{ratio:.2f} times as fast as the best without slicing ({whole.title}, {units.seconds(whole.step_time)})"
+            f"{ratio:.2f} times as fast as the best without slicing ({whole.title}, {style.seconds(whole.step_time)})"
         )
         if estimate.idle < whole.idle:
-            out.append(f"{best}: {units.share(estimate.idle)} idle instead of {units.share(whole.idle)}")
+            out.append(f"{best}: {style.share(estimate.idle)} idle instead of {style.share(whole.idle)}")
         else:  # it idles less because it pays for that with tensor parallelism or recomputation
             out.append(f"{best}, which takes {whole.layout}, {recompute_title(whole.plan.recompute)} recompute")
     if result.runners_up:
@@ -166,11 +166,11 @@ def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
     """As in ``HEADER``."""
     return (
         e.title,
-        units.seconds(e.step_time),
+        style.seconds(e.step_time),
         f"{e.step_time / fastest.step_time:.2f}",
         f"{e.tokens_per_second:,.0f}",
-        units.share(e.idle),
-        units.memory(e.peak_bytes) if e.peak_bytes else "?",
+        style.share(e.idle),
+        style.memory(e.peak_bytes) if e.peak_bytes else "?",
         "yes" if e.fits else "no",
         f"{e.layout.dp} x {e.layout.pp} x {e.layout.tp}",
         cut(e.plan),
@@ -235,11 +235,11 @@ def comparison_page(comparison: "Comparison", model: str) -> str:
     cells = [_cells(e, comparison.fastest) for e in comparison.rows]
     facts = {"model": model, "cluster": comparison.where, **_facts(comparison), "terapipe": _version()}
     sections = [
-        ("", html.facts(facts)),
+        ("", style.facts(facts)),
         ("Time against memory", comparison_chart(comparison)),
-        ("All of them", html.table(HEADER, cells, wrapped=True)),
+        ("All of them", style.table(HEADER, cells, wrapped=True)),
     ]
-    return html.page("Orders compared", lead, sections)
+    return style.page("Orders compared", lead, sections)
 
 
 def _version() -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.extras import import_extra
-from terapipe.reporting.style import OP_HUES, OP_NAMES, TONES, in_words, lightness, op_color, text_color
-from terapipe.reporting.units import seconds, share
+from terapipe.reporting.style import OP_HUES, OP_NAMES, TONES, in_words, lightness, op_color, seconds, share, text_color
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Event, Timeline
 

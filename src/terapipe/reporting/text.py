@@ -3,7 +3,7 @@
 import math
 from string import ascii_uppercase, digits
 
-from terapipe.reporting.units import count
+from terapipe.reporting.style import count
 from terapipe.scheduling.actions import Op
 from terapipe.scheduling.timeline import Timeline
 

@@ -126,7 +126,7 @@ class Timeline:
         Given a memory model it also shows each rank's bytes over time, against a ``budget`` in bytes if there is one.
         """
         from terapipe.reporting.page import report
-        from terapipe.reporting.units import seconds, share
+        from terapipe.reporting.style import seconds, share
         from terapipe.reporting.view import RunView
 
         if budget is not None and memory is None:

@@ -7,8 +7,7 @@ import numpy as np
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
-from terapipe.scheduling.numbering import CODE, Ints
-from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, compiled, run
+from terapipe.scheduling.program import CODE, COMPUTATIONS, ENDS, Ints, Program, compiled, run
 
 AHEAD = 2  # computations between a receive and the one that needs it, if the order of transfers permits
 EARLY = 3  # additional computations, in `with_early_receives`

@@ -9,9 +9,8 @@ import numpy as np
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import Action, Op, Schedule, required
-from terapipe.scheduling.numbering import Ints, Numbering
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import compiled
+from terapipe.scheduling.program import Ints, Numbering, compiled
 from terapipe.scheduling.transfers import listed_transfers
 
 Lists = Sequence[Ints]  # the actions of each rank, as numbers (see Numbering)

@@ -7,12 +7,10 @@ from typing import NoReturn
 
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.recompute import recompute_title
-from terapipe.planning.slices import Plan
+from terapipe.planning.slices import Plan, even_lengths
 from terapipe.search.candidates import Candidate, candidates
-from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
-from terapipe.search.less_recompute import with_less_recompute
-from terapipe.search.refine import hill_climb, refine, with_few_lengths
+from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
@@ -217,13 +215,13 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
     if request.slice_lengths is not None:
         lengths = request.slice_lengths
     elif request.num_slices is not None:
-        lengths = uniform(request.seq_len, candidate.count, 1)
+        lengths = even_lengths(request.seq_len, candidate.count, 1)
     elif even or candidate.count == 1:
-        lengths = uniform(request.seq_len, candidate.count, evaluator.tile)
+        lengths = even_lengths(request.seq_len, candidate.count, evaluator.tile)
     else:
         lengths = evaluator.grid(candidate.size).equal_time(candidate.count)
         if len(lengths) < candidate.count:
-            lengths = uniform(request.seq_len, candidate.count, evaluator.tile)
+            lengths = even_lengths(request.seq_len, candidate.count, evaluator.tile)
     return evaluator.plan(candidate.order, candidate.size, lengths, candidate.chunks)
 
 
@@ -248,7 +246,7 @@ def _refine_even(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate
     request, plan = evaluator.request, start.plan
 
     def evaluated(count: int) -> PlanEstimate:
-        lengths = uniform(request.seq_len, count, evaluator.tile)
+        lengths = even_lengths(request.seq_len, count, evaluator.tile)
         return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths, plan.chunks))
 
     best = hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // evaluator.tile)

@@ -1,20 +1,24 @@
 """Evaluates plans: step time by simulation, peak memory by counting bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs, with_recompute
 from terapipe.planning.layout import Layout, balance, balance_ranks
 from terapipe.planning.recompute import Recompute
-from terapipe.planning.slices import Plan
+from terapipe.planning.slices import Plan, microbatch_sizes
 from terapipe.scheduling.simulator import makespan, peaks, program
-from terapipe.search.cuts import Grid, Lengths
 from terapipe.search.request import Request
 from terapipe.search.source import Source
+
+Lengths = tuple[int, ...]
+Seconds = Callable[[Array, Array], Array]  # from lengths and contexts of slices
+UNITS = 256  # maximum number of cut points for equal-time cuts
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,54 @@ def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
         if not front or estimate.peak_bytes < front[-1].peak_bytes:
             front.append(estimate)
     return front
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Seconds of all slices between at most ``UNITS`` evenly spaced cut points."""
+
+    ends: list[int]  # tokens at which slices may end
+    rows: list[Array]  # for each start, the seconds of slices by their end; made monotonic for binary search
+
+    @classmethod
+    def of(cls, seconds: Seconds, seq_len: int, tile: int) -> Self:
+        tile *= -(-seq_len // (tile * UNITS))
+        ends = np.minimum(np.arange(1, -(-seq_len // tile) + 1) * tile, seq_len).astype(np.float64)
+        starts = np.concatenate(([0.0], ends[:-1]))
+        table = seconds(np.maximum(ends - starts[:, None], 1.0), np.broadcast_to(starts[:, None], (len(ends),) * 2))
+        rows = [np.maximum.accumulate(row[i:]) for i, row in enumerate(table)]
+        return cls([int(end) for end in ends], rows)
+
+    def equal_time(self, count: int) -> Lengths:
+        """At most ``count`` slices of about the same time."""
+        return self.shaped((1,) * count)
+
+    def shaped(self, shares: Sequence[float]) -> Lengths:
+        """At most ``len(shares)`` slices with times in about these proportions. Bisects over the scale of the times."""
+        low, high = 0.0, float(self.rows[0][-1])
+        best: Lengths = (self.ends[-1],)
+        for _ in range(24):
+            middle = (low + high) / 2
+            if lengths := self._greedy([middle * share for share in shares]):
+                best, high = lengths, middle
+            else:
+                low = middle
+        return best
+
+    def _greedy(self, limits: Sequence[float]) -> Lengths | None:
+        """The longest slices within these limits on their times, or None if they do not reach the end."""
+        cuts = [0]
+        for limit in limits:
+            if cuts[-1] == len(self.ends):
+                break
+            reach = int(self.rows[cuts[-1]].searchsorted(limit, side="right"))
+            if not reach:
+                return None
+            cuts.append(cuts[-1] + reach)
+        if cuts[-1] < len(self.ends):
+            return None
+        edges = [0, *self.ends]
+        return tuple(edges[b] - edges[a] for a, b in pairwise(cuts))
 
 
 class PlanEvaluator:
@@ -151,7 +203,7 @@ class PlanEvaluator:
 
     def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:
         """A plan with microbatches of one size (the last may be smaller), all cut into the same slices."""
-        sizes = tuple(min(size, self.batch_size - row) for row in range(0, self.batch_size, size))
+        sizes = microbatch_sizes(self.batch_size, size)
         return Plan(sizes, (lengths,) * len(sizes), self.rank_boundaries(order, chunks), order, chunks, self.recompute)
 
     def evaluate(self, plan: Plan) -> PlanEstimate:

@@ -1,6 +1,6 @@
-"""Refines the slices of a good plan: other numbers of slices, the solver's cuts, and cuts shifted one by one."""
+"""Refines a good plan: other numbers of slices, the solver's cuts, cuts shifted one by one, less recomputation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -8,10 +8,11 @@ from math import inf
 import numpy as np
 
 from terapipe.planning.order import order_named
-from terapipe.planning.slices import Plan
+from terapipe.planning.recompute import MODES, Recompute
+from terapipe.planning.slices import Plan, even_lengths
 from terapipe.planning.solver import Cuts, solve
-from terapipe.search.cuts import Lengths, improve, ramped, uniform
-from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
+from terapipe.scheduling.simulator import peaks, program
+from terapipe.search.evaluator import Lengths, PlanEstimate, PlanEvaluator, preference
 
 WORK = 250_000  # computations to simulate while cuts are shifted
 SOLVED = 512  # cut points for the solver; for longer sequences its step is a multiple of the tile
@@ -30,7 +31,7 @@ def refine(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
 
     most = request.seq_len // evaluator.tile
     estimates = [start, hill_climb(lambda n: evaluated(grid.equal_time(n)), count, most)]
-    estimates.append(hill_climb(lambda n: evaluated(uniform(request.seq_len, n, evaluator.tile)), count, most))
+    estimates.append(hill_climb(lambda n: evaluated(even_lengths(request.seq_len, n, evaluator.tile)), count, most))
     if order_named(plan.order).placement == "v":
         estimates += [hill_climb(partial(_ramped, evaluator, start, widest), count, most) for widest in (2, 4, 8)]
     for cuts in _solutions(evaluator, size):
@@ -141,7 +142,7 @@ def with_few_lengths(evaluator: PlanEvaluator, start: PlanEstimate, distinct: in
     size = max(plan.sizes)
     equal = [n for n in range(1, request.seq_len // evaluator.tile + 1) if request.seq_len % n == 0]
     equal = [n for n in equal if (request.seq_len // n) % evaluator.tile == 0 or n == 1]
-    plans = [evaluator.plan(plan.order, size, uniform(request.seq_len, n, 1), plan.chunks) for n in equal]
+    plans = [evaluator.plan(plan.order, size, even_lengths(request.seq_len, n, 1), plan.chunks) for n in equal]
     if distinct > 1 and (cuts := _few(evaluator, size, free, distinct)):
         plans.append(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths))
     plans.sort(key=lambda p: formula(evaluator, p, p.lengths[0]))
@@ -184,3 +185,106 @@ def _few(evaluator: PlanEvaluator, size: int, free: list[int], distinct: int) ->
 
 def _changed(lengths: Lengths, place: int, by: int) -> Lengths:
     return tuple(length + by if i == place else length for i, length in enumerate(lengths))
+
+
+def ramped(count: int, growth: float, most: float) -> tuple[float, ...]:
+    """Shares that grow by a factor from both ends, up to ``most``: ``ramped(6, 2, 4)`` is 1 2 4 4 2 1."""
+    return tuple(min(growth ** min(i, count - 1 - i), most) for i in range(count))
+
+
+def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, tries: int) -> Lengths:
+    """Local search: moves single cuts, in smaller and smaller steps, while the objective falls and tries are left."""
+    best = objective(lengths)
+    stride = max(tile, max(lengths) // 4 // tile * tile)
+    while tries > 0 and len(lengths) > 1:
+        better = None
+        for changed in _moves(lengths, stride)[:tries]:
+            tries -= 1
+            value = objective(changed)
+            if value < best * (1 - 1e-9):
+                better, best = changed, value
+                break
+        if better is not None:
+            lengths = better
+        elif stride == tile:
+            break
+        else:
+            stride = max(tile, stride // 2 // tile * tile)
+    return lengths
+
+
+def _moves(lengths: Sequence[int], stride: int) -> list[Lengths]:
+    """All ways to move ``stride`` tokens from one slice to a neighbor."""
+    moves = []
+    for i in range(len(lengths)):
+        for j in (i - 1, i + 1):
+            if 0 <= j < len(lengths) and lengths[i] > stride:
+                changed = list(lengths)
+                changed[i] -= stride
+                changed[j] += stride
+                moves.append(tuple(changed))
+    return moves
+
+
+def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
+    """The plan in which slices recompute less, if that is faster and fits. Not if the request fixes the mode.
+
+    On each rank by itself, as many slices as its memory permits take the next mode, which keeps more. The order in
+    which slices are asked is the same for all ranks, see ``_by_gain``.
+    """
+    if evaluator.budget is None or evaluator.request.recompute is not None or not start.fits:
+        return start
+    heaviest = MODES.index(start.plan.recompute_modes[-1])
+    best, lighter = start, [mode for mode in MODES[:heaviest] if mode in evaluator.request.recompute_modes]
+    for count in range(1, len(lighter) + 1):
+        plan = start.plan
+        for mode in reversed(lighter[:count]):
+            plan = _relaxed(evaluator, plan, mode)
+            best = min(best, evaluator.evaluate(plan), key=preference)
+    return best
+
+
+def _relaxed(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
+    """As many slices on each rank take this mode as fit. Ranks do not share memory, so all are searched at once."""
+    places = _by_gain(plan)
+    low, high = [0] * plan.num_ranks, [len(places)] * plan.num_ranks
+    while any(a < b for a, b in zip(low, high, strict=True)):
+        middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
+        for rank, peak in enumerate(peaks(program(plan), _with(plan, mode, places, middle), evaluator.memory)):
+            if peak <= (evaluator.budget or 0):
+                low[rank] = middle[rank]
+            else:
+                high[rank] = min(high[rank], middle[rank] - 1)
+    return _with(plan, mode, places, low)
+
+
+def _by_gain(plan: Plan) -> list[int]:
+    """For each slice, its place in the order in which slices stop to recompute.
+
+    Last slices of microbatches come first: they have the longest context, so their recomputation takes longest. Among
+    these the last microbatch is first, because the step ends with its way back through all stages. The others follow
+    spread evenly, so that no few consecutive ones, which 1F1B holds at a time, take all the memory: of 8 microbatches
+    7, 3, 5, 1, 6, 2, 4, 0.
+    """
+    bits = (len(plan.sizes) - 1).bit_length()
+
+    def key(index: int) -> tuple[int, int]:
+        s = plan.slices[index]
+        from_end = len(plan.sizes) - 1 - s.microbatch
+        return len(plan.grid[s.microbatch]) - s.number, int(f"{from_end:0{bits}b}"[::-1], 2)
+
+    ranking = sorted(range(len(plan.slices)), key=key)
+    places = [0] * len(ranking)
+    for place, index in enumerate(ranking):
+        places[index] = place
+    return places
+
+
+def _with(plan: Plan, mode: Recompute, places: list[int], counts: list[int]) -> Plan:
+    """On each rank, so many slices by their places have the mode."""
+    stages = []
+    for k in range(plan.num_stages):
+        count = counts[plan.rank_of(k)]
+        modes = plan.recompute_of(k)
+        stages.append(tuple(mode if place < count else own for place, own in zip(places, modes, strict=True)))
+    return replace(plan, recompute=tuple(stages))

@@ -5,12 +5,11 @@ from typing import Protocol
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, Memory
-from terapipe.planning.fitted import FittedCost
 from terapipe.planning.hardware import Cluster, usable_memory, usable_of_measured
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.presets import GPTConfig
-from terapipe.planning.profile import ELEMENT, STATE, Profile
+from terapipe.planning.profile import ELEMENT, STATE, FittedCost, Profile
 
 
 class Source(Protocol):

@@ -10,10 +10,9 @@ import numpy as np
 
 from terapipe.planning.cost import Array, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.layout import Layout
-from terapipe.planning.slices import Plan
+from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
 from terapipe.planning.solver import solve_table
 from terapipe.scheduling.simulator import makespan
-from terapipe.search.cuts import uniform
 from terapipe.search.evaluator import PlanEstimate, preference
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
@@ -169,10 +168,10 @@ def _plan(table: CostTable, request: Request, batch_size: int, boundaries: tuple
     lengths = request.slice_lengths
     if lengths is None:
         count = request.num_slices or 1
-        lengths = uniform(request.seq_len, count, table.unit)
+        lengths = even_lengths(request.seq_len, count, table.unit)
         if len(lengths) != count:
             raise ValueError(f"the table's unit of {table.unit} tokens allows at most {len(lengths)} slices")
-    rows = [tuple(min(size, batch_size - row) for row in range(0, batch_size, size)) for size in sizes]
+    rows = [microbatch_sizes(batch_size, size) for size in sizes]
     best = min((Plan(row, (lengths,) * len(row), boundaries) for row in rows), key=table.formula)
     if table.formula(best) == math.inf:
         missing = next(s for s, t in zip(best.slices, table.times(best), strict=True) if t == math.inf)

@@ -7,16 +7,14 @@ from typing import Any
 
 from terapipe import api, files
 from terapipe.modeling.gpt import GPT
-from terapipe.planning.document_costs import DocumentCosts
-from terapipe.planning.document_plans import DocumentPlanner
+from terapipe.planning.documents import DocumentCosts, DocumentPlanner
 from terapipe.planning.layout import Layout
 from terapipe.planning.order import order_named
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.profile import Profile
-from terapipe.planning.slices import Plan
+from terapipe.planning.slices import Plan, even_lengths
 from terapipe.runtime.comm.transport import Transport
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.cuts import uniform
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
 from terapipe.training.config import PlanConfig, RunConfig
@@ -174,7 +172,7 @@ def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> 
         return wanted.slice_lengths
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
     tile = _tile(wanted, layout, tokens, shortest)
-    return uniform(tokens, count, tile if tokens >= tile * count else 1)
+    return even_lengths(tokens, count, tile if tokens >= tile * count else 1)
 
 
 def _tile(wanted: PlanConfig, layout: Layout, tokens: int, shortest: int) -> int:

@@ -15,7 +15,7 @@ from terapipe.planning.profile import Profile
 from terapipe.reporting.plans import HEADER
 from terapipe.scheduling.simulator import simulate
 from tests.support.costs import SimpleCost
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 BIG = ["--model", "gpt3-175b", "--cluster", "p3.16xlarge:48", "--batch-size", "2", "--seq-len", "2048"]
 LAYOUT = ["--dp", "1", "--pp", "48", "--tp", "8"]

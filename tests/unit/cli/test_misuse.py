@@ -16,7 +16,7 @@ from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import simulate
 from terapipe.search.saved import SavedPlan
 from tests.support.costs import SimpleCost
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 COUNT, SEED = 200, 13
 NOT_COUNTS = ("", "x", "0", "-3", "1.5", "nan", "1e3", "4,4", "0x10")

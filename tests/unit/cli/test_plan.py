@@ -7,7 +7,7 @@ import pytest
 
 from terapipe.cli import main
 from tests.unit.cli.test_commands import FOUR, SMALL, printed
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 TWO_HOSTS = [*SMALL[:3], "p3.16xlarge:2", *SMALL[4:], "--order", "gpipe"]
 SIXTEEN = ["--dp", "1", "--pp", "8", "--tp", "2"]

@@ -11,7 +11,7 @@ import pytest
 from terapipe.launch.job import Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
 from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.layout import Layout
-from tests.unit.planning.test_fitted import made
+from tests.unit.planning.test_profile import made
 
 EIGHT = Hosts(count=4, devices=8, cores=64, gpus=True)
 MANY = Launch(hosts=48, processes=8, cores=64, gpus=True)

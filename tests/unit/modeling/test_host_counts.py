@@ -86,7 +86,7 @@ def test_a_loop_that_knows_more_of_numbers_keeps_stubs(monkeypatch: pytest.Monke
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
     model = small_model(shrunken(default_config("llama")))
     sliced = SlicedModel(model, find_structure(model), "attention", num_stages=4)
-    assert [stage.has_own_layers_only for stage in sliced._stages] == [True, False, False, False]
+    assert [stage.has_own_layers_only for stage in sliced.stages] == [True, False, False, False]
     batch = Batch.of(model)
     assert max(errors(reference(model, batch), sliced(batch, (9, 1, 12, 7))).values()) < 1e-12
 

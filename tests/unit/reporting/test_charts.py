@@ -8,8 +8,7 @@ import pytest
 
 from terapipe.reporting import charts
 from terapipe.reporting.charts import Box, Point, curves, label_boxes
-from terapipe.reporting.style import TONES
-from terapipe.reporting.units import memory
+from terapipe.reporting.style import TONES, memory
 from tests.unit.reporting.test_svg import words
 
 _SVG = "{http://www.w3.org/2000/svg}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from terapipe import Event, Op, Plan, Timeline, files, schedule
-from terapipe.reporting import charts, html, svg
+from terapipe.reporting import charts, style, svg
 from terapipe.reporting.charts import Point
 from tests.unit.reporting.runs import crowd, stages, stepped
 
@@ -93,15 +93,15 @@ def test_pictures_follow_the_colors_of_a_page() -> None:
         + charts.frontier({"a": (1, 1)}, ["a"], "x", "y", 3)
     )
     drawn += charts.curves({"a": [Point(1, 2, 1, 3)]}, "c")
-    sheet = html.asset("page.css")
+    sheet = style.asset("page.css")
     for classes in re.findall(r"class='([\w ]+)'", drawn):
         assert all(re.search(rf"svg [\w]*\.{name} ", sheet) for name in classes.split())
     assert "fill='#1f2933'" not in re.sub(r"class='ink[^>]*", "", drawn)
 
 
 def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    page = html.page(
-        "T & co", "lead", [("Steps", html.table(["a"], [["<b>"]])), ("Lines", charts.lines({"": [1.0]}, "x"))]
+    page = style.page(
+        "T & co", "lead", [("Steps", style.table(["a"], [["<b>"]])), ("Lines", charts.lines({"": [1.0]}, "x"))]
     )
     files.write(tmp_path / "new" / "report.html", page)
     written = (tmp_path / "new" / "report.html").read_text()

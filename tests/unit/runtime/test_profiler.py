@@ -16,9 +16,8 @@ from terapipe.hf.verify.small_model import small_config
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import Splittable
-from terapipe.planning.fitted import FittedCost
 from terapipe.planning.presets import PRESETS, GPTConfig
-from terapipe.planning.profile import KINDS, Profile, Transfer
+from terapipe.planning.profile import KINDS, FittedCost, Profile, Transfer
 from terapipe.runtime import profiler
 from tests.support.models import TINY, make_model
 from tests.support.ranks import Ranks

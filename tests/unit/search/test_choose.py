@@ -8,13 +8,14 @@ import pytest
 from terapipe import ORDERS, PRESETS, GPTConfig, Plan, schedule, validate
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
+from terapipe.planning.slices import even_lengths
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.search import choose as choose_module
 from terapipe.search import evaluator as evaluator_module
 from terapipe.search.candidates import candidates
 from terapipe.search.choose import best_of, choose, compare, finish, rows_of
-from terapipe.search.cuts import Grid, improve, ramped, uniform
-from terapipe.search.evaluator import PlanEvaluator, pareto_front, preference
+from terapipe.search.evaluator import Grid, PlanEvaluator, pareto_front, preference
+from terapipe.search.refine import improve, ramped
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import ClusterSource
 from tests.support.costs import SimpleCost, SimpleMemory, SimpleSource
@@ -36,7 +37,7 @@ def test_never_worse_than_any_uniform_slicing(order: str, batch: int) -> None:
     chosen = choose(SOURCE, request).estimate
     bench = PlanEvaluator(SOURCE, request, chosen.layout, False)
     for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
-        even = bench.evaluate(bench.plan(order, 1, uniform(2048, count, 8), chosen.plan.chunks))
+        even = bench.evaluate(bench.plan(order, 1, even_lengths(2048, count, 8), chosen.plan.chunks))
         assert chosen.step_time <= even.step_time * (1 + 1e-9), count
 
 
@@ -309,9 +310,9 @@ def test_equal_time_reaches_the_end_when_slices_cannot_be_equal() -> None:
 
 
 def test_uniform_slices_are_multiples_of_the_tile_but_for_the_last() -> None:
-    assert uniform(2048, 3, 8) == (688, 680, 680)
-    assert uniform(100, 3, 8) == (40, 32, 28)
-    assert uniform(16, 9, 8) == (8, 8)
+    assert even_lengths(2048, 3, 8) == (688, 680, 680)
+    assert even_lengths(100, 3, 8) == (40, 32, 28)
+    assert even_lengths(16, 9, 8) == (8, 8)
 
 
 def test_improving_never_makes_it_worse() -> None:

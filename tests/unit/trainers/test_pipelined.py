@@ -10,8 +10,7 @@ from torch import Tensor
 
 from terapipe import Plan
 from terapipe.hf import UnsupportedModelError
-from terapipe.trainers import PipelineConfig
-from terapipe.trainers import model as pipelined
+from terapipe.trainers import PipelineConfig, pipelined
 from tests.support.ranks import Ranks
 from tests.unit.trainers import runs
 

@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from terapipe.hf.rope import depends_on_length
 from terapipe.hf.routers import FLAG, router_losses
 from terapipe.hf.stage import DecoderStage, loss_of
 from terapipe.hf.structure import ModelStructure, is_classifier, text_config, token_logits
-from terapipe.modeling.linear import accumulate_deferred
-from terapipe.modeling.slice_cache import run_backward
-from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import IGNORE, TensorParallel
+from terapipe.modeling.stage_chain import StageChain
+from terapipe.planning.recompute import Recompute
 
 TOKENS = 29
 
@@ -127,7 +126,19 @@ def _router_loss(model: PreTrainedModel, batch: Batch) -> Tensor | float:
 
 
 class SlicedModel:
-    """All stages of a model in this process, each with a copy of its own, as if they were in processes of their own."""
+    """All stages of a model in this process, computed slice by slice.
+
+    Each stage has a copy of the model, as if it were in a process of its own. ``StageChain`` runs them rather than a
+    ``Pipeline`` of one rank: a ``Decoder`` verifies itself on every rank of a program that runs already, and a Pipeline
+    there would be one of all its ranks. So verification sends nothing and needs no process group.
+
+    Args:
+        model: The small copy, which stays as it is.
+        structure: Where its layers are.
+        backend: What carries state between slices.
+        num_stages: How many stages to make; a model with fewer layers gets one per layer.
+        tp: Split the operators of all stages over this mesh.
+    """
 
     def __init__(
         self,
@@ -140,80 +151,48 @@ class SlicedModel:
         self._tied, routers = structure.tied, router_losses(model)
         num_layers = len(list(model.get_submodule(structure.layers).children()))
         edges = [num_layers * k // num_stages for k in range(num_stages + 1)]
-        self._stages = [
+        self.stages = [
             DecoderStage(copy.deepcopy(model), structure, first, last, backend, routers=routers)
             for first, last in pairwise(edges)
             if first < last
         ]
         if tp is not None:
-            for stage in self._stages:
+            for stage in self.stages:
                 stage.parallelize(tp)
-        self._sliced = [SlicedStage(stage) for stage in self._stages]
+        self._chain = StageChain(self.stages)
 
     def train(self, mode: bool) -> None:
-        for stage in self._stages:
+        for stage in self.stages:
             stage.train(mode)
 
-    def __call__(self, batch: Batch, slice_lengths: Sequence[int], *, block: bool = False) -> Result:
-        """Loss and gradients, slice by slice: all forwards, then all backwards in reverse order. Those of weights come
-        last, as in split backwards. ``block``: with block recomputation."""
-        stages = self._stages
-        for stage in stages:
+    def __call__(self, batch: Batch, slice_lengths: Sequence[int], *, recompute: Recompute = "none") -> Result:
+        """Loss and gradients of a batch, which are to be those of ``reference``."""
+        for stage in self.stages:
             stage.zero_grad()
-        caches = [stage.make_cache(len(batch.ids), batch.tokens) for stage in stages]
-        for cache in caches:
-            cache.set_documents(batch.documents)
-        done: list[list[tuple[Tensor, Tensor]]] = []  # per slice and stage: its input and output
-        sums: dict[tuple[int, int], dict[str, Tensor]] = {}  # of auxiliary losses, per slice's start and stage
-        starts = [0, *accumulate(slice_lengths)][:-1]
-        total = 0.0
-        for start, length in zip(starts, slice_lengths, strict=True):
-            x, passed = batch.ids[:, start : start + length], []
-            for k, cache in enumerate(caches):
-                cache.begin(start, length)
-                out = self._sliced[k].forward(x, cache, block=block)
-                sums[start, k] = cache.pop_sums()
-                passed.append((x, out))
-                x = out.detach().requires_grad_()
-            with self._sliced[-1].over(caches[-1]):
-                loss = stages[-1].loss(x, batch.labels[:, start : start + length]) / (batch.labels != IGNORE).sum()
-                run_backward([loss])
-            total += loss.item()
-            done.append([*passed, (x, x)])
-        added, gradients = self._auxiliary(list(sums.values()))
-        total += added
-        for start, length, passed in reversed(list(zip(starts, slice_lengths, done, strict=True))):
-            for k in reversed(range(len(stages))):
-                gradient = passed[k + 1][0].grad
-                assert gradient is not None
-                caches[k].begin(start, length)
-                others = [(found, gradients[name].to(found.dtype)) for name, found in sums[start, k].items()]
-                caches[k].defer = True
-                self._sliced[k].backward(caches[k], passed[k][1], gradient, others)
-        for cache in caches:
-            accumulate_deferred(cache.pop_deferred())
-        return total, self._gradients()
+        last, counted = self.stages[-1], (batch.labels != IGNORE).sum()
 
-    def _auxiliary(self, sums: Sequence[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-        """The auxiliary losses of all sums, and the gradients of each with respect to them."""
-        value, gradients = 0.0, {}
-        for name, loss in self._stages[0].auxiliary_losses.items():
-            totals = torch.stack([found[name].detach() for found in sums if name in found]).sum(0).requires_grad_()
-            part = loss.value(totals)
-            (gradients[name],) = torch.autograd.grad(part, totals)
-            value += part.item()
-        return value, gradients
+        def mean_loss(hidden: Tensor, start: int, end: int) -> Tensor:
+            return last.loss(hidden, batch.labels[:, start:end]) / counted
+
+        chain = self._chain.run(
+            batch.ids,
+            slice_lengths,
+            mean_loss,
+            mode=recompute,
+            watch=lambda cache: cache.set_documents(batch.documents),
+        )
+        return chain.loss, self._gradients()
 
     def _gradients(self) -> dict[str, Tensor]:
         """By their names in the whole model. Gradients of a weight that first and last stage share are added."""
-        found: dict[str, Tensor] = {}
-        for stage in self._stages:
+        gradients: dict[str, Tensor] = {}
+        for stage in self.stages:
             for own, p in stage.named_parameters():
                 name = self._tied[0] if own in self._tied else own
                 if p.grad is not None:
                     gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                    found[name] = found[name] + gradient if name in found else gradient
-        return found
+                    gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return gradients
 
 
 def errors(wanted: Result, found: Result) -> dict[str, float]:

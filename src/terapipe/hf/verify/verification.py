@@ -285,7 +285,7 @@ def block_error(config: PretrainedConfig, structure: ModelStructure, kind: Kind 
         model = _small(config, torch.float64, kind)
         batch = Batch.of(model)
         sliced = SlicedModel(model, structure, "attention")
-        return max(errors(reference(model, batch), sliced(batch, lengths(4, 1), block=True)).values())
+        return max(errors(reference(model, batch), sliced(batch, lengths(4, 1), recompute="block")).values())
 
 
 # Tensor parallel

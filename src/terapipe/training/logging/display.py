@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from terapipe.reporting.units import count, digits, memory, seconds, share
+from terapipe.reporting.style import count, digits, memory, seconds, share
 from terapipe.training.logging.metrics import Metrics
 
 SHOW_CURSOR = b"\x1b[?25h"

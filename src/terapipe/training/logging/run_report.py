@@ -8,10 +8,10 @@ from statistics import fmean, median
 from typing import Any
 
 from terapipe import files
-from terapipe.reporting import html
+from terapipe.reporting import style
 from terapipe.reporting.charts import Point, curves
 from terapipe.reporting.page import report
-from terapipe.reporting.units import digits, memory, memory_unit, seconds, share
+from terapipe.reporting.style import digits, memory, memory_unit, seconds, share
 from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Timeline
 from terapipe.training.logging.metrics import read
@@ -160,8 +160,8 @@ def write_report(folder: Path) -> Path | None:
     if shown:
         page = report(title, lead, shown, facts=facts, first=first, sections=[part for part in last if part[1]])
     else:
-        numbers = [("", html.table(list(facts), [list(facts.values())]))] if facts else []
-        page = html.page(title, lead, [part for part in (*numbers, *first, *last) if part[1]])
+        numbers = [("", style.table(list(facts), [list(facts.values())]))] if facts else []
+        page = style.page(title, lead, [part for part in (*numbers, *first, *last) if part[1]])
     files.write(folder / "report.html", page)
     return folder / "report.html"
 
@@ -233,7 +233,7 @@ def _events(rows: Rows) -> str:
     notes = [f"The last {_EVENTS} of {len(listed):,} are listed."] if len(listed) > _EVENTS else []
     notes += [f"{len(saved) - 1:,} earlier checkpoints are not listed."] if len(saved) > 1 else []
     note = f"<p class='note'>{' '.join(notes)}</p>" if notes else ""
-    return f"<div class='events'>{html.table(['step', 'event', ''], cells)}</div>{note}" if cells else ""
+    return f"<div class='events'>{style.table(['step', 'event', ''], cells)}</div>{note}" if cells else ""
 
 
 def _settings(config: Path) -> str:

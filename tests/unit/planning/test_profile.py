@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.fitted import FittedCost
 from terapipe.planning.layout import Layout
 from terapipe.planning.presets import PRESETS
-from terapipe.planning.profile import Profile, Sample, Transfer, typical
+from terapipe.planning.profile import FittedCost, Profile, Sample, Transfer, typical
 from terapipe.scheduling.simulator import makespan
 from terapipe.search.choose import choose
 from terapipe.search.request import Request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from terapipe.reporting.units import count, digits, memory, seconds, share
+from terapipe.reporting.style import count, digits, memory, seconds, share
 
 
 @pytest.mark.parametrize(

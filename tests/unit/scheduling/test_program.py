@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from terapipe import Action, Op, Plan, dependencies, schedule
 from terapipe.scheduling import validation
 from terapipe.scheduling.actions import COMPUTE, completes, counterpart
-from terapipe.scheduling.numbering import Ints, Numbering
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import compiled
+from terapipe.scheduling.program import Ints, Numbering, compiled
 from tests.support.plans import examples, plans, uniform
 
 
