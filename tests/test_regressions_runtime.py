@@ -14,7 +14,7 @@ from terapipe.hf.verify.small_model import small_config, small_model
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Stage
 from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of
 from tests.support.ranks import Ranks
 
@@ -76,17 +76,20 @@ def test_one_slice_draws_what_the_plain_model_draws() -> None:
             assert torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12)
 
 
-class Spoken(nn.Module):
+class Spoken(Stage):
     """A stage that tells which numbers it draws."""
 
-    def __init__(self, stage: nn.Module) -> None:
+    def __init__(self, stage: GPT) -> None:
         super().__init__()
-        self.stage, self.drawn = stage, list[float]()
+        self.stage, self.hidden_size, self.drawn = stage, stage.hidden_size, list[float]()
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         self.drawn.append(torch.rand(()).item())
         out: Tensor = self.stage(x, cache)
         return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.stage.logits(hidden)
 
 
 def drawn_in_parts(plan: Plan) -> list[float]:
@@ -94,15 +97,9 @@ def drawn_in_parts(plan: Plan) -> list[float]:
     pipe = Pipeline(make_model(TINY), plan, mesh=mesh_of(Layout(1, 1, 2)), timeout=300.0)
     spoken = Spoken(pipe.stages[0])
     assert pipe._executors is not None
-    pipe._executors.current._sliced = {0: SlicedStage(_as_stage(spoken))}
+    pipe._executors.current._sliced = {0: SlicedStage(spoken)}
     pipe.step(*make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False))
     return spoken.drawn
-
-
-def _as_stage(spoken: Spoken) -> Any:
-    for name in ("make_cache", "loss", "hidden_shape", "blocks"):
-        setattr(spoken, name, getattr(spoken.stage, name))
-    return spoken
 
 
 def test_devices_that_share_operators_draw_the_same_numbers(ranks: Callable[[int], Ranks]) -> None:

@@ -32,7 +32,7 @@ from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
 if TYPE_CHECKING:
-    from terapipe.modeling.stage import Splittable
+    from terapipe.modeling.stage import PipelineModel
     from terapipe.modeling.verification import Verification
     from terapipe.runtime.comm.transport import Transport
     from terapipe.runtime.dry_run import DryRun
@@ -41,7 +41,7 @@ Costs = Profile | Cluster | CostTable | str
 
 
 def profile(
-    model: "Splittable | GPTConfig | str | Path",
+    model: "PipelineModel | GPTConfig | str | Path",
     *,
     seq_len: int,
     microbatch_sizes: Sequence[int] = (1,),
@@ -81,7 +81,9 @@ def profile(
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
 
 
-def verify(model: "Splittable", *, num_stages: int = 2, slice_lengths: Sequence[int] = (9, 1, 12, 7)) -> "Verification":
+def verify(
+    model: "PipelineModel", *, num_stages: int = 2, slice_lengths: Sequence[int] = (9, 1, 12, 7)
+) -> "Verification":
     """Tests in this process whether a model of your own is exact: loss and gradients in slices and stages equal those
     of the whole model.
 
@@ -363,12 +365,13 @@ def model_spec(model: Any) -> ModelSpec | None:
     """What the planner must know about a model. None if the model does not say; planning then needs a Profile."""
     if isinstance(model, str | Path):
         model = _named(str(model))
-    if isinstance(model, ModelSpec):
+    if model is None or isinstance(model, ModelSpec):
         return model
     if isinstance(model, GPTConfig):
         return ModelSpec(model)
-    spec: ModelSpec | None = model.planning_spec() if hasattr(model, "planning_spec") else None
-    return spec
+    from terapipe.modeling.stage import require_model
+
+    return require_model(model).planning_spec()
 
 
 def source_of(
@@ -423,11 +426,11 @@ def _named(text: str, dtype: str | None = None) -> Any:
     return decoder_from(Path(text), dtype)
 
 
-def _model_object(model: Any, seq_len: int, dtype: str | None) -> "Splittable":
+def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel":
     if isinstance(model, str | Path):
         model = _named(str(model), dtype)
     if not isinstance(model, GPTConfig):
-        built: Splittable = model
+        built: PipelineModel = model
         return built
     import torch
 

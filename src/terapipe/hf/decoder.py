@@ -44,13 +44,13 @@ from terapipe.hf.weights import (
     meta_model,
     read_config,
 )
-from terapipe.modeling.auxiliary import SumsOver
-from terapipe.modeling.stage import TensorParallel
+from terapipe.modeling.stage import PipelineModel, SumsOver, TensorParallel
 from terapipe.planning.presets import GPTConfig, ModelSpec
 from terapipe.planning.recompute import MODES, Recompute
+from terapipe.planning.slices import Plan
 
 
-class Decoder:
+class Decoder(PipelineModel):
     """A causal LM that a ``Pipeline`` can split into stages.
 
     Stages share the weights of ``model`` and do not change it otherwise. They start in its mode, training or
@@ -68,8 +68,6 @@ class Decoder:
     ``model`` may also be a sequence classifier (``AutoModelForSequenceClassification``), see ``losses.classification``
     and ``losses.reward_pairs``.
     """
-
-    is_verified = True  # on a small copy, when it is made
 
     def __init__(
         self,
@@ -100,11 +98,14 @@ class Decoder:
                 small = small_model(config, torch.float32, kind=type(model))
                 self.backend, structure = backend, find_structure(small)
         self.structure: ModelStructure = structure.of(model)
+        self.num_layers = len(list(model.get_submodule(self.structure.layers).children()))
+        self.tied, self.config = self.structure.tied, model.config
         self._changes = check_changes(model, self.structure)
         self._dropouts = find_dropouts(model)  # once: every step asks for their probabilities
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
             self._check_routers()
+        self.has_auxiliary_losses = self._routers is not None
         if is_checkpointing(model):
             refuse_reentrant(model)
             self._check_checkpointing()
@@ -118,8 +119,12 @@ class Decoder:
         return self._verified
 
     @property
-    def has_router_losses(self) -> bool:
-        return self._routers is not None
+    def is_verified(self) -> bool:
+        """On a small copy, when it was made."""
+        return True
+
+    def whole_module(self) -> PreTrainedModel:
+        return self.model
 
     def _check_routers(self) -> None:
         result, name = self._verify(), type(self.model).__name__
@@ -134,16 +139,16 @@ class Decoder:
                 "False to leave it out"
             )
 
-    def check_slices(self, shortest: int, recompute: Sequence[str] = ()) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Refuses slices and modes of recomputation that this model cannot do. Called before the first step."""
-        name = type(self.model).__name__
+        name, shortest = type(self.model).__name__, min(map(min, plan.lengths))
         if shortest < self.shortest:
             raise UnsupportedModelError(
                 f"slices of {name} must have at least {self.shortest} tokens, got one of {shortest}"
             )
-        if recompute and self.backend == "cache":
+        if plan.recomputes and self.backend == "cache":
             raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
-        if "block" in recompute and self._block_refused:
+        if "block" in plan.recompute_modes and self._block_refused:
             raise UnsupportedModelError(
                 f"layers of {name} cannot be computed again: {self._block_refused}; take recompute full or none"
             )
@@ -246,7 +251,7 @@ class Decoder:
         return ModelSpec(shape_of(self), self.shortest, self.recompute_modes)
 
     def traits(self) -> dict[str, Any]:
-        """See Splittable. Names of folders may differ between hosts."""
+        """See ``PipelineModel``. Names of folders may differ between hosts."""
         adapters = {name: identity_of(adapter.to_dict()) for name, adapter in self._adapters.items()}
         for adapter in adapters.values():
             adapter.pop("base_model_name_or_path", None)
@@ -257,10 +262,6 @@ class Decoder:
             "adapters": adapters,
             "router losses": self._routers,
         }
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.model.get_submodule(self.structure.layers))  # type: ignore[arg-type]
 
     def products(self) -> tuple[list[float], float]:
         """The number of parameters by which a token is multiplied: in each layer, and after the layers."""
@@ -280,10 +281,6 @@ class Decoder:
         if not experts or ".experts." not in f".{name}.":
             return 1.0
         return float(getattr(config, "num_experts_per_tok", experts) / experts)
-
-    @property
-    def tied(self) -> tuple[str, ...]:
-        return self.structure.tied
 
     def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> DecoderStage:
         if not 0 <= first < last <= self.num_layers:

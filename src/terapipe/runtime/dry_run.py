@@ -24,7 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
@@ -71,7 +71,7 @@ def fake_device() -> torch.device:
 
 
 def dry_run(
-    model: Splittable, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
+    model: PipelineModel, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
 ) -> DryRun:
     """Two steps of this rank of the pipeline, forward and backward. The model must be on the meta device. ``state`` is
     the number of bytes that the optimizer keeps for a parameter, ``attention`` the kernel of the device that is planned

@@ -15,7 +15,7 @@ from terapipe.hf.decoder import shape_of
 from terapipe.hf.verify.small_model import small_config
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.presets import PRESETS, GPTConfig
 from terapipe.planning.profile import KINDS, FittedCost, Profile, Transfer
 from terapipe.runtime import profiler
@@ -93,7 +93,7 @@ def test_another_dtype_needs_weights_that_are_not_the_models() -> None:
         (GPT(TINY), 5, None, "at most all 4 layers can be measured, got 5"),
     ],
 )
-def test_what_cannot_be_measured(model: Splittable, layers: int, shape: GPTConfig | None, said: str) -> None:
+def test_what_cannot_be_measured(model: PipelineModel, layers: int, shape: GPTConfig | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         profiler.Profiler(model, layers=layers, seq_len=16, shape=shape)
 
