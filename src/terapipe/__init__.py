@@ -40,12 +40,8 @@ _NEEDS_TORCH = {
     "DryRun": "terapipe.runtime.dry_run",
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
-<<<<<<< HEAD
     "PipelineError": "terapipe.runtime.comm.errors",
-=======
-    "PipelineError": "terapipe.runtime.comm.failures",
     "PipelineModel": "terapipe.modeling.stage",
->>>>>>> house
     "SliceCache": "terapipe.modeling.slice_cache",
     "Stage": "terapipe.modeling.stage",
     "fill_batch": "terapipe.modeling.stage",

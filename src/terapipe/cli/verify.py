@@ -11,7 +11,7 @@ from rich.table import Table
 
 from terapipe.cli.options import Verbs, console
 from terapipe.extras import install_line
-from terapipe.planning.presets import LARGEST
+from terapipe.planning.limits import LARGEST
 
 if TYPE_CHECKING:
     from terapipe.hf.verify.verification import VerifyResult
