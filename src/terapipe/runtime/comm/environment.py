@@ -44,6 +44,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def store_address() -> str:
+    """Where the processes of the job meet."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def local_device() -> torch.device:
     """The device of this process: under torchrun, each takes the GPU of its local rank, if there are GPUs."""
     if torch.cuda.is_available():

@@ -5,7 +5,6 @@ pipeline over the same ranks takes the groups of an earlier one; they are never 
 """
 
 import atexit
-import os
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from terapipe.runtime.comm.environment import (
     rank_and_size,
     restarts,
     stay_on_this_host,
+    store_address,
     under_torchrun,
 )
 from terapipe.runtime.comm.errors import PipelineError
@@ -256,9 +256,8 @@ def _store_of_job(timeout: float) -> Store:
     try:
         store: Store = next(iter(rendezvous("env://?world_size=1", timeout=timedelta(seconds=timeout))))[0]
     except dist.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise PipelineError(
-            f"no store of the job answered at {address} within {timeout:g} s; rank 0, or torchrun on its host, must be "
+            f"no store of the job answered at {store_address()} within {timeout:g} s; rank 0, or torchrun on its host, must be "
             f"started, and be reached there: {str(error).partition(chr(10))[0]}"
         ) from error
     return store
