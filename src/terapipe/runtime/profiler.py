@@ -48,8 +48,8 @@ Clock = Callable[..., list[float]]  # seconds of some actions
 class Profiler:
     """Every rank creates a Profiler with the same arguments, and all call ``run`` together.
 
-    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, ``shape_of`` finds
-    it from a Hugging Face decoder, and for a model of your own a rough one will do. Of a model on the meta device, only
+    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, a Decoder
+    says its own as ``shape``, and for a model of your own a rough one will do. Of a model on the meta device, only
     the measured stages are materialized. ``dtype`` is that of parameters and hidden states, by default the model's. Of
     microbatch sizes after the first, ``max_tokens`` leaves out slices that hold more tokens with their context.
     """
@@ -423,7 +423,7 @@ def _shape(model: PipelineModel, shape: GPTConfig | None) -> GPTConfig:
         shape = model.config
     if shape is None:
         raise ValueError(
-            f"the shape of a {type(model).__name__} must be told, for the planner: shape_of(decoder) of a Hugging Face "
+            f"the shape of a {type(model).__name__} must be told, for the planner: Decoder.shape of a Hugging Face "
             "decoder, for others a GPTConfig that is about as large"
         )
     if shape.layers != model.num_layers:

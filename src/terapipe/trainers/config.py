@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from terapipe import api
-from terapipe.hf.decoder import Decoder
-from terapipe.planning.layout import Layout, balance
+from terapipe.hf import Decoder, split_layers
+from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
 from terapipe.planning.options import PlanOptions, values_of, with_default
 from terapipe.planning.order import ORDERS
@@ -105,11 +105,10 @@ class PipelineConfig(PlanOptions):
             return self._choose(decoder, layout, batch_size, self.seq_len or seq_len, recompute)
         slices = self.num_slices or max(8, 4 * layout.pp)
         size = self.microbatch_size or (batch_size if layout.pp == 1 else 1)
-        layers, head = decoder.products()
         chunks = self.chunks or ORDERS[self.order].chunks or 1
         return Plan.uniform(
-            batch_size=batch_size, seq_len=slices * max(NOMINAL, decoder.shortest), num_slices=slices,
-            microbatch_size=min(size, batch_size), boundaries=balance(layers, layout.pp * chunks, last=head),
+            batch_size=batch_size, seq_len=slices * max(NOMINAL, decoder.min_slice), num_slices=slices,
+            microbatch_size=min(size, batch_size), boundaries=split_layers(decoder, layout.pp * chunks),
             order=self.order, chunks=chunks, recompute=recompute,
         )  # fmt: skip
 

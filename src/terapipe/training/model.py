@@ -110,7 +110,6 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         import transformers
 
         from terapipe import hf
-        from terapipe.hf.decoder import shape_of
         from terapipe.hf.structure import identity_of
         from terapipe.hf.weights import PretrainedWeights
     except ImportError as error:
@@ -128,13 +127,13 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         path = Path(config.config)
         hf_config = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
         decoder = hf.Decoder.from_config(hf_config, config.seed, dtype, **routers)
-    shape = shape_of(decoder)
+    shape = decoder.shape
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
     if config.recompute != "auto" and config.recompute != "none":
-        decoder.check_plan(Plan((1,), ((decoder.shortest,),), (0, decoder.num_layers), recompute=config.recompute))
+        decoder.check_plan(Plan((1,), ((decoder.min_slice,),), (0, decoder.num_layers), recompute=config.recompute))
     identity = identity_of(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
-    return RunModel(decoder, shape, split, identity, decoder.shortest, decoder.recompute_modes)
+    return RunModel(decoder, shape, split, identity, decoder.min_slice, decoder.recompute_modes)
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:

@@ -148,10 +148,9 @@ class RunObjective:
 
     def _make_teacher(self, pipe: Pipeline) -> Pipeline:
         from terapipe import hf
-        from terapipe.hf.decoder import shape_of
 
         decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=next(pipe.parameters()).dtype)
-        teacher, student = shape_of(decoder).vocab, self._model.shape
+        teacher, student = decoder.shape.vocab, self._model.shape
         if student is not None and teacher != student.vocab:
             raise ValueError(
                 f"a teacher must have the student's vocabulary, got {teacher} tokens in {self._objective.teacher} and "

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from examples import own_model
 from terapipe.cli import main
-from terapipe.hf.decoder import shape_of
 from terapipe.hf.verify.small_model import small_config
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
@@ -68,7 +67,7 @@ def test_a_hugging_face_decoder(name: str, backend: str, shortest: int, dtype: t
         warnings.simplefilter("ignore")
         decoder = Decoder.from_config(small_config(name), dtype=dtype)
     assert decoder.backend == backend
-    made = profiler.Profiler(decoder, layers=2, seq_len=32, shape=shape_of(decoder))
+    made = profiler.Profiler(decoder, layers=2, seq_len=32, shape=decoder.shape)
     assert min(point.length for point in made.points) == shortest
     assert made.dtype == dtype
     check(made, 2)
