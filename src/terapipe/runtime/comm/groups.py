@@ -257,7 +257,7 @@ def _store_of_job(timeout: float) -> Store:
         store: Store = next(iter(rendezvous("env://?world_size=1", timeout=timedelta(seconds=timeout))))[0]
     except dist.DistError as error:
         raise PipelineError(
-            f"no store of the job answered at {store_address()} within {timeout:g} s; rank 0, or torchrun on its host, must be "
-            f"started, and be reached there: {str(error).partition(chr(10))[0]}"
+            f"no store of the job answered at {store_address()} within {timeout:g} s; rank 0, or torchrun on its host, "
+            f"must be started, and be reached there: {str(error).partition(chr(10))[0]}"
         ) from error
     return store
