@@ -20,7 +20,7 @@ from torch import nn
 
 from terapipe.modeling.stage import PipelineModel, Stage
 from terapipe.runtime.checkpoint.frozen import local_sums
-from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.mesh import ALL, DP
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import checksum
 
@@ -100,6 +100,27 @@ def stage_traits(model: PipelineModel, stages: Mapping[int, Stage], tile: int) -
         about |= parameter_traits(whole.named_parameters())
         about |= {name: f"{m._get_name()}({m.extra_repr()})" for name, m in whole.named_modules() if _is_layer(m)}
     return flatten(about)
+
+
+def part_traits(
+    model: PipelineModel, stages: Mapping[int, Stage], tile: int, transport: Transport
+) -> tuple[Traits, ...]:
+    """What all ranks must agree on once their stages are made, what those that hold the same stages must, and what
+    those that hold the same parts of them.
+
+    Args:
+        model: the whole model.
+        stages: those of this rank.
+        tile: lengths must be multiples of it.
+        transport: tells which part of its stages this rank holds.
+    """
+    parameters = [named for stage in stages.values() for named in stage.named_parameters()]
+    place = transport.rank * transport.tp_size + transport.tp_rank
+    return (
+        Traits(stage_traits(model, stages, tile), is_partial=True),
+        Traits(parameter_traits(parameters, trained=True), transport.rank),
+        Traits(weight_traits(parameters) if transport.ranks[DP].has_peers else {}, place),
+    )
 
 
 def _is_layer(module: nn.Module) -> bool:
