@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from terapipe.trainers import model as pipelined
+from terapipe.trainers import pipelined
 
 TEXT = Path(__file__).parent / "data/shakespeare.txt"
 TOKENS = 512

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/own_model.py
 
 Three things make a model fit: attention calls ``attend``, a layer with any other state asks the cache for the one that
-the slice before left and leaves one to the slice after, and ``stage`` gives some of the layers.
+the slice before left and leaves one to the slice after, and ``stage`` gives some of the layers. With ``tp`` they are
+split over devices by torch's own ``parallelize_module``: attention by its heads, the recurrence by its width.
 """
 
 from pathlib import Path
@@ -11,8 +12,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from terapipe import Pipeline, Plan, SliceCache, attend, next_token_labels
+from terapipe import Pipeline, PipelineModel, Plan, SliceCache, Stage, attend, next_token_labels
+from terapipe.modeling import TensorParallel
 
 LAYERS, HIDDEN, HEADS, VOCAB = 4, 64, 4, 257  # bytes, and one for the end of a document
 
@@ -24,7 +28,8 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(x).unflatten(-1, (-1, 3, HIDDEN // HEADS))  # all of them, or those of this device
+        q, k, v = heads.permute(3, 0, 2, 1, 4)
         return self.out(attend(q, k, v, cache, self.number).transpose(1, 2).flatten(2))
 
 
@@ -48,12 +53,13 @@ class Recurrence(nn.Module):
         return self.out(torch.stack(states, 1))
 
 
-class Decoder(nn.Module):
+class Decoder(Stage, PipelineModel):
     """A whole model, and with some of its layers left out a stage of it."""
+
+    num_layers, hidden_size, vocabulary = LAYERS, HIDDEN, (VOCAB, VOCAB)
 
     def __init__(self, first: int = 0, last: int = LAYERS) -> None:
         super().__init__()
-        self.num_layers, self.tied = LAYERS, ()
         torch.manual_seed(0)  # so that every rank draws the same model
         kinds = (Attention, Recurrence)
         layers = {str(i): kinds[i % 2](i) for i in range(LAYERS)}
@@ -62,8 +68,15 @@ class Decoder(nn.Module):
         self.embedding = embedding if first == 0 else None
         self.head = head if last == LAYERS else None
 
-    def stage(self, first: int, last: int, device: torch.device) -> "Decoder":
-        return Decoder(first, last).to(device=device, dtype=next(self.parameters()).dtype)
+    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "Decoder":
+        part = Decoder(first, last).to(device=device, dtype=next(self.parameters()).dtype)
+        if tp is not None:
+            wide, narrow = ColwiseParallel(), RowwiseParallel()
+            styles = {f"layers.*.{name}": wide for name in ("qkv", "gate", "inner")} | {"layers.*.out": narrow}
+            styles["embedding"] = RowwiseParallel(input_layouts=Replicate())
+            styles["head"] = ColwiseParallel(use_local_output=False)
+            parallelize_module(part, tp.mesh, styles, src_data_rank=None)
+        return part
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         if self.embedding is not None:
@@ -72,19 +85,8 @@ class Decoder(nn.Module):
             x = x + layer(F.rms_norm(x, (HIDDEN,)), cache)
         return x
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(F.rms_norm(hidden, (HIDDEN,)))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-    def make_cache(self, size: int, tokens: int) -> SliceCache:
-        return SliceCache(tokens)
-
-    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
-        return (size, length, HIDDEN)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers.values())
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(F.rms_norm(hidden, (HIDDEN,)))
 
 
 def main() -> None:

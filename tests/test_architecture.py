@@ -36,7 +36,7 @@ def room(path: Path) -> str:
 
 
 def is_torch_free(path: Path) -> bool:
-    return room(path) in TORCH_FREE or path.is_relative_to(SOURCE / "training" / "config")
+    return room(path) in TORCH_FREE or path == SOURCE / "training" / "config.py"
 
 
 def imports(path: Path, *, lazy: bool = True) -> set[str]:

@@ -24,10 +24,9 @@ from terapipe.search.table import CostTable
 
 if TYPE_CHECKING:
     from terapipe.modeling.attention import attend
-    from terapipe.modeling.auxiliary import AuxiliaryLoss
     from terapipe.modeling.gpt import GPT
     from terapipe.modeling.slice_cache import SliceCache
-    from terapipe.modeling.stage import Splittable, Stage, fill_batch, next_token_labels
+    from terapipe.modeling.stage import AuxiliaryLoss, PipelineModel, Stage, fill_batch, next_token_labels
     from terapipe.modeling.verification import Verification
     from terapipe.runtime.comm.failures import PipelineError
     from terapipe.runtime.comm.mesh import device_mesh
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
-    "AuxiliaryLoss": "terapipe.modeling.auxiliary",
+    "AuxiliaryLoss": "terapipe.modeling.stage",
     "DryRun": "terapipe.runtime.dry_run",
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
     "PipelineError": "terapipe.runtime.comm.failures",
+    "PipelineModel": "terapipe.modeling.stage",
     "SliceCache": "terapipe.modeling.slice_cache",
-    "Splittable": "terapipe.modeling.stage",
     "Stage": "terapipe.modeling.stage",
     "fill_batch": "terapipe.modeling.stage",
     "device_mesh": "terapipe.runtime.comm.mesh",
@@ -71,6 +70,7 @@ __all__ = [
     "Order",
     "Pipeline",
     "PipelineError",
+    "PipelineModel",
     "Plan",
     "PlanEstimate",
     "PlanResult",
@@ -78,7 +78,6 @@ __all__ = [
     "Schedule",
     "Slice",
     "SliceCache",
-    "Splittable",
     "Stage",
     "Timeline",
     "Verification",

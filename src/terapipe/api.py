@@ -3,22 +3,33 @@ line and the trainer use them.
 
 Importing this module does not load torch. ``verify``, ``profile`` and ``dry_run`` load it, and so does planning for a
 model that is not a preset.
+
+``plan`` and ``compare`` take every knob of ``planning/options.py`` as an argument. Their signatures are made from those
+dataclasses, for the type checker as well (a ``ParamSpec`` takes over the arguments of the dataclass's constructor), so
+that a knob is written once:
+
+    class PlanCall(CostOptions, PlanOptions)        plan(model, costs, *, batch_size, seq_len, dp=None, ...)
+           |                                                           |
+           +---- takes(PlanCall) around plan(model, costs, call) ------+
 """
 
+import inspect
+import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from terapipe.planning.cost import with_recompute
 from terapipe.planning.documents import DocumentCosts, DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import ShapeMemory, parse_bytes
+from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.options import CompareOptions, CostOptions, PlanOptions, explain, values_of
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
 from terapipe.planning.profile import ELEMENT, Profile
-from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.simulator import peaks, program
 from terapipe.scheduling.timeline import Timeline
@@ -32,15 +43,98 @@ from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
 if TYPE_CHECKING:
-    from terapipe.modeling.stage import Splittable
+    from terapipe.modeling.stage import PipelineModel
     from terapipe.modeling.verification import Verification
     from terapipe.runtime.dry_run import DryRun
 
 Costs = Profile | Cluster | CostTable | str
+Progress = Callable[[float], None]
+
+P = ParamSpec("P")
+Call = TypeVar("Call")
+Result = TypeVar("Result", covariant=True)
+
+
+class Planner(Protocol[P, Result]):
+    """A function of a model, costs, and the arguments of an options class."""
+
+    def __call__(self, model: Any, costs: Costs, *args: P.args, **options: P.kwargs) -> Result: ...
+
+
+def takes(kind: Callable[P, Call]) -> Callable[[Callable[[Any, Costs, Call], Result]], Planner[P, Result]]:
+    """Decorates a function of a model, costs and an options object: callers pass the options one by one.
+
+    ``help`` and editors see the options as keyword arguments, each with its text in the docstring.
+    """
+
+    def wrap(function: Callable[[Any, Costs, Call], Result]) -> Planner[P, Result]:
+        @wraps(function)
+        def call(model: Any, costs: Costs, *args: P.args, **options: P.kwargs) -> Result:
+            return function(model, costs, kind(*args, **options))
+
+        kind.__init__.__qualname__ = function.__name__  # what Python calls it in a TypeError
+        call.__doc__ = f"{inspect.getdoc(function)}\n{_argument_texts(kind)}"
+        call.__signature__ = _signature(function, kind)  # type: ignore[attr-defined]
+        return call
+
+    return wrap
+
+
+def _argument_texts(kind: Any) -> str:
+    """The options as lines of an ``Args:`` section."""
+    texts = []
+    for entry in sorted(fields(kind), key=lambda entry: "group" in entry.metadata):
+        text = explain(entry)
+        text = text[0].upper() + text[1:]
+        if entry.default is None and entry.metadata["unset"] != "any":
+            text += f". By default {entry.metadata['unset']}"
+        texts.append(textwrap.fill(f"{entry.name}: {text}.", 100, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    return "\n".join(texts)
+
+
+def _signature(function: Any, kind: Any) -> inspect.Signature:
+    """The function's own arguments, then every field of ``kind`` as a keyword argument, required ones first."""
+    whole, options = inspect.signature(function), inspect.signature(kind).parameters.values()
+    required = sorted(options, key=lambda parameter: parameter.default is not parameter.empty)
+    return whole.replace(parameters=[*list(whole.parameters.values())[:2], *required])
+
+
+def argument(doc: str, **default: Any) -> Any:
+    """A field of a call that is no knob: it says what to plan for, or how to tell."""
+    return field(**default, metadata={"doc": doc, "choices": None})
+
+
+def no_progress(share: float) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCall:
+    """What every call of the planner is given beside its knobs."""
+
+    batch_size: int = argument("sequences per step, over all replicas")
+    seq_len: int = argument("tokens per sequence")
+    progress: Progress = argument(  # noqa: RUF009
+        "called with the completed share, between 0 and 1", default=no_progress
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCall(CostOptions, PlanOptions, BatchCall):
+    """The keyword arguments of ``plan``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareCall(CostOptions, CompareOptions, BatchCall):
+    """The keyword arguments of ``compare``."""
+
+    same_layout: bool = argument(
+        "compare the orders in the layout of the fastest one, instead of each in its own best layout", default=False
+    )
 
 
 def profile(
-    model: "Splittable | GPTConfig | str | Path",
+    model: "PipelineModel | GPTConfig | str | Path",
     *,
     seq_len: int,
     microbatch_sizes: Sequence[int] = (1,),
@@ -48,21 +142,24 @@ def profile(
     layers: int | None = None,
     dtype: str | None = None,
     max_tokens: int | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = no_progress,
 ) -> Profile:
     """Measures a model on this machine. Under torchrun all ranks must call it together; otherwise one process measures.
 
-    - ``model``: a model that ``Pipeline`` takes, a GPTConfig, a preset or shape by name, a Hugging Face config.json or
-      folder.
-    - ``microbatch_sizes``: sequences per microbatch to measure.
-    - ``seconds``: about how long to measure, at most. It ends earlier if the measurements are precise enough.
-    - ``layers``: number of layers that each rank measures, by default all layers divided by the ranks.
-    - ``dtype``: such as "bfloat16", for a model that is given by name or path.
-    - ``max_tokens``: saves time by skipping points where a microbatch has more tokens, context included. It does not
-      apply to the first microbatch size.
-    - ``progress``: called with the completed share, between 0 and 1.
+    Args:
+        model: A model that ``Pipeline`` takes, a GPTConfig, a preset or shape by name, a Hugging Face config.json or
+            folder.
+        seq_len: Tokens per sequence.
+        microbatch_sizes: Sequences per microbatch to measure.
+        seconds: About how long to measure, at most. It ends earlier if the measurements are precise enough.
+        layers: Number of layers that each rank measures, by default all layers divided by the ranks.
+        dtype: Such as "bfloat16", for a model that is given by name or path.
+        max_tokens: Saves time by skipping points where a microbatch has more tokens, context included. It does not
+            apply to the first microbatch size.
+        progress: Called with the completed share, between 0 and 1.
 
-    Every rank returns the same Profile.
+    Returns:
+        The measurements, the same on every rank.
     """
     from terapipe.runtime.comm.environment import rank_and_size
     from terapipe.runtime.profiler import Profiler
@@ -76,92 +173,43 @@ def profile(
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
 
 
-def verify(model: "Splittable", *, num_stages: int = 2, slice_lengths: Sequence[int] = (9, 1, 12, 7)) -> "Verification":
+def verify(
+    model: "PipelineModel", *, num_stages: int = 2, slice_lengths: Sequence[int] = (9, 1, 12, 7)
+) -> "Verification":
     """Tests in this process whether a model of your own is exact: loss and gradients in slices and stages equal those
     of the whole model.
 
-    - ``model``: a model that ``Pipeline`` takes. Its weights, gradients, buffers and modes stay as they are.
-    - ``num_stages``: number of stages to cut it into.
-    - ``slice_lengths``: tokens of the slices. Take others if your layers need longer slices or multiples of a length.
+    A model of up to 64M parameters is copied in float64, a larger one runs as it is. ``Pipeline`` runs a shorter form
+    of this check before the first step.
 
-    A model of up to 64M parameters is copied in float64, a larger one runs as it is. The result names what differs, in
-    which layer, and the likely mistake; ``Pipeline`` runs a shorter form of this check before the first step.
+    Args:
+        model: A model that ``Pipeline`` takes. Its weights, gradients, buffers and modes stay as they are.
+        num_stages: Number of stages to cut it into.
+        slice_lengths: Tokens of the slices. Take others if your layers need longer slices or multiples of a length.
+
+    Returns:
+        What differs, in which layer, and the likely mistake.
     """
     from terapipe.modeling.verification import verify as verify_model
 
     return verify_model(model, num_stages=num_stages, slice_lengths=slice_lengths)
 
 
-def plan(
-    model: Any,
-    costs: Costs,
-    *,
-    batch_size: int,
-    seq_len: int,
-    memory: str | int | None = None,
-    dp: int | None = None,
-    pp: int | None = None,
-    tp: int | None = None,
-    shard: bool = False,
-    order: str | None = None,
-    num_slices: int | None = None,
-    slice_lengths: Sequence[int] | None = None,
-    microbatch_size: int | None = None,
-    chunks: int | None = None,
-    recompute: Recompute | bool | None = None,
-    tile: int | None = None,
-    distinct: int | None = None,
-    devices: int | None = None,
-    layers_only: bool = False,
-    autocast: bool = False,
-    progress: Callable[[float], None] = lambda share: None,
-) -> PlanResult:
+@takes(PlanCall)
+def plan(model: Any, costs: Costs, call: PlanCall) -> PlanResult:
     """Chooses the fastest plan that fits into memory, by simulation. Arguments that are None are chosen.
 
-    - ``model``: a model that ``Pipeline`` takes, a GPTConfig, a preset or shape by name, a Hugging Face config.json or
-      folder. It may be None if ``costs`` is a Profile or a CostTable.
-    - ``costs``: a Profile, a Cluster or its name (``"dgx-h100:8"``), or a CostTable.
-    - ``batch_size``: sequences per step, over all replicas.
-    - ``memory``: memory budget per device, in bytes or as ``"80GiB"``. By default what a plan can use of the device's
-      memory: less a reserve for context, NCCL and fragmentation on a described cluster.
-    - ``dp``, ``pp``, ``tp``, ``shard``: the layout, see ``Layout``. ``shard`` is never chosen by the planner.
-    - ``order``: the order of forwards and backwards, a key of ``ORDERS``.
-    - ``num_slices`` or ``slice_lengths``: cut every sequence into equal slices, or into slices of these lengths.
-    - ``microbatch_size``: sequences per microbatch.
-    - ``chunks``: stages per pipeline rank.
-    - ``recompute``: what backwards compute again, "none", "block" or "full", see ``Plan``. By default the fastest
-      that fits, which may differ between stages and slices.
-    - ``tile``: slice lengths are multiples of it.
-    - ``distinct``: maximum number of different slice lengths.
-    - ``devices``: number of ranks to plan for, if a Profile was measured on another number.
-    - ``layers_only``: ignore embedding, head and loss, as the TeraPipe paper does (with a Cluster).
-    - ``autocast``: weights are float32 and products autocast to the device's half precision (with a Cluster; a Profile
-      that was measured under ``torch.autocast`` knows it).
-    - ``progress``: called with the completed share, between 0 and 1.
+    Args:
+        model: A model that ``Pipeline`` takes, a GPTConfig, a preset or shape by name, a Hugging Face config.json or
+            folder. It may be None if ``costs`` is a Profile or a CostTable.
+        costs: A Profile, a Cluster or its name (``"dgx-h100:8"``), or a CostTable.
     """
     spec = model_spec(model)
-    request = _request(
-        spec,
-        memory,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dp=dp,
-        pp=pp,
-        tp=tp,
-        shard=shard,
-        order=order,
-        num_slices=num_slices,
-        slice_lengths=None if slice_lengths is None else tuple(slice_lengths),
-        microbatch_size=microbatch_size,
-        chunks=chunks,
-        recompute=recompute,
-        tile=tile,
-        distinct=distinct,
-    )
+    request = _request(spec, call.batch_size, call.seq_len, **values_of(call, PlanOptions))
     if isinstance(costs, CostTable):
         return timed(lambda: choose_by_table(costs, request))
-    source = source_of(spec, costs, request, devices, layers_only, autocast)
-    return timed(lambda: _with_price_of_reserve(choose(source, request, progress)))
+    source = source_of(spec, costs, request, call)
+    return timed(lambda: _with_price_of_reserve(choose(source, request, call.progress)))
 
 
 def _with_price_of_reserve(result: PlanResult) -> PlanResult:
@@ -172,56 +220,27 @@ def _with_price_of_reserve(result: PlanResult) -> PlanResult:
     memory = source.cluster.host.device.memory
     if memory == source.budget or (result.plan.recompute == "none" and result.peak_bytes < 0.9 * (source.budget or 0)):
         return result
-    whole = request.fixed(budget=memory, dp=layout.dp, pp=layout.pp, tp=layout.tp, order=result.plan.order)
+    whole = request.fixed(memory=memory, dp=layout.dp, pp=layout.pp, tp=layout.tp, order=result.plan.order)
     return replace(result, reserve=max(1.0, result.step_time / choose(source, whole).step_time))
 
 
-def compare(
-    model: Any,
-    costs: Costs,
-    *,
-    batch_size: int,
-    seq_len: int,
-    memory: str | int | None = None,
-    dp: int | None = None,
-    pp: int | None = None,
-    tp: int | None = None,
-    shard: bool = False,
-    microbatch_size: int | None = None,
-    recompute: Recompute | bool | None = None,
-    tile: int | None = None,
-    devices: int | None = None,
-    layers_only: bool = False,
-    autocast: bool = False,
-    same_layout: bool = False,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Comparison:
+@takes(CompareCall)
+def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     """Finds the best plan of every order on the same devices, each with the layout, microbatches, chunks and
     recomputation that suit it best. Orders that can be sliced have a row with slices and one with whole sequences.
 
-    ``same_layout`` asks another question: how the orders compare in the layout of the fastest one. The other arguments
-    are as for ``plan``.
+    Args:
+        model: As for ``plan``.
+        costs: A Profile, or a Cluster or its name.
     """
     if isinstance(costs, CostTable):
         raise ValueError("a cost table knows one kind of stage and no memory; compare with a Cluster or a Profile")
     spec = model_spec(model)
     began = time.perf_counter()
-    request = _request(
-        spec,
-        memory,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dp=dp,
-        pp=pp,
-        tp=tp,
-        shard=shard,
-        microbatch_size=microbatch_size,
-        recompute=recompute,
-        tile=tile,
-    )
-    source = source_of(spec, costs, request, devices, layers_only, autocast)
-    rows = tuple(compare_orders(source, request, same_layout=same_layout, progress=progress))
-    return Comparison(rows, request, source, same_layout, time.perf_counter() - began)
+    request = _request(spec, call.batch_size, call.seq_len, **values_of(call, CompareOptions))
+    source = source_of(spec, costs, request, call)
+    rows = tuple(compare_orders(source, request, same_layout=call.same_layout, progress=call.progress))
+    return Comparison(rows, request, source, call.same_layout, time.perf_counter() - began)
 
 
 def estimate(
@@ -251,11 +270,10 @@ def estimate(
         tp=layout.tp,
         shard=layout.shard,
         tile=1,
-        budget=budget if memory is None else _nbytes(memory),
+        memory=budget if memory is None else memory,
     )
-    source = (
-        saved_source() if costs is None else source_of(model_spec(model), costs, request, None, layers_only, autocast)
-    )
+    options = CostOptions(layers_only=layers_only, autocast=autocast)
+    source = saved_source() if costs is None else source_of(model_spec(model), costs, request, options)
     _check_fit(given, layout, source)
     evaluator = PlanEvaluator(source, request, layout, given.recompute_modes[-1])
     return timed(lambda: PlanResult(evaluator.evaluate(given), (), request, source))
@@ -288,7 +306,7 @@ def document_planner(
     assert source is not None
     if tile is None:
         spec = None if model is None else model_spec(model)
-        request = _request(spec, None, batch_size=1, seq_len=known.plan.seq_len)
+        request = _request(spec, 1, known.plan.seq_len)
         request = plan.request if isinstance(plan, PlanResult) else request
         tile = request.tile_for(tile=source.tile, tp=known.layout.tp)
     cost = with_recompute(source.cost(known.layout), known.plan.recompute_modes[-1])
@@ -357,55 +375,53 @@ def model_spec(model: Any) -> ModelSpec | None:
     """What the planner must know about a model. None if the model does not say; planning then needs a Profile."""
     if isinstance(model, str | Path):
         model = _named(str(model))
-    if isinstance(model, ModelSpec):
+    if model is None or isinstance(model, ModelSpec):
         return model
     if isinstance(model, GPTConfig):
         return ModelSpec(model)
-    spec: ModelSpec | None = model.planning_spec() if hasattr(model, "planning_spec") else None
-    return spec
+    from terapipe.modeling.stage import require_model
+
+    return require_model(model).planning_spec()
 
 
-def source_of(
-    spec: ModelSpec | None,
-    costs: Costs,
-    request: Request,
-    devices: int | None = None,
-    layers_only: bool = False,
-    autocast: bool = False,
-) -> Source:
+def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: CostOptions) -> Source:
+    """Where the planner gets its costs from.
+
+    Args:
+        spec: What the model says of itself. With a Profile it may be None.
+        costs: As for ``plan``, without a table.
+        request: What is fixed.
+        options: How to read the costs.
+    """
     fused = True if spec is None else spec.fused_grads
     if isinstance(costs, str):
         costs = Cluster(costs)
     if isinstance(costs, Profile):
         if spec is not None:
             costs.check_model(spec.config)
-        if autocast and costs.autocast is None:
+        if options.autocast and costs.autocast is None:
             raise ValueError(
                 f"the profile was measured in {costs.dtype} without autocast; measure again under torch.autocast, or "
                 "leave autocast out"
             )
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
-        return ProfileSource(costs, devices or fixed or costs.ranks, request.tp or 1, fused)
+        return ProfileSource(costs, options.devices or fixed or costs.ranks, request.tp or 1, fused)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
         raise ValueError("a Cluster says nothing of the model; give a preset, a GPTConfig, or a model to plan for")
     # For sequences longer than the preset's, plan for the same model with more positions.
     config = replace(spec.config, max_seq_len=max(spec.config.max_seq_len, request.seq_len))
-    if autocast and costs.host.device.element != 2:
+    if options.autocast and costs.host.device.element != 2:
         raise ValueError(f"autocast is for devices that compute in half precision, {costs.name} does not")
-    return ClusterSource(config, costs, not layers_only, fused, autocast)
+    return ClusterSource(config, costs, not options.layers_only, fused, options.autocast)
 
 
-def _request(spec: ModelSpec | None, memory: str | int | None, **given: Any) -> Request:
+def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:
     """With what the model cannot do, so that no caller can forget it."""
     if spec is not None:
-        given |= {"min_slice": spec.min_slice, "recompute_modes": spec.recompute_modes}
-    return Request(budget=_nbytes(memory), **given)
-
-
-def _nbytes(memory: str | int | None) -> int | None:
-    return parse_bytes(memory) if isinstance(memory, str) else memory
+        options |= {"min_slice": spec.min_slice, "recompute_modes": spec.recompute_modes}
+    return Request(batch_size, seq_len, **options)
 
 
 def _named(text: str, dtype: str | None = None) -> Any:
@@ -417,11 +433,11 @@ def _named(text: str, dtype: str | None = None) -> Any:
     return decoder_from(Path(text), dtype)
 
 
-def _model_object(model: Any, seq_len: int, dtype: str | None) -> "Splittable":
+def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel":
     if isinstance(model, str | Path):
         model = _named(str(model), dtype)
     if not isinstance(model, GPTConfig):
-        built: Splittable = model
+        built: PipelineModel = model
         return built
     import torch
 

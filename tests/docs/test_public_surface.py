@@ -13,8 +13,8 @@ from terapipe.cli import parser
 
 ROOT = Path(__file__).parents[2]
 NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
-ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError Plan PlanEstimate PlanResult Profile Schedule Slice
-SliceCache Splittable Stage Timeline Verification attend balance compare dependencies device_mesh document_planner
+ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError PipelineModel Plan PlanEstimate PlanResult Profile Schedule
+Slice SliceCache Stage Timeline Verification attend balance compare dependencies device_mesh document_planner
 dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers validate verify"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from examples.own_model import VOCAB, Decoder
-from terapipe import Pipeline, Plan, SliceCache
-from tests.support.models import gradients, variant, worst_error
+from terapipe import Layout, Pipeline, Plan, SliceCache
+from tests.support.models import gradients, mesh_of, variant, worst_error
 from tests.support.ranks import Ranks
 
 
@@ -29,8 +29,9 @@ def whole() -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def cut(plan: Plan) -> tuple[float, dict[str, Tensor]]:
-    pipe = Pipeline(Decoder().double(), plan, timeout=300.0)
+def cut(plan: Plan, layout: Layout | None = None) -> tuple[float, dict[str, Tensor]]:
+    mesh = None if layout is None else mesh_of(layout)
+    pipe = Pipeline(Decoder().double(), plan, mesh=mesh, timeout=300.0)
     loss = pipe.step(*batch())
     return loss.item(), gradients(pipe)
 
@@ -42,6 +43,12 @@ def test_attention_and_recurrence_are_exact_across_slices(
 ) -> None:
     plan = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4), order, 1, recompute)
     assert worst_error(whole(), ranks(2)(cut, plan), variant(tied=False)) < 1e-12
+
+
+@pytest.mark.parametrize("lengths", [(9, 1, 12, 7), (10, 2, 12, 4, 1)])
+def test_operators_split_over_devices_are_exact(ranks: Callable[[int], Ranks], lengths: tuple[int, ...]) -> None:
+    plan = Plan((2,), (lengths,), (0, 4), "terapipe-deferred")
+    assert worst_error(whole(), ranks(2)(cut, plan, Layout(1, 1, 2)), variant(tied=False)) < 1e-12
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe.trainers import model as pipelined
+from terapipe.trainers import pipelined
 from tests.support.ranks import Ranks
 from tests.unit.trainers import runs
 

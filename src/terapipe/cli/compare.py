@@ -6,7 +6,6 @@ from pathlib import Path
 
 from terapipe import api, files
 from terapipe.cli.options import (
-    CUTS,
     Verbs,
     add_request,
     add_source,
@@ -17,6 +16,7 @@ from terapipe.cli.options import (
     refuse_with,
     request_of,
 )
+from terapipe.planning.options import CompareOptions, PlanOptions, names_of
 from terapipe.reporting.plans import comparison_parts
 from terapipe.reporting.svg import to_png
 
@@ -43,11 +43,12 @@ def add(verbs: Verbs) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     check_outputs(parsed)
-    refuse_with("compare, which tries all orders and slicings", parsed, *CUTS)
-    given = {name: value for name, value in request_of(parsed).items() if name not in CUTS}
+    cuts = set(names_of(PlanOptions)) - set(names_of(CompareOptions))
+    refuse_with("compare, which tries all orders and slicings", parsed, *sorted(cuts))
+    options = {name: value for name, value in request_of(parsed).items() if name not in cuts}
     with progress_of("comparing") as progress:
         comparison = api.compare(
-            parsed.model, costs_of(parsed), **given, same_layout=parsed.same_layout, progress=progress
+            parsed.model, costs_of(parsed), **options, same_layout=parsed.same_layout, progress=progress
         )
     if parsed.html:
         comparison.to_html(parsed.html, parsed.model or "The profiled model")

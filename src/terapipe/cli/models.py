@@ -29,7 +29,7 @@ def run(parsed: argparse.Namespace) -> int:
     columns = ("model", "", "by", "largest error", "packed documents", "router loss", "why not, or what to mind")
     table = Table(*columns, box=None, pad_edge=False)
     for row in known["models"]:
-        mind = f"slices of at least {row['shortest']} tokens" if row["shortest"] > 1 else ""
+        mind = f"slices of at least {row['min_slice']} tokens" if row["min_slice"] > 1 else ""
         error = f"{row['worst']:.0e}" if row["exact"] else ""
         packed = ("exact" if row["documents_exact"] else "refused") if row["exact"] else ""
         state = "exact" if row["exact"] else "refused"

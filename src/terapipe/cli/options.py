@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,10 +13,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from terapipe import files
 from terapipe.api import Costs
 from terapipe.planning.hardware import HOSTS, Cluster
+from terapipe.planning.options import (
+    COSTS,
+    FIXED,
+    MEMORY,
+    CostOptions,
+    PlanOptions,
+    explain,
+    kind_of,
+    names_of,
+)
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.presets import PRESETS
 from terapipe.planning.profile import Profile
-from terapipe.planning.recompute import MODES
 from terapipe.reporting.plans import WIDTH
 from terapipe.reporting.svg import require_png
 from terapipe.search.table import CostTable
@@ -78,17 +88,7 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required
             help="your own measurements: a JSON list of {size, length, context, seconds}, where seconds are forward "
             "plus backward of a slice on one stage",
         )
-    group.add_argument(
-        "--layers-only",
-        action="store_true",
-        help="ignore embedding, head and loss, as the TeraPipe paper does (with --cluster)",
-    )
-    group.add_argument(
-        "--autocast",
-        action="store_true",
-        help="weights are float32, products are autocast to half precision, as bf16=True of Hugging Face trainers has "
-        "it (with --cluster; a profile knows it)",
-    )
+    add_knobs(parser, {COSTS: group}, CostOptions)
 
 
 def model_help() -> str:
@@ -97,50 +97,32 @@ def model_help() -> str:
 
 
 def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    batch = parser.add_argument_group("batch and memory")
+    """The batch, and every knob of ``PlanOptions``."""
+    batch = parser.add_argument_group(MEMORY)
     batch.add_argument(
         "--batch-size", type=int, required=required, metavar="N", help="sequences per step, over all replicas"
     )
     batch.add_argument("--seq-len", type=int, required=required, metavar="TOKENS", help="tokens per sequence")
-    batch.add_argument(
-        "--memory",
-        metavar="BYTES",
-        help="memory budget per device, such as 16GiB (default: its memory, less a "
-        "reserve for context, NCCL and fragmentation with --cluster)",
-    )
-    fixed = parser.add_argument_group("layout, order and slices", "Chosen by the planner if left out.")
-    fixed.add_argument("--dp", type=int, metavar="N", help="number of data parallel replicas")
-    fixed.add_argument("--pp", type=int, metavar="N", help="number of pipeline ranks")
-    fixed.add_argument("--tp", type=int, metavar="N", help="number of tensor parallel ranks")
-    fixed.add_argument(
-        "--shard",
-        action="store_true",
-        help="shard parameters, gradients and optimizer state over the replicas (FSDP2; never chosen by the planner)",
-    )
-    fixed.add_argument("--order", help=f"order of forwards and backwards: {', '.join(ORDERS)}")
-    fixed.add_argument("--microbatch-size", type=int, metavar="N", help="sequences per microbatch")
-    fixed.add_argument("--num-slices", type=_count, metavar="N", help="cut every sequence into N equal slices")
-    fixed.add_argument(
-        "--slice-lengths",
-        type=_lengths,
-        metavar="TOKENS,...",
-        help="cut every sequence into slices of these lengths, such as 704,688,656",
-    )
-    fixed.add_argument("--chunks", type=int, metavar="N", help="stages per pipeline rank (interleaving)")
-    fixed.add_argument(
-        "--recompute",
-        choices=MODES,
-        help="activations that the backward computes again (activation checkpointing): none; block: all but "
-        "attention, layer by layer; full: the whole stage (default: what is fastest and fits, also a mixture)",
-    )
-    limits = parser.add_argument_group("limits on slices")
-    limits.add_argument(
-        "--tile",
-        type=int,
-        metavar="TOKENS",
-        help="slice lengths are multiples of it (default: 128 on A100 and later, else 8)",
-    )
-    limits.add_argument("--distinct", type=int, metavar="N", help="use at most N different slice lengths")
+    fixed = parser.add_argument_group(FIXED, "Chosen by the planner if left out.")
+    add_knobs(parser, {MEMORY: batch, FIXED: fixed}, PlanOptions)
+
+
+def add_knobs(parser: argparse.ArgumentParser, groups: dict[str, Any], kind: type) -> None:
+    """Makes an option of every field of an options class: ``--name``, its type, and its help.
+
+    Args:
+        parser: Where to add them.
+        groups: Groups that the parser has already, by title. Others are added.
+        kind: The options class.
+    """
+    for entry in fields(kind):
+        if entry.name in NO_OPTION:
+            continue
+        told, title, value = entry.metadata, entry.metadata["group"], kind_of(entry.type)
+        groups[title] = groups.get(title) or parser.add_argument_group(title)
+        text = explain(entry) + ("" if told["unset"] == "any" or value is bool else f" (default: {told['unset']})")
+        how = {"action": "store_true"} if value is bool else {"type": PARSERS[value], "metavar": told["unit"]}
+        groups[title].add_argument(f"--{entry.name.replace('_', '-')}", help=text.replace("%", "%%"), **how)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -190,10 +172,7 @@ def costs_of(parsed: argparse.Namespace) -> Costs:
 
 MOST_SECONDS = 1e8  # of a timeout: what the clock of threads can count
 
-COMMON = (
-    "batch_size", "seq_len", "memory", "dp", "pp", "tp", "shard", "microbatch_size", "tile", "layers_only", "autocast",
-)  # fmt: skip
-CUTS = ("order", "num_slices", "slice_lengths", "chunks", "distinct")
+NO_OPTION = ("devices",)  # the number of ranks is dp x pp x tp, or that of the profile
 
 
 def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -201,8 +180,8 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.batch_size is None or parsed.seq_len is None:
         raise ValueError("give --batch-size and --seq-len")
     _refuse_conflicts(parsed)
-    given = {name: getattr(parsed, name) for name in (*COMMON, *CUTS)}
-    return {**given, "recompute": parsed.recompute}
+    names = {"batch_size", "seq_len", *names_of(PlanOptions), *names_of(CostOptions)} - set(NO_OPTION)
+    return {name: getattr(parsed, name) for name in names}
 
 
 def _refuse_conflicts(parsed: argparse.Namespace) -> None:
@@ -225,12 +204,12 @@ def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
         raise ValueError(f"{' and '.join(given)} would have no effect with {chosen}; leave out one or the other")
 
 
-def _count(text: str) -> int:
+def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         remedy = "; lengths are given by --slice-lengths" if "," in text else ""
-        raise argparse.ArgumentTypeError(f"a number of slices is one whole number, got {text!r}{remedy}") from None
+        raise argparse.ArgumentTypeError(f"it must be one whole number, got {text!r}{remedy}") from None
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -238,6 +217,9 @@ def _lengths(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"lengths are whole numbers such as 704,688,656, got {text!r}") from None
+
+
+PARSERS: dict[type, Callable[[str], Any]] = {int: _whole_number, str: str, tuple: _lengths}
 
 
 def load(path: Path, parse: Callable[[str], T]) -> T:

@@ -20,6 +20,7 @@ from terapipe.cli.options import (
     request_of,
 )
 from terapipe.planning.layout import Layout
+from terapipe.planning.options import PlanOptions, names_of
 from terapipe.reporting import style, svg, text
 from terapipe.reporting.page import report
 from terapipe.reporting.plans import described
@@ -30,9 +31,7 @@ from terapipe.search.result import PlanResult
 from terapipe.search.saved import SavedPlan
 
 WIDTH = 100
-# Options that a saved plan fixes.
-FIXED = ("order", "num_slices", "slice_lengths", "microbatch_size", "chunks", "recompute", "tile", "distinct")
-
+LAYOUT = ("dp", "pp", "tp", "shard")  # options that must agree with a saved plan, and tell the layout of a bare one
 MOST_COLUMNS = 10_000
 
 
@@ -112,7 +111,8 @@ def _estimated(parsed: argparse.Namespace) -> tuple[PlanResult, SavedPlan | None
 
 def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
     """The layout of a saved plan, with which options must agree. For a plan without a layout, that of the options."""
-    refuse_with("a saved plan, which fixes all that", parsed, *FIXED)
+    fixed = [name for name in names_of(PlanOptions) if name not in (*LAYOUT, "memory")]
+    refuse_with("a saved plan, which fixes all that", parsed, *fixed)
     if saved.layout is None:
         if parsed.dp is None or parsed.tp is None:
             raise ValueError(f"{parsed.plan} is a bare plan, without its layout; give --dp and --tp")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from terapipe.cli.options import Verbs, console
 from terapipe.extras import install_line
-from terapipe.planning.presets import LARGEST
+from terapipe.planning.limits import LARGEST
 
 if TYPE_CHECKING:
     from terapipe.hf.verify.verification import VerifyResult
@@ -61,9 +61,9 @@ def run(parsed: argparse.Namespace) -> int:
     _load_transformers()
     _refuse_without_gpu(parsed.device)
     from terapipe.cli.verify_types import verify_model
-    from terapipe.hf.verify.reference import lengths
+    from terapipe.hf.verify.reference import uneven_lengths
 
-    lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
+    uneven_lengths(parsed.num_slices, 1)  # raises ValueError for an impossible number before anything is built
     if parsed.all:
         return _all(parsed)
     result = verify_model(parsed.model, parsed.stages, parsed.num_slices, parsed.tp, parsed.device)
@@ -129,7 +129,7 @@ def _sum_up(use: str, counts: Mapping[str, int]) -> str:
 def _line(result: "VerifyResult") -> str:
     if not result.exact:
         return f"{result.model:24s} refused  {result.reason}"
-    note = f", slices of at least {result.shortest} tokens" if result.shortest > 1 else ""
+    note = f", slices of at least {result.min_slice} tokens" if result.min_slice > 1 else ""
     documents = "" if result.documents_exact else f"; packed documents refused: {result.documents_reason}"
     routers = ""
     if result.has_router_loss:

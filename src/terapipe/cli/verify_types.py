@@ -13,9 +13,9 @@ from torch import distributed as dist
 from terapipe.hf.attention_backend import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import with_dropout
-from terapipe.hf.verify.reference import Batch, lengths
-from terapipe.hf.verify.small_model import causal_lm_types, default_config, shrunken, small_model
-from terapipe.hf.verify.verification import VerifyResult, confirm, verify, verify_tensor_parallel
+from terapipe.hf.verify.reference import Batch, uneven_lengths
+from terapipe.hf.verify.small_model import causal_lm_types, default_config, shrink_config, small_model
+from terapipe.hf.verify.verification import ModelVerifier, VerifyResult
 from terapipe.hf.weights import read_config
 from terapipe.launch.processes import launch
 from terapipe.planning.layout import Layout
@@ -28,10 +28,10 @@ def config_of(model: str) -> Any:
     """The config of a small copy of a model, given by folder, file, or model type (with its default config)."""
     path = Path(model)
     if path.exists():
-        return shrunken(read_config(path))
+        return shrink_config(read_config(path))
     if model not in causal_lm_types():
         raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
-    return shrunken(default_config(model))
+    return shrink_config(default_config(model))
 
 
 def verify_model(model: str, stages: int, slices: int, tp: int = 1, device: str = "cpu") -> VerifyResult:
@@ -46,7 +46,9 @@ def verify_all(
     configs = _all_configs()
     for result in _results(configs, stages, slices, tp, device):
         config = configs[result.model]
-        errors = confirm(result, config) if result.exact and tp == 1 and device == "cpu" else {}
+        errors = (
+            ModelVerifier(result.model, config).confirm(result) if result.exact and tp == 1 and device == "cpu" else {}
+        )
         if errors and result.backend == "attention":
             with suppress(UnsupportedModelError):
                 errors["dropout"] = _dropout_error(result, config)
@@ -102,7 +104,7 @@ def _verified(configs: dict[str, Any], stages: int, slices: int, device: str = "
         if isinstance(config, str):
             yield VerifyResult(name, reason=config)
         else:
-            yield verify(name, config, stages=stages, slices=slices, device=device)
+            yield ModelVerifier(name, config, num_stages=stages, num_slices=slices, device=device).verify()
 
 
 def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, slices: int) -> list[VerifyResult]:
@@ -112,7 +114,7 @@ def _with_tensor_parallel(degree: int, configs: dict[str, Any], stages: int, sli
     mesh = device_mesh(Layout(1, 1, degree), device="cpu")["tp"]
     try:
         results = _verified(configs, stages, slices)
-        return [verify_tensor_parallel(r, configs[r.model], mesh) if r.exact else r for r in results]
+        return [ModelVerifier(r.model, configs[r.model]).tensor_parallel(r, mesh) if r.exact else r for r in results]
     finally:
         dist.destroy_process_group()
 
@@ -124,7 +126,7 @@ def _dropout_error(result: VerifyResult, config: Any) -> float:
     batch, gradients = Batch.of(model), []
     decoder = Decoder(model, backend="attention")
     for recompute in decoder.recompute_modes:
-        plan = Plan((2,), (lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
+        plan = Plan((2,), (uneven_lengths(4, 1),), (0, 1, decoder.num_layers), "terapipe", 2, recompute)
         pipe = Pipeline(decoder, plan, device="cpu")
         pipe.zero_grad()
         with torch.random.fork_rng(devices=[]):

@@ -17,7 +17,7 @@ from terapipe.doctor.proof import Proof, Size, begin_rank, dtype_on, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.kernels import Need, kernel_for, kernel_report
-from terapipe.modeling.stage import Splittable, next_token_labels
+from terapipe.modeling.stage import PipelineModel, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import blas_workspace, blas_workspaces
 from terapipe.planning.layout import split_layers
@@ -182,13 +182,13 @@ def _host_time(size: Size) -> dict[str, Any]:
     begin_rank()
     layers, config = min(4, size.model.layers), size.model
     shape = GPTConfig(layers + 1, config.hidden, config.heads, vocab=config.vocab, max_seq_len=size.seq_len)
-    models: dict[str, Splittable] = {"GPT": GPT(shape).to(torch.bfloat16)}
+    models: dict[str, PipelineModel] = {"GPT": GPT(shape).to(torch.bfloat16)}
     with suppress(ImportError):
         models["Llama of transformers"] = _llama(shape, size.seq_len)
     return {name: _sides(model, shape, layers, size) for name, model in models.items()}
 
 
-def _llama(shape: GPTConfig, seq_len: int) -> Splittable:
+def _llama(shape: GPTConfig, seq_len: int) -> PipelineModel:
     from terapipe.hf.decoder import Decoder
 
     model = small_llama(
@@ -199,7 +199,7 @@ def _llama(shape: GPTConfig, seq_len: int) -> Splittable:
     return Decoder(model.to(torch.bfloat16))
 
 
-def _sides(model: Splittable, shape: GPTConfig, layers: int, size: Size) -> dict[str, Any]:
+def _sides(model: PipelineModel, shape: GPTConfig, layers: int, size: Size) -> dict[str, Any]:
     profile = Profiler(model, layers=layers, seq_len=size.seq_len, shape=shape).run(size.profile_seconds / 2)
     device, host = FittedCost(profile).by_side()
     one = StageSpec(1)

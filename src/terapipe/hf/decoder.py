@@ -1,13 +1,11 @@
 """A Hugging Face causal LM that a ``Pipeline`` can split into stages."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.attention_backend import Backend, UnsupportedModelError
@@ -21,19 +19,13 @@ from terapipe.hf.refusals import (
 )
 from terapipe.hf.rope import depends_on_length
 from terapipe.hf.routers import FLAG, refuse_capacity, router_losses, with_router_logits
+from terapipe.hf.shape import shape_of
 from terapipe.hf.stage import DecoderStage
-from terapipe.hf.structure import AFTER, ModelStructure, find_structure, identity_of, text_config
+from terapipe.hf.structure import ModelStructure, find_structure, identity_of, text_config
 from terapipe.hf.tensor_parallel import refuse_uneven_heads
 from terapipe.hf.verify.changes import check_changes
-from terapipe.hf.verify.small_model import shrunken, small_model
-from terapipe.hf.verify.verification import (
-    BOUND,
-    VerifyResult,
-    block_error,
-    recomputed_error,
-    refuse_inexact_tp,
-    verify,
-)
+from terapipe.hf.verify.small_model import shrink_config, small_model
+from terapipe.hf.verify.verification import ModelVerifier, VerifyResult
 from terapipe.hf.weights import (
     FolderSource,
     PretrainedWeights,
@@ -44,13 +36,13 @@ from terapipe.hf.weights import (
     meta_model,
     read_config,
 )
-from terapipe.modeling.auxiliary import SumsOver
-from terapipe.modeling.stage import TensorParallel
+from terapipe.modeling.stage import PipelineModel, SumsOver, TensorParallel
 from terapipe.planning.presets import GPTConfig, ModelSpec
 from terapipe.planning.recompute import MODES, Recompute
+from terapipe.planning.slices import Plan
 
 
-class Decoder:
+class Decoder(PipelineModel):
     """A causal LM that a ``Pipeline`` can split into stages.
 
     Stages share the weights of ``model`` and do not change it otherwise. They start in its mode, training or
@@ -69,8 +61,6 @@ class Decoder:
     and ``losses.reward_pairs``.
     """
 
-    is_verified = True  # on a small copy, when it is made
-
     def __init__(
         self,
         model: Any,
@@ -87,24 +77,27 @@ class Decoder:
         self._weights: Weights = RandomWeights()  # for a model on the meta device
         self._verified: VerifyResult | None = None  # on a small copy
         self._verified_tp: set[int] = set()  # degrees of tensor parallel
-        self.shortest = 1  # least tokens of a slice
+        self.min_slice = 1  # least tokens of a slice
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when they run
             if backend is None:
                 result = self._verify()
                 if not result.exact:
                     raise UnsupportedModelError(f"{result.model} cannot be cut exactly: {result.reason}")
                 assert result.structure is not None
-                self.backend, structure, self.shortest = result.backend, result.structure, result.shortest
+                self.backend, structure, self.min_slice = result.backend, result.structure, result.min_slice
             else:
-                config = with_router_logits(shrunken(model.config), False)
+                config = with_router_logits(shrink_config(model.config), False)
                 small = small_model(config, torch.float32, kind=type(model))
                 self.backend, structure = backend, find_structure(small)
         self.structure: ModelStructure = structure.of(model)
+        self.num_layers = len(list(model.get_submodule(self.structure.layers).children()))
+        self.tied, self.config = self.structure.tied, model.config
         self._changes = check_changes(model, self.structure)
         self._dropouts = find_dropouts(model)  # once: every step asks for their probabilities
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
             self._check_routers()
+        self.has_auxiliary_losses = self._routers is not None
         if is_checkpointing(model):
             refuse_reentrant(model)
             self._check_checkpointing()
@@ -112,14 +105,22 @@ class Decoder:
     def _verify(self) -> VerifyResult:
         """Verified on a small copy, once."""
         if self._verified is None:
-            kind = type(self.model)
             with torch.random.fork_rng(devices=[]):
-                self._verified = verify(kind.__name__, shrunken(self.model.config), kind=kind)
+                self._verified = self._verifier().verify()
         return self._verified
 
+    def _verifier(self) -> ModelVerifier:
+        """For the model's configuration as it is now."""
+        kind = type(self.model)
+        return ModelVerifier(kind.__name__, shrink_config(self.model.config), kind=kind)
+
     @property
-    def has_router_losses(self) -> bool:
-        return self._routers is not None
+    def is_verified(self) -> bool:
+        """On a small copy, when it was made."""
+        return True
+
+    def whole_module(self) -> PreTrainedModel:
+        return self.model
 
     def _check_routers(self) -> None:
         result, name = self._verify(), type(self.model).__name__
@@ -134,16 +135,16 @@ class Decoder:
                 "False to leave it out"
             )
 
-    def check_slices(self, shortest: int, recompute: Sequence[str] = ()) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Refuses slices and modes of recomputation that this model cannot do. Called before the first step."""
-        name = type(self.model).__name__
-        if shortest < self.shortest:
+        name, shortest = type(self.model).__name__, min(map(min, plan.lengths))
+        if shortest < self.min_slice:
             raise UnsupportedModelError(
-                f"slices of {name} must have at least {self.shortest} tokens, got one of {shortest}"
+                f"slices of {name} must have at least {self.min_slice} tokens, got one of {shortest}"
             )
-        if recompute and self.backend == "cache":
+        if plan.recomputes and self.backend == "cache":
             raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
-        if "block" in recompute and self._block_refused:
+        if "block" in plan.recompute_modes and self._block_refused:
             raise UnsupportedModelError(
                 f"layers of {name} cannot be computed again: {self._block_refused}; take recompute full or none"
             )
@@ -158,12 +159,7 @@ class Decoder:
     @cached_property
     def _block_refused(self) -> str:
         """Why block recomputation is not exact, empty if it is. Verified on a small copy, which takes a second."""
-        try:
-            with torch.random.fork_rng(devices=[]):
-                worst = block_error(shrunken(self.model.config), self.structure, type(self.model))
-        except Exception as error:  # whatever the model's own code raises
-            return str(error)
-        return "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
+        return self._verifier().why_not_recomputed(self.structure, "block")
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
         """Refuses a step that would not be exact. All ranks call it, before anything is sent. ``padded``: batches may
@@ -195,11 +191,7 @@ class Decoder:
         """Verifies the model's own gradient checkpointing on a small copy, which takes another second."""
         reason = "it is cut through its own cache (cache backend), which they would change a second time"
         if self.backend == "attention":
-            try:
-                worst = recomputed_error(shrunken(self.model.config), self.structure, type(self.model))
-                reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
-            except Exception as error:  # whatever the model's own code raises
-                reason = str(error)
+            reason = self._verifier().why_not_checkpointed(self.structure)
         if reason:
             raise UnsupportedModelError(
                 f"layers of {type(self.model).__name__} cannot be computed again: {reason}; leave gradient "
@@ -242,11 +234,16 @@ class Decoder:
         """The folder that the weights came from, if one is known."""
         return FolderSource.of(self.model, self._weights, self.structure)
 
+    @property
+    def shape(self) -> GPTConfig:
+        """The GPT of the same size, which the planner reckons with."""
+        return shape_of(self.model, self.structure)
+
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(shape_of(self), self.shortest, self.recompute_modes)
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes)
 
     def traits(self) -> dict[str, Any]:
-        """See Splittable. Names of folders may differ between hosts."""
+        """See ``PipelineModel``. Names of folders may differ between hosts."""
         adapters = {name: identity_of(adapter.to_dict()) for name, adapter in self._adapters.items()}
         for adapter in adapters.values():
             adapter.pop("base_model_name_or_path", None)
@@ -257,33 +254,6 @@ class Decoder:
             "adapters": adapters,
             "router losses": self._routers,
         }
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.model.get_submodule(self.structure.layers))  # type: ignore[arg-type]
-
-    def products(self) -> tuple[list[float], float]:
-        """The number of parameters by which a token is multiplied: in each layer, and after the layers."""
-        layers = [
-            sum(p.numel() * self.visited(name) for name, p in layer.named_parameters())
-            for layer in self.model.get_submodule(self.structure.layers).children()
-        ]
-        names = (name for name, p in self.model.named_parameters(remove_duplicate=False))
-        after = (name for name in names if self.structure.place(name.rpartition(".")[0]) == AFTER)
-        return layers, float(sum(self.model.get_parameter(name).numel() for name in after))
-
-    def visited(self, name: str) -> float:
-        """The share of a layer's parameter that a token uses: 1, or for experts, the share that it is routed to."""
-        config = text_config(self.model.config)
-        keys = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((n for key in keys if (n := getattr(config, key, 0))), 0)
-        if not experts or ".experts." not in f".{name}.":
-            return 1.0
-        return float(getattr(config, "num_experts_per_tok", experts) / experts)
-
-    @property
-    def tied(self) -> tuple[str, ...]:
-        return self.structure.tied
 
     def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> DecoderStage:
         if not 0 <= first < last <= self.num_layers:
@@ -310,8 +280,12 @@ class Decoder:
             raise UnsupportedModelError(f"{self._changes.first}, which cannot be tensor parallel; take tp 1")
         refuse_uneven_heads(self.model, degree)
         if degree not in self._verified_tp:
-            result = VerifyResult(name, self.backend, 0.0, self.shortest, structure=self.structure)
-            refuse_inexact_tp(result, shrunken(self.model.config), tp.mesh, type(self.model))
+            result = VerifyResult(name, self.backend, 0.0, self.min_slice, structure=self.structure)
+            result = self._verifier().tensor_parallel(result, tp.mesh)
+            if not result.exact:
+                raise UnsupportedModelError(
+                    f"tensor parallel by the tp_plan of {name} is not exact: {result.reason}; take tp 1"
+                )
             self._verified_tp.add(degree)
 
 
@@ -321,79 +295,3 @@ def decoder_from(path: Path, dtype: str | None = None) -> Decoder:
     decoder = Decoder.from_config(read_config(path), dtype=getattr(torch, dtype or "float32"))
     decoder.model.train(False)
     return decoder
-
-
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-
-
-def shape_of(decoder: Decoder) -> GPTConfig:
-    """The GPT with as many parameters per layer and token; of a layer's experts, only those that a token visits count.
-
-    - Parameters of a layer's matrices beyond a GPT's attention count as feed-forward: a gated one of width f becomes
-      one of width 1.5 f.
-    - In a GPT all heads together are as wide as the hidden states. If the model's are not, the GPT gets heads whose
-      keys and values have the right size, or the nearest to it (see ``_heads``). The difference in parameters goes to
-      the feed-forward.
-    - ``max_seq_len`` does not limit sequences: it is the number of rows of other parameters before the layers, each as
-      wide as the hidden states. These are learned positions if there are any, else 1.
-    """
-    config, layers = text_config(decoder.model.config), decoder.num_layers
-    hidden, vocab, tied = int(config.hidden_size), int(config.vocab_size), bool(decoder.tied)
-    heads, kv_heads = _heads(config, hidden)
-    attention = 2 * hidden * hidden * (1 + kv_heads / heads)
-    ffn = max(1, round((_matrices(decoder) - attention) / (2 * hidden)))
-    ends = ((1 if tied else 2) * vocab + 2) * hidden  # embedding, head, and the norm before it
-    rows = max(1, (_outside(decoder) - ends) // hidden)
-    return GPTConfig(layers, hidden, heads, kv_heads, ffn, vocab, rows, tied)
-
-
-def _heads(config: Any, hidden: int) -> tuple[int, int]:
-    """Numbers of heads of queries, and of keys and values.
-
-    A GPT with hidden size h and a heads has heads of size h / a, so with b heads of keys and values it caches 2 h b / a
-    numbers per token. We need 2 kv_heads * width: the pair (a, b) with b / a nearest to kv_heads * width / h, where a
-    divides h and b divides a. Among equals, the numbers nearest to the model's own.
-    """
-    heads = _number(config, "num_attention_heads") or 1
-    # SliceCache holds the inputs of attention, also for latent attention, which could keep less.
-    latent = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
-    width = latent or _number(config, "head_dim") or hidden // heads
-    kv_heads = next((n for name in KV_HEADS if (n := _number(config, name))), heads)
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        kv_heads = 1  # whatever else the configuration of a Falcon says
-    ratio = min(1.0, kv_heads * width / hidden)
-    return min(
-        ((a, b) for a in _divisors(hidden) for b in _divisors(a)),
-        key=lambda pair: (abs(pair[1] / pair[0] - ratio), abs(pair[1] - kv_heads), abs(pair[0] - heads)),
-    )
-
-
-def _number(config: Any, name: str) -> int:
-    """The largest, if layers differ."""
-    value = getattr(config, name, None) or 0
-    return int(max(value) if isinstance(value, Sequence) else value)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _layers(decoder: Decoder) -> list[nn.Module]:
-    return list(decoder.model.get_submodule(decoder.structure.layers).children())
-
-
-def _matrices(decoder: Decoder) -> float:
-    """Parameters in the matrices of one layer, on average."""
-    sizes = [
-        p.numel() * decoder.visited(name)
-        for layer in _layers(decoder)
-        for name, p in layer.named_parameters()
-        if p.ndim > 1
-    ]
-    return sum(sizes) / decoder.num_layers
-
-
-def _outside(decoder: Decoder) -> int:
-    """Parameters outside of layers."""
-    inside = {p for layer in _layers(decoder) for p in layer.parameters()}
-    return sum(p.numel() for p in decoder.model.parameters() if p not in inside)

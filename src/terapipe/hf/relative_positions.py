@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe.hf.rope import with_original_length
 from terapipe.hf.structure import text_config, token_logits
 from terapipe.hf.verify.reference import Batch
-from terapipe.hf.verify.small_model import shrunken, small_model
+from terapipe.hf.verify.small_model import shrink_config, small_model
 from terapipe.hf.verify.verification import quietly
 
 SHIFT = 64
@@ -35,7 +35,9 @@ def relative_length(model: PreTrainedModel) -> float:
 
 
 def _try_lengths(config: PretrainedConfig, kind: type[PreTrainedModel]) -> float:
-    small = with_original_length(shrunken(config), FAR)  # frequencies by length are those of the batch, padded or not
+    small = with_original_length(
+        shrink_config(config), FAR
+    )  # frequencies by length are those of the batch, padded or not
     if _sees_distances_only(small, kind):
         return math.inf
     originals = [one[ORIGINAL] for one in _ropes(config) if one.get(ORIGINAL)]

@@ -1,7 +1,7 @@
 """Losses of routers in a mixture of experts: load balancing, as transformers adds it with ``output_router_logits``, and
 the z-loss.
 
-Both are functions of sums over all tokens and layers, see modeling/auxiliary.py. With c(e) the number of times that
+Both are functions of sums over all tokens and layers, see modeling/stage.py. With c(e) the number of times that
 expert e was chosen, p(e) the sum of its probabilities, and n the number of tokens times layers, of E experts,
 
     load balancing = coefficient * E * sum over e of c(e) / n * p(e) / n,   z-loss = coefficient * mean of lse(logits)^2
@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.attention_backend import UnsupportedModelError
 from terapipe.hf.structure import text_config
-from terapipe.modeling.auxiliary import AuxiliaryLoss, SumsOver
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.stage import AuxiliaryLoss, SumsOver
 
 FLAG = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # names in models

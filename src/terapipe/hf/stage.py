@@ -60,10 +60,9 @@ from terapipe.hf.structure import (
     with_layers,
 )
 from terapipe.hf.tensor_parallel import parallelize
-from terapipe.modeling.auxiliary import AuxiliaryLoss
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache, current_slice
-from terapipe.modeling.stage import IGNORE, TensorParallel
+from terapipe.modeling.stage import IGNORE, Stage, TensorParallel
 
 _PREFIX = "model."
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device
@@ -83,7 +82,7 @@ class _Call:
     ends_early: bool = False  # with the output of the last layer
 
 
-class DecoderStage(nn.Module):
+class DecoderStage(Stage):
     def __init__(
         self,
         model: PreTrainedModel,
@@ -101,7 +100,11 @@ class DecoderStage(nn.Module):
         self._depth = len(list(model.get_submodule(structure.layers).children()))
         self.structure, self.first, self.last = structure, first, last
         self.is_first, self.is_last = first == 0, last == self._depth
-        self._vocabulary = _vocabulary(model)
+        self.vocabulary = _vocabulary(model)
+        self.hidden_size = int(text_config(model.config).hidden_size)
+        self.auxiliary_losses = routers.auxiliary_losses if routers else {}
+        if is_classifier(model):
+            self.no_default_loss = f"{type(model).__name__} predicts no tokens; take loss_fn=losses.classification()"
         pass_input = PassThrough(structure.returns)
 
         def own_or_stub(i: int, layer: nn.Module) -> nn.Module:
@@ -259,7 +262,7 @@ class DecoderStage(nn.Module):
         """Tensor parallel, by the model's own plan."""
         parallelize(self.model, self.structure, tp.mesh)
 
-    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What to call instead of a layer's compiled forward: see compiling.py."""
         if self.backend == "cache":
             raise UnsupportedModelError(
@@ -274,10 +277,6 @@ class DecoderStage(nn.Module):
         return call
 
     # As a Stage
-
-    @property
-    def vocabulary(self) -> tuple[int | None, int | None]:
-        return self._vocabulary
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         self._late_checkpointing.refuse()
@@ -315,10 +314,6 @@ class DecoderStage(nn.Module):
             inputs[FLAG] = True
         assert isinstance(cache, StateCache | ViewCache)
         return inputs | {"past_key_values": cache.states(), "use_cache": isinstance(cache, StateCache)}
-
-    @property
-    def auxiliary_losses(self) -> dict[str, AuxiliaryLoss]:
-        return self._routers.auxiliary_losses if self._routers else {}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By all that the model does after its layers, for example norms, scaling and softcaps."""
@@ -367,12 +362,6 @@ class DecoderStage(nn.Module):
         self.__dict__["_lone_head"] = head
         return head
 
-    @property
-    def no_default_loss(self) -> str:
-        """Why cross-entropy of labels makes no sense; empty if it does."""
-        name = type(self.model).__name__
-        return f"{name} predicts no tokens; take loss_fn=losses.classification()" if is_classifier(self.model) else ""
-
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return loss_of(self.logits(hidden), labels, self.model)
 
@@ -394,9 +383,6 @@ class DecoderStage(nn.Module):
         if self.backend == "attention":
             return ViewCache(seq_len, config)
         return StateCache(seq_len, config, range(self.first, self.last))
-
-    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
-        return (size, length, int(text_config(self.model.config).hidden_size))
 
     def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         return {name.removeprefix(_PREFIX): value for name, value in super().state_dict(*arguments, **named).items()}

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from terapipe.files import check_kind, check_kinds, inside, read_json
 from terapipe.hf.attention_backend import UnsupportedModelError
 from terapipe.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
-from terapipe.planning.presets import LARGEST
+from terapipe.planning.limits import LARGEST
 
 LISTED = 12  # names in a message
 

@@ -5,8 +5,7 @@ from terapipe.modeling.gpt import GPT
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import (
     IGNORE,
-    Predictor,
-    Splittable,
+    PipelineModel,
     Stage,
     TensorParallel,
     fill_batch,
@@ -16,9 +15,8 @@ from terapipe.modeling.stage import (
 __all__ = [
     "GPT",
     "IGNORE",
-    "Predictor",
+    "PipelineModel",
     "SliceCache",
-    "Splittable",
     "Stage",
     "TensorParallel",
     "attend",

@@ -15,7 +15,7 @@ import inspect
 import shutil
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,16 +31,15 @@ KINDS = 64  # of calls that code is compiled for: one sequence or more, one toke
 _disable: Callable[[Any], Any] = torch.compiler.disable
 
 
-def compile_layers(stage: nn.Module, *, backend: str = "inductor") -> None:
+def compile_layers(stage: Stage, *, backend: str = "inductor") -> None:
     """Compiles each of ``stage.blocks`` in place; code is made when it is first called, which takes a while.
 
     Modules inside a block whose forward takes a ``cache`` stay as they are, and so do ``attend`` and the cache's own
-    methods. A stage may have ``compiled(forward)``, which gives what to call in place of a block's compiled forward.
+    methods. ``stage.wrap_compiled`` may put something around a block's compiled forward.
     """
     _refuse(stage, backend)
     _keep_outside()
-    around = getattr(stage, "compiled", lambda forward: forward)
-    for block in cast(Stage, stage).blocks:
+    for block in stage.blocks:
         if getattr(block.forward, "_compiled_layer", False):
             continue
         outside = {module for module in block.modules() if module is not block and _takes_cache(module)}
@@ -49,14 +48,14 @@ def compile_layers(stage: nn.Module, *, backend: str = "inductor") -> None:
         eager = {inner for module in outside for inner in module.modules()}
         keep_plain(module for module in block.modules() if module not in eager)
         # The forward alone, not the call: hooks of FSDP, or of a Hugging Face stage, are called as ever.
-        compiled = around(torch.compile(block.forward, dynamic=True, backend=backend))
+        compiled: Any = stage.wrap_compiled(torch.compile(block.forward, dynamic=True, backend=backend))
         compiled._compiled_layer = True
         block.forward = compiled
 
 
-def _refuse(stage: nn.Module, backend: str) -> None:
+def _refuse(stage: Stage, backend: str) -> None:
     parameters = list(stage.parameters())
-    if any(_is_tensor_parallel(block) for block in cast(Stage, stage).blocks):
+    if any(_is_tensor_parallel(block) for block in stage.blocks):
         raise ValueError(
             "layers whose operators are split over devices cannot be compiled; take tp 1, or leave compiling off"
         )

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.dtensor import Replicated, fill, to_local
+from terapipe.modeling.dtensor import Replicated, fill
 from terapipe.modeling.fused_layers import plain_class
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.stage import IGNORE, TensorParallel
+from terapipe.modeling.stage import PipelineModel, Stage, TensorParallel
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec
 
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
         return out
 
 
-class GPT(nn.Module):
+class GPT(Stage, PipelineModel):
     """A decoder, or some of its layers: a stage is a GPT with the other layers left out.
 
     Called with token ids and labels it is the plain model on one device. Every parameter is drawn from a generator
@@ -73,11 +73,11 @@ class GPT(nn.Module):
     one device, build it under ``torch.device("meta")``: each rank then makes real only its own stage.
     """
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
         super().__init__()
-        self.config, self.seed = config, seed
-        self.first, self.last = 0, config.layers
-        self.cut = 1  # devices among which the tokens of hidden states are shared out between stages
+        self._describe(config, seed, 0, config.layers)
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.positions: nn.Embedding | None = nn.Embedding(config.max_seq_len, config.hidden)
         # Keyed by the layer's number in the whole model, so that a stage's parameters keep their names.
@@ -86,6 +86,13 @@ class GPT(nn.Module):
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
         self._tie()
         self.init_weights()
+
+    def _describe(self, config: GPTConfig, seed: int, first: int, last: int) -> None:
+        self.config, self.seed, self.first, self.last = config, seed, first, last
+        self.num_layers, self.hidden_size = config.layers, config.hidden
+        self.vocabulary = config.vocab, config.vocab
+        self.tied = ("embedding.weight", "head.weight") if config.tied else ()
+        self.cut = 1  # devices among which the tokens of hidden states are shared out between stages
 
     @classmethod
     def from_preset(cls, name: str, *, seed: int = 0) -> Self:
@@ -138,16 +145,7 @@ class GPT(nn.Module):
         logits: Tensor = head(normed)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precisions are too coarse for a sum
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the labels that count; divide by their number for the mean."""
-        logits = self.logits(hidden)
-        return to_local(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"))
-
-    # As a Splittable and a Stage
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.layers
+    # As a PipelineModel
 
     @property
     def is_verified(self) -> bool:
@@ -156,17 +154,13 @@ class GPT(nn.Module):
         hooked = (m._forward_hooks or m._forward_pre_hooks for m in self.modules())
         return all(plain_class(m) in kinds for m in self.modules()) and not any(hooked)
 
-    @property
-    def tied(self) -> tuple[str, ...]:
-        return ("embedding.weight", "head.weight") if self.config.tied else ()
-
     def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "GPT":
         """Shares this model's modules; a model on the meta device is left as it is and the stage made anew."""
         if not 0 <= first < last <= self.config.layers:
             raise ValueError(f"a stage is some of the {self.config.layers} layers, got {first} to {last}")
         part = GPT.__new__(GPT)
         nn.Module.__init__(part)
-        part.config, part.seed, part.first, part.last, part.cut = self.config, self.seed, first, last, 1
+        part._describe(self.config, self.seed, first, last)
         starts, ends = first == 0, last == self.config.layers
         part.embedding, part.positions = (self.embedding, self.positions) if starts else (None, None)
         part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in range(first, last)})
@@ -216,13 +210,7 @@ class GPT(nn.Module):
         self._tie()
         self.cut = parts if tp.sequence_parallel else 1
 
-    @property
-    def vocabulary(self) -> tuple[int, int]:
-        return self.config.vocab, self.config.vocab
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers.values())
+    # As a Stage
 
     def make_cache(self, size: int, seq_len: int) -> SliceCache:
         if seq_len > self.config.max_seq_len:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.fused_layers import fuse_weight_grads, has_plain_products
@@ -20,14 +20,14 @@ class SlicedStage:
     def __init__(self, stage: Stage, *, fused: bool = True) -> None:
         self.stage, self._fused = stage, fused
         if fused:
-            fuse_weight_grads(cast(nn.Module, stage))
+            fuse_weight_grads(stage)
 
     def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
         """The cache's current slice. With ``block`` each layer keeps its input and attention's output only."""
         with self.over(cache), self._checkpointed(cache) if block else nullcontext():
             cache.is_in_forward = True
             try:
-                return self.stage(x, cache)
+                out: Tensor = self.stage(x, cache)
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
@@ -39,6 +39,7 @@ class SlicedStage:
                 ) from error
             finally:
                 cache.is_in_forward = False
+        return out
 
     def backward(
         self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
@@ -51,7 +52,7 @@ class SlicedStage:
     def defers_weight_grads(self) -> bool:
         """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
         autograd does: their backwards are one piece, and the halves that follow have nothing to do."""
-        return self._fused and not has_plain_products(cast(nn.Module, self.stage))
+        return self._fused and not has_plain_products(self.stage)
 
     def over(self, cache: SliceCache) -> SliceCache:
         """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""

@@ -1,118 +1,266 @@
-"""What the runtime asks of a model: that it can be taken apart into stages, and what a stage can do."""
+"""What terapipe asks of a model: two base classes, with a default for all that a model need not say.
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+A model of your own inherits from both, in one class or in two::
+
+    class MyModel(tp.PipelineModel):               class MyStage(tp.Stage):
+        num_layers = 24                                hidden_size = 1024
+        def stage(self, first, last, device,           def forward(self, x, cache): ...
+                  tp=None): ...                        def logits(self, hidden): ...
+
+``Pipeline`` asks the model for the stages of its rank, and a stage for all the rest. Whatever else a model may offer is
+a method or an attribute below, so that there is one place to look it up and nothing is asked by ``hasattr``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.planning.presets import ModelSpec
+from terapipe.planning.slices import Plan
 
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
 
+SumsOver = Literal["microbatch", "batch", "replicas"]
+
 
 class TensorParallel(NamedTuple):
-    """The tensor parallel ranks of a stage, and whether operators between matrices are sequence parallel: less is kept
-    and sent, but then the length of every slice must be a multiple of the number of ranks."""
+    """How ``PipelineModel.stage`` is to split the operators of a stage.
+
+    Attributes:
+        mesh: The devices that share a stage, as a mesh of one dimension.
+        sequence_parallel: Whether operators between matrices may be split by tokens. Less is then kept and sent, and
+            every slice's length is a multiple of the number of devices.
+    """
 
     mesh: DeviceMesh
     sequence_parallel: bool = False
 
 
-@runtime_checkable
-class Stage(Protocol):
-    """Some consecutive layers of a model, as an ``nn.Module``."""
+@dataclass(frozen=True)
+class AuxiliaryLoss:
+    """A term of the loss that is a function of sums over layers and tokens, such as the load-balancing loss of a
+    mixture of experts.
 
-    def make_cache(self, size: int, seq_len: int) -> SliceCache:
-        """A place for what must outlive a slice, for one microbatch of ``size`` sequences of ``seq_len`` tokens."""
+    A layer adds to the sums with ``cache.add_sums(name, sums)``. The forwards collect them over slices, layers and
+    stages. The last stage computes the loss of the totals; its gradient is the same for all layers and slices, and goes
+    back with the backwards. So the result is exact, whatever ``value`` makes of the sums.
 
-    def __call__(self, x: Tensor, cache: SliceCache) -> Tensor:
-        """From token ids (first stage) or the hidden states of the stage before, those of this stage."""
+    Args:
+        size: The number of sums.
+        value: Computes the loss, a scalar, from the totals, a vector in float64.
+        over: What the totals are of: one "microbatch"; the "batch", for which all forwards must come before the first
+            backward; or the batches of all "replicas". The step's loss has the mean over microbatches, weighted by
+            their sequences.
+    """
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Last stage only: the sum of the losses of all labels that are not ``IGNORE``."""
+    size: int
+    value: Callable[[Tensor], Tensor]
+    over: SumsOver = "microbatch"
 
-    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
-        """The shape of the hidden states of one slice, which every stage but the first receives."""
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """Its layers, each of which is gathered and reduced as a whole where replicas share their state."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names they have in the whole model."""
-
-
-@runtime_checkable
-class Predictor(Protocol):
-    """What a last stage may also be, for generating text."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The scores of all tokens to come next, at each place: (size, length, vocabulary), in float32 or wider. Where
-        operators are split, it may be a DTensor."""
-
-
-@runtime_checkable
-class HasHead(Protocol):
-    """What a last stage may also be, for losses that multiply by the head themselves."""
-
-    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
-        """What the head would be called with, and the head. Refused where logits are more than what the head makes."""
-
-
-@runtime_checkable
-class HasVocabulary(Protocol):
-    """What a stage may also be, so that tokens outside the vocabulary are refused before anything is computed."""
-
-    @property
-    def vocabulary(self) -> tuple[int | None, int | None]:
-        """Token ids must be below the first number, labels below the second."""
+    def __post_init__(self) -> None:
+        if self.over not in get_args(SumsOver):
+            raise ValueError(f"over is one of {', '.join(get_args(SumsOver))}, got {self.over!r}")
 
 
 class WeightSource(Protocol):
     """Where the weights of a model can be read again. As a string, a name of it for messages."""
 
     def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of the named weights that it has, as they are there, for a stage of these layers."""
+        """Reads those of the named weights that the source has, for a stage of layers ``first`` to ``last``."""
 
 
-@runtime_checkable
-class HasSource(Protocol):
-    """What a whole model may also be, so that checkpoints leave out what is frozen and can be read again."""
+class Stage(nn.Module):
+    """Some consecutive layers of a model. Override ``forward``, and ``logits`` or ``loss``.
 
-    def weight_source(self) -> WeightSource | None: ...
+    The first stage takes token ids, the others what the stage before returned. Parameters must have the names that they
+    have in the whole model: hold layers in an ``nn.ModuleDict`` by their number in the model, or override
+    ``named_parameters`` and ``state_dict``.
 
-
-@runtime_checkable
-class Splittable(Protocol):
-    """A whole model that a ``Pipeline`` can take apart into stages: ``GPT``, ``hf.Decoder``, or a class of your own
-    with the three members below. Nothing need be inherited. It may also have
-
-    - ``check_slices(shortest, recompute)``, which refuses, with a ValueError, slices as short as that or these modes of
-      recomputation ("block", "full");
-    - ``check_step(documents=, training=, padded=)``, which refuses a step with packed documents, in training mode, or
-      of batches that are filled up;
-    - ``is_verified``: True says that slices of it are known to be exact, and ``Pipeline`` need not check them;
-    - ``weight_source()``, which returns where its weights can be read again (see ``HasSource``), so that checkpoints
-      leave out what is frozen;
-    - ``traits()``, a dictionary of what must be equal on all ranks for theirs to be the same model; by default its
-      ``config``, if that is a dataclass, a dictionary or has ``to_dict()``, or else its ``planning_spec()``.
+    Attributes:
+        hidden_size: The width of hidden states. ``hidden_shape`` uses it.
+        vocabulary: Token ids must be below the first number, labels below the second. With None, they are not checked.
+        auxiliary_losses: Losses of sums that layers add, by name; the same on all stages of a model.
+        no_default_loss: Why cross-entropy of labels makes no sense for this model. Empty if it does.
     """
 
-    @property
-    def num_layers(self) -> int:
-        """The layers that a plan's boundaries count."""
+    hidden_size: int
+    vocabulary: tuple[int | None, int | None] = (None, None)
+    auxiliary_losses: Mapping[str, AuxiliaryLoss] = {}
+    no_default_loss: str = ""
+
+    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        """Computes the hidden states of one slice.
+
+        Args:
+            x: Token ids (first stage) or hidden states of the stage before, of the slice's tokens only.
+            cache: What earlier slices of the same sequences left. Give it to ``attend``, or to ``get_state`` and
+                ``set_state`` of the cache.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define forward(x, cache)")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last stage: computes the scores of all tokens to come next, at each place.
+
+        Args:
+            hidden: What ``forward`` of the last stage returned.
+
+        Returns:
+            A tensor of shape (size, length, vocabulary), in float32 or wider; it may be a DTensor where operators are
+            split.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no logits, which losses other than its own, log-probabilities and generation "
+            "need; define logits(hidden)"
+        )
+
+    def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
+        """Last stage: returns the head and what to call it with, for losses that multiply by the head themselves.
+
+        Refuse it, with a ValueError, if logits are more than what the head makes (a scale, a softcap).
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not give its head, which losses of hidden states need; define "
+            "before_head(hidden)"
+        )
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Last stage: computes the sum, not the mean, of the losses of all labels that are not ``IGNORE``.
+
+        By default the cross-entropy of ``logits``, in float32 or wider.
+        """
+        logits = self.logits(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a sum
+        return to_local(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"))
+
+    def make_cache(self, size: int, seq_len: int) -> SliceCache:
+        """Makes the place for what must outlive a slice. Raise a ValueError for sequences that are too long.
+
+        Args:
+            size: Sequences of the microbatch.
+            seq_len: Tokens of each sequence.
+        """
+        return SliceCache(seq_len)
+
+    def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
+        """The shape of what ``forward`` returns, and so of what every stage but the first receives.
+
+        Args:
+            size: Sequences of the slice.
+            length: Its tokens.
+        """
+        return (size, length, self.hidden_size)
 
     @property
-    def tied(self) -> tuple[str, ...]:
-        """Names of parameters that both the first and the last stage hold, each its own copy."""
+    def blocks(self) -> list[nn.Module]:
+        """The layers: each is compiled, recomputed, or gathered and reduced by FSDP as a whole.
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> nn.Module:
-        """The layers ``first`` to ``last`` on the device, as a ``Stage``; made real there from a model on meta.
+        By default what the stage's ``nn.ModuleList`` and ``nn.ModuleDict`` hold.
+        """
+        lists = (child for child in self.children() if isinstance(child, nn.ModuleList | nn.ModuleDict))
+        return [block for child in lists for block in child.children()]
 
-        Asked to split its operators, the stage's parameters become DTensors on that mesh, all of them; or it refuses
-        with a ValueError. What it takes and gives stay ordinary tensors, of the shape ``hidden_shape`` tells."""
+    def wrap_compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in place of a block's compiled ``forward``. Raise a ValueError if blocks cannot be compiled."""
+        return forward
+
+    def offers(self, method: Literal["logits", "before_head"]) -> bool:
+        """Whether the class defines an optional method, so that a step that needs it is refused before it begins."""
+        return getattr(type(self), method) is not getattr(Stage, method)
+
+
+class PipelineModel(ABC):
+    """A whole model, which ``Pipeline`` takes apart into stages. Set ``num_layers`` and override ``stage``.
+
+    It may be an ``nn.Module`` too, or even a ``Stage`` of all layers, but need not be.
+
+    Attributes:
+        num_layers: The layers that a plan's boundaries count.
+        tied: Names of parameters that both the first and the last stage hold, each its own copy.
+        config: What describes the model: a dataclass, a dictionary, or an object with ``to_dict()``. It must be equal
+            on all ranks.
+        has_auxiliary_losses: Whether its stages have ``auxiliary_losses``, so that steps have metrics.
+    """
+
+    num_layers: int
+    tied: tuple[str, ...] = ()
+    config: Any = None
+    has_auxiliary_losses: bool = False
+
+    @abstractmethod
+    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
+        """Makes the stage with layers ``first`` up to, not including, ``last``.
+
+        Args:
+            first: 0 for the stage that also embeds tokens.
+            last: ``num_layers`` for the stage that also has the head.
+            device: Where its parameters are to be. Those of a model on the meta device are made real here.
+            tp: Split operators over these devices: all parameters of the stage become DTensors on the mesh, while what
+                ``forward`` takes and returns stay ordinary tensors of ``hidden_shape``. A model that cannot do it
+                raises a ValueError, or leaves the argument out.
+        """
+
+    @property
+    def is_verified(self) -> bool:
+        """True says that slices of the model are known to be exact, so that ``Pipeline`` need not check them."""
+        return False
+
+    def check_plan(self, plan: Plan) -> None:  # noqa: B027
+        """Raises a ValueError if the model cannot be run by the plan: slices too short, a mode of recomputation."""
+
+    def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:  # noqa: B027
+        """Raises a ValueError if a step would not be exact. All ranks call it, before anything is sent.
+
+        Args:
+            documents: Whether rows are packed with several documents.
+            training: Whether the stages are in training mode.
+            padded: Whether batches may have been filled up to a longer length.
+        """
+
+    def planning_spec(self) -> ModelSpec | None:
+        """What the planner must know of the model. With None, planning needs a measured ``Profile``."""
+        return None
+
+    def weight_source(self) -> WeightSource | None:
+        """Where its weights can be read again, so that checkpoints leave out what is frozen. None: nowhere."""
+        return None
+
+    def traits(self) -> Mapping[str, Any]:
+        """What must be equal on all ranks for theirs to be the same model. By default ``config``, or else
+        ``planning_spec()``."""
+        return {"config": self.config or self.planning_spec()}
+
+    def whole_module(self) -> nn.Module | None:
+        """The module with the whole model's weights, maybe on the meta device, to compare stages and ranks with.
+
+        None if there is none. Its parameters have the names that the stages' have."""
+        return self if isinstance(self, nn.Module) else None
+
+
+def require_model(model: object) -> PipelineModel:
+    """The model, or a ValueError that names the base class."""
+    if not isinstance(model, PipelineModel):
+        raise ValueError(
+            f"a model must inherit from terapipe.PipelineModel, got {type(model).__name__}; inherit from it, set "
+            "num_layers and define stage(first, last, device, tp=None); for a Hugging Face model take hf.Decoder"
+        )
+    return model
+
+
+def require_stage(stage: object) -> Stage:
+    """The stage, or a ValueError that names the base class."""
+    if not isinstance(stage, Stage):
+        raise ValueError(
+            f"stage() must return a terapipe.Stage, got {type(stage).__name__}; inherit from it in place of nn.Module"
+        )
+    return stage
 
 
 def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache, run_backward
@@ -92,7 +91,7 @@ class StageChain:
     def _auxiliary(self, sums: Sequence[Sums]) -> tuple[float, Sums]:
         """The auxiliary losses of the totals, and the gradient of each with respect to any of its summands."""
         value, gradients = 0.0, {}
-        for name, loss in auxiliary_losses(self._stages[0].stage).items():
+        for name, loss in self._stages[0].stage.auxiliary_losses.items():
             summands = [by_name[name].detach() for by_name in sums if name in by_name]
             if summands:
                 totals = torch.stack(summands).sum(0).requires_grad_()
@@ -164,5 +163,4 @@ def _split_tokens(stage: Stage, x: Tensor, size: int, lengths: Sequence[int]) ->
 
 
 def device_of(stage: Stage) -> torch.device:
-    parameters = cast(nn.Module, stage).parameters()
-    return next((p.device for p in parameters), torch.device("cpu"))
+    return next((p.device for p in stage.parameters()), torch.device("cpu"))

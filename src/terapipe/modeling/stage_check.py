@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.stage import IGNORE, HasVocabulary, Predictor, Stage
+from terapipe.modeling.stage import IGNORE, Stage
 from terapipe.modeling.stage_chain import ChainResult, SliceLoss, StageChain, device_of, token_dim
 from terapipe.modeling.stage_trace import Trace, find_blame
 from terapipe.planning.recompute import Recompute
@@ -78,21 +78,20 @@ class StageCheck:
 
     def __init__(
         self,
-        stage: nn.Module,
+        stage: Stage,
         *,
         first: bool,
         last: bool,
         own_loss: bool = True,
         lengths: Sequence[int] = LENGTHS,
     ) -> None:
-        self._module = _copy_in_float64(stage) or stage
-        self._is_copy = self._module is not stage
-        self._stage = cast(Stage, self._module)
+        self._stage = _copy_in_float64(stage) or stage
+        self._is_copy = self._stage is not stage
         self._lengths, self._tokens = tuple(lengths), sum(lengths)
         self._device = device_of(self._stage)
         self._first, self._last, self._own_loss = first, last, own_loss
-        self._initial = {name: b.clone() for name, b in self._module.named_buffers()}
-        floating = [p.dtype for p in self._module.parameters() if p.is_floating_point()]
+        self._initial = {name: b.clone() for name, b in self._stage.named_buffers()}
+        floating = [p.dtype for p in self._stage.parameters() if p.is_floating_point()]
         self.dtype = floating[0] if floating else torch.get_default_dtype()
         self.bound = BOUNDS.get(self.dtype, HALF_BOUND)
         self._x, self._labels, self._weights = self._make_batch()
@@ -112,7 +111,7 @@ class StageCheck:
     # Whole against slices
 
     def _check_slices(self) -> tuple[list[Problem], dict[str, float]]:
-        use = _CacheUse(self._module)
+        use = _CacheUse(self._stage)
         try:
             if self._last and self._own_loss and (problem := self._check_sum()):
                 return [problem], {"loss": problem.error}
@@ -122,7 +121,7 @@ class StageCheck:
                     return [self._irreproducible("slices", "results differ from call to call without dropout")], {}
                 if problem := self._check_gradient(whole):
                     return [problem], {}
-                trace = Trace(self._module)
+                trace = Trace(self._stage)
                 with use.watched(), trace.recorded():
                     sliced = self._compute(self._lengths, watch=use.watch)
                 errors = _errors(whole, sliced)
@@ -181,15 +180,15 @@ class StageCheck:
         error = abs(halves - whole) / max(abs(whole), 1e-30)
         if error <= self.bound:
             return None
-        return Problem("loss", f"{type(self._module).__name__}.loss", error, LOSS_IS_NO_SUM)
+        return Problem("loss", f"{type(self._stage).__name__}.loss", error, LOSS_IS_NO_SUM)
 
     def _check_gradient(self, whole: _Run) -> Problem | None:
         """Whether the stage passes a gradient back: without one, all slices are wrong in the same way."""
-        trained = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        trained = [name for name, p in self._stage.named_parameters() if p.requires_grad]
         missing = [name for name in trained if name not in whole.gradients]
         if whole.result.attached or not (missing or not self._first):
             return None
-        where = missing[0] if missing else type(self._module).__name__
+        where = missing[0] if missing else type(self._stage).__name__
         return Problem("slices", where, float("inf"), NO_GRADIENT)
 
     def _explain(self, whole: _Run, errors: dict[str, float], lengths: Sequence[int]) -> Problem:
@@ -200,7 +199,7 @@ class StageCheck:
             return self._blame_buffer(changed[0], error)
         if max(errors["output"], errors["loss"]) <= self.bound:
             return Problem("slices", worst, error, GRADIENT_ONLY)
-        blame = find_blame(self._module, lambda cut: self._compute(cut), lengths, self.bound)
+        blame = find_blame(self._stage, lambda cut: self._compute(cut), lengths, self.bound)
         return Problem("slices", blame.where, error, blame.reason)
 
     def _raised(self, check: str, error: Exception) -> Problem:
@@ -208,10 +207,10 @@ class StageCheck:
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         if "second time" in line or "already been freed" in line:
             line = KEPT_OUTSIDE
-        return Problem(check, type(self._module).__name__, float("inf"), line)
+        return Problem(check, type(self._stage).__name__, float("inf"), line)
 
     def _irreproducible(self, check: str, what: str) -> Problem:
-        return Problem(check, type(self._module).__name__, float("inf"), f"{what}: {OTHER_RANDOM}")
+        return Problem(check, type(self._stage).__name__, float("inf"), f"{what}: {OTHER_RANDOM}")
 
     # Recomputation
 
@@ -231,14 +230,14 @@ class StageCheck:
 
     # Several stages against one
 
-    def check_stages(self, parts: Sequence[nn.Module], tied: Sequence[str]) -> tuple[float, list[Problem]]:
+    def check_stages(self, parts: Sequence[Stage], tied: Sequence[str]) -> tuple[float, list[Problem]]:
         """The stages one after the other against this one, which holds all layers."""
         with self._left_as_it_was(), self._without_dropout():
             try:
                 whole = self._compute((self._tokens,))
                 chain = [(_copy_in_float64(part) if self._is_copy else None) or part for part in parts]
                 for part in chain:
-                    part.train(self._module.training)
+                    part.train(self._stage.training)
                 split = self._compute((self._tokens,), chain=chain, tied=tied)
             except Exception as error:
                 return float("inf"), [self._raised("stages", error)]
@@ -255,36 +254,35 @@ class StageCheck:
         *,
         mode: Recompute = "none",
         watch: Callable[[SliceCache], None] = lambda cache: None,
-        chain: Sequence[nn.Module] = (),
+        chain: Sequence[Stage] = (),
         tied: Sequence[str] = (),
     ) -> _Run:
         """With the same buffers and random numbers each time. ``chain`` are stages to run in place of this one, of
         which the first and the last may share a parameter, each under its own name."""
-        stages = list(chain) or [self._module]
+        stages = list(chain) or [self._stage]
         for stage in stages:
             stage.zero_grad(set_to_none=True)
         self._restore_buffers()
         torch.manual_seed(0)
         loss = self._loss(stages[-1])
-        result = StageChain([cast(Stage, s) for s in stages]).run(self._x, lengths, loss, mode=mode, watch=watch)
+        result = StageChain(stages).run(self._x, lengths, loss, mode=mode, watch=watch)
         gradients: dict[str, Tensor] = {}
         for own, p in (pair for stage in stages for pair in stage.named_parameters()):
             name = tied[0] if own in tied else own
             if p.grad is not None:
                 sample = _sample(p.grad)
                 gradients[name] = gradients[name] + sample if name in gradients else sample
-        return _Run(result, gradients, {name: b.clone() for name, b in self._module.named_buffers()})
+        return _Run(result, gradients, {name: b.clone() for name, b in self._stage.named_buffers()})
 
-    def _loss(self, stage: nn.Module) -> SliceLoss:
+    def _loss(self, stage: Stage) -> SliceLoss:
         """The last stage's own, or a weighted sum of what it gives."""
         if self._last and self._own_loss:
-            own = cast(Stage, stage)
-            return lambda hidden, start, end: own.loss(hidden, self._labels[:, start:end])
-        last = cast(Predictor, stage) if self._last and isinstance(stage, Predictor) else None
+            return lambda hidden, start, end: stage.loss(hidden, self._labels[:, start:end])
+        has_logits = self._last and stage.offers("logits")
 
         def weigh(hidden: Tensor, start: int, end: int) -> Tensor:
-            if last is not None:
-                scores = last.logits(hidden)
+            if has_logits:
+                scores = stage.logits(hidden)
                 whole = scores.full_tensor() if isinstance(scores, DTensor) else scores
                 return (whole * torch.linspace(-1, 1, whole.shape[-1], device=whole.device)).sum()
             dim = token_dim(self._stage, SIZE)
@@ -299,10 +297,9 @@ class StageCheck:
     def _make_batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Input, labels, and what hidden states are weighed with. Every vocabulary has the tokens 0 and 1."""
         generator = torch.Generator().manual_seed(0)
-        vocabulary = self._module.vocabulary if isinstance(self._module, HasVocabulary) else (2, 2)
         ids, labels = (
             torch.randint(number or 2, (SIZE, self._tokens), generator=generator).to(self._device)
-            for number in vocabulary
+            for number in self._stage.vocabulary
         )
         labels[0, 3] = IGNORE
         return ids if self._first else self._random_hidden(self._tokens), labels, self._random_hidden(self._tokens, 1)
@@ -316,8 +313,8 @@ class StageCheck:
 
     @contextmanager
     def _left_as_it_was(self) -> Iterator[None]:
-        gradients = [(p, p.grad) for p in self._module.parameters()]
-        generators = [(g, g.get_state()) for g in _generators(self._module)]
+        gradients = [(p, p.grad) for p in self._stage.parameters()]
+        generators = [(g, g.get_state()) for g in _generators(self._stage)]
         try:
             with RandomState.now(self._device).restored(), torch.enable_grad():
                 yield
@@ -330,7 +327,7 @@ class StageCheck:
 
     def _restore_buffers(self) -> None:
         with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
+            for name, buffer in self._stage.named_buffers():
                 if name in self._initial and buffer.shape == self._initial[name].shape:
                     buffer.copy_(self._initial[name])
 
@@ -338,8 +335,8 @@ class StageCheck:
     def _without_dropout(self) -> Iterator[bool]:
         """In training mode if that draws no random numbers beside those of nn.Dropout, in evaluation mode otherwise.
         Yields whether it does."""
-        dropouts = [(m, m.p) for m in self._module.modules() if isinstance(m, _DropoutNd)]
-        modes = [(m, m.training) for m in self._module.modules()]
+        dropouts = [(m, m.p) for m in self._stage.modules() if isinstance(m, _DropoutNd)]
+        modes = [(m, m.training) for m in self._stage.modules()]
         for module, _ in dropouts:
             module.p = 0.0
         try:
@@ -348,7 +345,7 @@ class StageCheck:
             first = self._compute((self._tokens,))
             is_random = not (_same_state(undrawn) and self._is_reproducible(first))
             if is_random:
-                self._module.eval()
+                self._stage.eval()
             yield is_random
         finally:
             for module, p in dropouts:
@@ -361,7 +358,7 @@ class _CacheUse:
     """How modules use the cache, to notice two that share a name, and one that changes what attention needs later."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._path = module, [""]
+        self._stage, self._path = module, [""]
         self._users: dict[tuple[str, object], str] = {}  # of the current slice, by kind and name
         self._outputs: list[tuple[str, Tensor, int]] = []  # of attention: caller, output, and its version
         self._clash: tuple[object, str, str] | None = None
@@ -370,7 +367,7 @@ class _CacheUse:
     def watched(self) -> Iterator[None]:
         """Inside, the module that is being computed is known."""
         handles = []
-        for name, module in self._module.named_modules():
+        for name, module in self._stage.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
@@ -459,9 +456,9 @@ SHARED_NAME = (
 )
 
 
-def check_weights(model: object, stage: nn.Module) -> Problem | None:
+def check_weights(model: nn.Module | None, stage: nn.Module) -> Problem | None:
     """Whether a stage has the weights of the model that it is a part of, wherever both have them."""
-    whole = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    whole = {} if model is None else dict(model.named_parameters())
     for name, p in stage.named_parameters():
         own = whole.get(name)
         if own is None or own.is_meta or isinstance(p, DTensor) or own.shape != p.shape:
@@ -477,7 +474,7 @@ DRAWN_ANEW = (
 )
 
 
-def _copy_in_float64(stage: nn.Module) -> nn.Module | None:
+def _copy_in_float64(stage: Stage) -> Stage | None:
     """None where the stage is too large, split over devices, or cannot be copied or converted."""
     parameters = list(stage.parameters())
     if sum(p.numel() for p in parameters) > COPIED or any(isinstance(p, DTensor) for p in parameters):

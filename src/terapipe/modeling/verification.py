@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import nn
 
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel, Stage, require_model, require_stage
 from terapipe.modeling.stage_check import LENGTHS, Check, Problem, StageCheck, check_weights
 from terapipe.planning.recompute import MODES, Recompute
 
@@ -43,21 +43,23 @@ class Verification:
 
 
 def verify(
-    model: Splittable,
+    model: PipelineModel,
     *,
     num_stages: int = 2,
     slice_lengths: Sequence[int] = LENGTHS,
     device: torch.device | None = None,
 ) -> Verification:
     """Runs ``model`` on two made-up sequences, whole and cut, and compares outputs and every gradient."""
+    require_model(model)
     if not 1 <= num_stages <= model.num_layers:
         raise ValueError(
             f"a model of {model.num_layers} layers has 1 to {model.num_layers} stages, got num_stages {num_stages}"
         )
     began = time.perf_counter()
     device = device or _device_of(model)
-    whole = model.stage(0, model.num_layers, device)
-    problem = check_weights(model, whole) or check_weights(whole, model.stage(0, model.num_layers, device))
+    whole = require_stage(model.stage(0, model.num_layers, device))
+    again = model.stage(0, model.num_layers, device)
+    problem = check_weights(model.whole_module(), whole) or check_weights(whole, again)
     if problem is not None:
         return _result(model, Check({}, [problem], torch.float64), began)
     check = StageCheck(whole, first=True, last=True, lengths=slice_lengths)
@@ -77,15 +79,15 @@ def _result(model: object, check: Check, began: float) -> Verification:
     return Verification(type(model).__name__, dtype, check.errors, tuple(check.problems), seconds)
 
 
-def _device_of(model: object) -> torch.device:
-    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-    device = next((p.device for p in parameters), torch.device("cpu"))
+def _device_of(model: PipelineModel) -> torch.device:
+    whole = model.whole_module() or nn.Module()
+    device = next((p.device for p in whole.parameters()), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def check_stage(
-    model: Splittable,
-    stage: nn.Module,
+    model: PipelineModel,
+    stage: Stage,
     *,
     first: bool,
     last: bool,
@@ -97,12 +99,7 @@ def check_stage(
 
     ``plan_lengths`` are those of the plan's slices, by microbatch: where none is cut, slices need not be exact.
     """
-    lacking = [name for name in ("make_cache", "hidden_shape") if not hasattr(stage, name)]
-    if lacking:
-        raise ValueError(
-            f"stage() must return what terapipe.Stage describes, got {type(stage).__name__} without {lacking[0]}"
-        )
-    problem = check_weights(model, stage)
+    problem = check_weights(model.whole_module(), stage)
     if problem is not None:
         raise ValueError(_refusal(model, problem))
     whole = all(len(row) == 1 for row in plan_lengths)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 
 from terapipe.planning.cost import Array, Cost, Ints, stage_specs
+from terapipe.planning.limits import check_whole_number
 from terapipe.planning.order import order_named
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import nonnegative_fit
@@ -106,8 +107,7 @@ class DocumentPlanner:
     """
 
     def __init__(self, plan: Plan, costs: DocumentCosts, *, tile: int = 8) -> None:
-        if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
-            raise ValueError(f"tile must be a whole number of at least 1, got {tile!r}")
+        check_whole_number("tile", tile)
         if costs.token < 1 or costs.slice < 0 or costs.context < 0:
             raise ValueError(f"a token costs at least 1 pair, a slice and its context at least 0, got {costs}")
         self.plan, self.costs = plan, costs

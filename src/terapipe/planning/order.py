@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -92,4 +93,6 @@ def order_named(name: str) -> Order:
     try:
         return ORDERS[name]
     except (KeyError, TypeError):
-        raise ValueError(f"unknown order {name!r}; the orders are {', '.join(ORDERS)}") from None
+        likely = get_close_matches(str(name), ORDERS, 1)
+        hint = f"did you mean {likely[0]!r}? " if likely else ""
+        raise ValueError(f"unknown order {name!r}; {hint}the orders are {', '.join(ORDERS)}") from None

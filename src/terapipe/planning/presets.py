@@ -4,13 +4,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from terapipe.planning.limits import LARGEST, check_whole_number
 from terapipe.planning.recompute import MODES, Recompute
-
-# Far beyond any model. A typing error above it is named at once, instead of a planner that does not come to an end.
-LARGEST = {
-    "layers": 10_000, "hidden": 2**20, "heads": 2**16, "vocab": 2**26, "max_seq_len": 2**27, "num_kv_heads": 2**16,
-    "ffn_hidden": 2**24,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,11 +23,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name, most in LARGEST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-            if value > most:
-                raise ValueError(f"{name} must be at most {most}, got {value}")
+            check_whole_number(name, getattr(self, name), most=most)
         if self.hidden % self.heads:
             raise ValueError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}")
         if self.heads % self.num_kv_heads:

@@ -16,8 +16,9 @@ from terapipe import files
 from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, StageSpec
 from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
 from terapipe.planning.layout import Layout
+from terapipe.planning.limits import LARGEST
 from terapipe.planning.memory import parameters
-from terapipe.planning.presets import LARGEST, GPTConfig
+from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 
 FORMAT = 2

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
+from terapipe.planning.limits import check_whole_number
 from terapipe.planning.order import order_named
 from terapipe.planning.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
 
@@ -166,8 +167,7 @@ class Plan:
             "microbatch_size": microbatch_size,
         }
         for name, value in given.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            check_whole_number(name, value)
         if num_slices > seq_len:
             raise ValueError(f"a slice needs at least one token, got {num_slices} slices of {seq_len} tokens")
         sizes = microbatch_sizes(batch_size, microbatch_size)

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 
 from terapipe.planning.cost import Array, Ints, Mask
+from terapipe.planning.limits import check_whole_number
 
 __all__ = ["Array", "Cuts", "SliceCost", "solve", "solve_table"]
 
@@ -395,8 +396,7 @@ def _refuse_negative(seconds: Array, size: int, length: Array | Ints, context: A
 
 def _positive(**values: int) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_whole_number(name, value)
 
 
 def _sizes(sizes: Sequence[int] | None, batch_size: int) -> tuple[int, ...]:

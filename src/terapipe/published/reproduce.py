@@ -112,7 +112,7 @@ def request_of(setting: Setting) -> Request:
         pp=layout.pp,
         tp=layout.tp,
         recompute="none",
-        budget=UNLIMITED,
+        memory=UNLIMITED,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from terapipe.modeling.auxiliary import AuxiliaryLoss
+from terapipe.modeling.stage import AuxiliaryLoss
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.inputs import Batch
 

@@ -25,7 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
@@ -76,7 +76,7 @@ def fake_device() -> torch.device:
 
 
 def dry_run(
-    model: Splittable, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
+    model: PipelineModel, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
 ) -> DryRun:
     """Two steps of this rank of the pipeline, forward and backward. The model must be on the meta device. ``state`` is
     the number of bytes that the optimizer keeps for a parameter, ``attention`` the kernel of the device that is planned
@@ -156,12 +156,12 @@ def _replace_parameters(module: nn.Module, function: Any, recurse: bool = True) 
 
 class _DryPipeline(Pipeline):
     def __init__(
-        self, model: Splittable, plan: Plan, rank: int, dp: int, mesh: DeviceMesh | None, device: torch.device
+        self, model: PipelineModel, plan: Plan, rank: int, dp: int, mesh: DeviceMesh | None, device: torch.device
     ) -> None:
         self._place = rank, dp, mesh
         super().__init__(model, plan, device=device, verify=False)  # fake tensors have no numbers to compare
 
-    def _compared_parts(self, model: Splittable) -> tuple[Traits, ...]:
+    def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
         """There are no other ranks, and no numbers."""
         return ()
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-from terapipe.modeling.auxiliary import auxiliary_losses
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
@@ -49,7 +48,7 @@ class Executors:
         return self._executor(plan, SpareCaches() if spare is None else spare, self._transport, self._wire)
 
     def _executor(self, plan: Plan, spare: SpareCaches, transport: Transport, wire: Wire) -> Executor:
-        losses = auxiliary_losses(next(iter(self._stages.values())))
+        losses = next(iter(self._stages.values())).auxiliary_losses
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
         return Executor(self._sliced, plan, spare, transport, wire, auxiliary, self._stage_done)
 

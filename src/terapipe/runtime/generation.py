@@ -1,15 +1,13 @@
 """Scores of tokens, by forwards through the pipeline that trains the model."""
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.slice_cache import longest_document
-from terapipe.modeling.stage import Predictor
+from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
@@ -24,19 +22,19 @@ class Generation:
         self._plan, self._sync, self._executors, self._transport = plan, sync, executors, transport
         self._checked: set[bool] = set()  # what the last stage was asked
 
-    def check(self, last: nn.Module | None, *, of_tokens: bool = True) -> None:
+    def check(self, last: Stage | None, *, of_tokens: bool = True) -> None:
         """Asked once, of the last stage where it is. Refused on all ranks alike, before anything is sent: the pipeline
         can go on training. ``of_tokens``: whether logits are to be those of a vocabulary, not of classes."""
         if of_tokens in self._checked:
             return
-        missing = "" if last is None or isinstance(last, Predictor) else type(last).__name__
-        if of_tokens and str(getattr(last, "no_default_loss", "")):
+        missing = "" if last is None or last.offers("logits") else type(last).__name__
+        if of_tokens and last is not None and last.no_default_loss:
             missing = "a sequence classifier, which predicts no tokens,"
         found = next(filter(None, self._transport.gather(missing)), None)
         if found:
             raise ValueError(
-                f"logits and log-probabilities need a last stage with a method logits(hidden), as Predictor in "
-                f"modeling/stage.py describes it; {found} has none"
+                f"logits and log-probabilities need a last stage with a method logits(hidden), as terapipe.Stage "
+                f"describes it; {found} has none"
             )
         self._checked |= {of_tokens, False}
 
@@ -74,7 +72,7 @@ class Generation:
     def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
         """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""
         owner, index = divmod(place, hidden.shape[1])
-        last = cast(Predictor, self._sync.stages[self._plan.num_stages - 1])
+        last = self._sync.stages[self._plan.num_stages - 1]
         with Autocast.current(self._transport.device).on():
             logits = last.logits(hidden[:, index : index + 1])
         whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.auxiliary import AuxiliaryLoss, auxiliary_losses
 from terapipe.modeling.dtensor import GradientSum, to_local
 from terapipe.modeling.main_grads import (
     add_to_main_grad,
@@ -28,7 +27,7 @@ from terapipe.modeling.main_grads import (
     sum_in_float32,
 )
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.stage import HasHead, Predictor, Stage
+from terapipe.modeling.stage import Stage
 from terapipe.runtime.comm.mesh import DP, TP
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.module_tree import named_parameters_of
@@ -37,7 +36,7 @@ from terapipe.runtime.tied_weights import TiedWeights
 BUCKET = 25 << 20  # bytes that are summed in one message
 
 
-def gradient_sync(stages: Mapping[int, nn.Module], transport: Transport, *, shard: bool) -> "GradientSync":
+def gradient_sync(stages: Mapping[int, Stage], transport: Transport, *, shard: bool) -> "GradientSync":
     """Between the replicas that ``transport`` knows of. With ``shard`` the stages' parameters become DTensors."""
     if transport.dp_size == 1:
         return GradientSync(stages)
@@ -49,13 +48,13 @@ class GradientSync:
 
     sums_in_place = False  # whether .grad must hold this step's gradients only until ``finish``
 
-    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._modules = stages
 
     @property
     def stages(self) -> dict[int, Stage]:
         """What the executor calls."""
-        return {k: cast(Stage, module) for k, module in self._modules.items()}
+        return dict(self._modules)
 
     def stage_done(self, k: int) -> None:
         """The stage's gradients are complete on this rank; other stages are still at work."""
@@ -72,7 +71,7 @@ class AllReduceSync(GradientSync):
 
     sums_in_place = True
 
-    def __init__(self, stages: Mapping[int, nn.Module], transport: Transport) -> None:
+    def __init__(self, stages: Mapping[int, Stage], transport: Transport) -> None:
         super().__init__(stages)
         self._transport = transport
         self._pending: list[tuple[list[Tensor], Tensor, dist.Work]] = []
@@ -101,13 +100,13 @@ class AllReduceSync(GradientSync):
 class ShardedSync(GradientSync):
     """FSDP2: it sums gradients when it reduces them to the part that each replica holds."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> None:
+    def __init__(self, stages: Mapping[int, Stage], mesh: DeviceMesh) -> None:
         super().__init__(stages)
         self._sharded = {k: Sharded(module, mesh) for k, module in stages.items()}
 
     @property
     def stages(self) -> dict[int, Stage]:
-        return {k: cast(Stage, sharded) for k, sharded in self._sharded.items()}
+        return dict(self._sharded)
 
     def stage_done(self, k: int) -> None:
         round_to_grad(self._modules[k].parameters())
@@ -257,16 +256,15 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-class Sharded(nn.Module):
+class Sharded(Stage):
     """A stage of which every replica holds a part (FSDP2): gathered at a step's first slice, reduced after its last.
 
     In between the whole parameters and their gradients stay, however many slices there are.
     """
 
-    def __init__(self, stage: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, stage: Stage, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.stage = stage
-        assert isinstance(stage, Stage)
+        self.stage, self.auxiliary_losses = stage, stage.auxiliary_losses
         # Gradients are summed over replicas in float32, as they are over slices, whatever the parameters are.
         self._half = any(is_half(p) for p in stage.parameters())
         self._gathered: set[nn.Parameter] = set()  # of which the gradients are summed in float32
@@ -312,33 +310,22 @@ class Sharded(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return self._inner.blocks
-
-    @property
-    def _inner(self) -> Stage:
-        assert isinstance(self.stage, Stage)
-        return self.stage
+        return self.stage.blocks
 
     def make_cache(self, size: int, tokens: int) -> SliceCache:
-        return self._inner.make_cache(size, tokens)
+        return self.stage.make_cache(size, tokens)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return self._inner.loss(hidden, labels)
+        return self.stage.loss(hidden, labels)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        assert isinstance(self.stage, Predictor)
         return self.stage.logits(hidden)
 
-    @property
-    def auxiliary_losses(self) -> Mapping[str, AuxiliaryLoss]:
-        return auxiliary_losses(self._inner)
-
     def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
-        assert isinstance(self.stage, HasHead)
         return self.stage.before_head(hidden)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
-        return self._inner.hidden_shape(size, length)
+        return self.stage.hidden_shape(size, length)
 
 
 def total_norm(

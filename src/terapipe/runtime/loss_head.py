@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import run_backward
-from terapipe.modeling.stage import IGNORE, HasHead, Predictor, Stage
+from terapipe.modeling.stage import IGNORE, Stage
 from terapipe.planning.slices import Slice
 from terapipe.runtime.inputs import Batch
 
@@ -255,14 +255,14 @@ def output_head_for(objective: Objective | None) -> "TokenLosses | SequenceLosse
         return SequenceLosses(objective)
     if isinstance(objective, HiddenLoss):
         fn = objective.fn
-        return TokenLosses(lambda stage, hidden, targets: fn(*cast(HasHead, stage).before_head(hidden), targets))
+        return TokenLosses(lambda stage, hidden, targets: fn(*stage.before_head(hidden), targets))
     loss_fn = objective
     return TokenLosses(lambda stage, hidden, targets: loss_fn(logits(stage, hidden), targets))
 
 
 def logits(stage: Stage, hidden: Tensor) -> Tensor:
     """Of all tokens, in one piece: where operators are split, every rank gets the whole vocabulary."""
-    found = cast(Predictor, stage).logits(hidden)
+    found = stage.logits(hidden)
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 

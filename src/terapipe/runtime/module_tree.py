@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from terapipe.modeling.stage import Stage
+
 Named = tuple[str, Tensor]
 
 
@@ -20,7 +22,7 @@ class ModelPart(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages: dict[int, nn.Module] = {}  # by their numbers; not children: the tree has all that is in them
+        self.stages: dict[int, Stage] = {}  # by their numbers; not children: the tree has all that is in them
 
     def attach_stages(self) -> None:
         """To be called when all are there."""

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss
-from terapipe.modeling.auxiliary import auxiliary_losses
-from terapipe.modeling.stage import HasHead, Predictor, Stage
+from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
@@ -20,7 +19,7 @@ from terapipe.scheduling.validation import forwards_come_first
 
 class PipelineObjective:
     def __init__(
-        self, objective: Objective | None, stages: dict[int, nn.Module], plan: Plan, transport: Transport, shard: bool
+        self, objective: Objective | None, stages: dict[int, Stage], plan: Plan, transport: Transport, shard: bool
     ) -> None:
         self.objective, self._transport = objective, transport
         self._stages, self._last = stages, stages.get(plan.num_stages - 1)
@@ -29,15 +28,15 @@ class PipelineObjective:
         self._untried = objective is not None and transport.tp_size == 1 and not shard
         if objective is not None:
             self._check_kind()
-        elif reason := getattr(self._last, "no_default_loss", ""):
-            raise ValueError(reason)
+        elif self._last is not None and self._last.no_default_loss:
+            raise ValueError(self._last.no_default_loss)
         self.check_plan(plan)
         self._check_tokens()
         self._metrics: dict[str, Tensor] = {}  # of the last step or evaluation
 
     def _check_tokens(self) -> None:
         parts = self._transport.tp_size
-        named, stage = list(auxiliary_losses(self._first)), cast(Stage, self._first)
+        named, stage = list(self._first.auxiliary_losses), self._first
         if named and parts > 1 and stage.hidden_shape(1, parts)[1] < parts:
             raise ValueError(
                 f"sums of auxiliary losses ({', '.join(named)}) are of all tokens, which tensor parallel ranks of this "
@@ -56,15 +55,15 @@ class PipelineObjective:
             raise ValueError("a HiddenLoss needs the head in one piece, which tensor parallel splits; take tp 1")
         if self._last is None:
             return
-        needed, method = (HasHead, "before_head(hidden)") if is_hidden else (Predictor, "logits(hidden)")
-        if not isinstance(self._last, needed):
+        if not self._last.offers("before_head" if is_hidden else "logits"):
+            method = "before_head(hidden)" if is_hidden else "logits(hidden)"
             raise ValueError(
                 f"this objective needs a last stage with a method {method}, {type(self._last).__name__} has none"
             )
 
     def check_plan(self, plan: Plan) -> None:
         """All ranks check the whole plan, so that all refuse it."""
-        wanting = [name for name, loss in auxiliary_losses(self._first).items() if loss.over != "microbatch"]
+        wanting = [name for name, loss in self._first.auxiliary_losses.items() if loss.over != "microbatch"]
         if isinstance(self.objective, SequenceLoss) and self.objective.over == "batch":
             wanting.append("loss_fn")
         if wanting and not forwards_come_first(plan):
@@ -76,7 +75,7 @@ class PipelineObjective:
 
     def check_outputs(self, plan: Plan) -> None:
         """Whether backwards can wait for gradients from outside."""
-        named = list(auxiliary_losses(self._first))
+        named = list(self._first.auxiliary_losses)
         if named:
             raise ValueError(
                 f"token_outputs does not know what the model's own losses ({', '.join(named)}) weigh beside a loss of "
@@ -89,13 +88,13 @@ class PipelineObjective:
             )
 
     @property
-    def _first(self) -> nn.Module:
+    def _first(self) -> Stage:
         return next(iter(self._stages.values()))
 
     def try_out(self, batch: Batch, dtype: torch.dtype, *, train: bool) -> None:
         """Before the first step, where the last stage is."""
         if self._untried and self._last is not None:
-            try_out(self.output_head, cast(Stage, self._last), batch, dtype, train=train)
+            try_out(self.output_head, self._last, batch, dtype, train=train)
             self._untried = not train
 
     @property

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terapipe.losses.objective import Objective, Targets
 from terapipe.modeling.main_grads import summed_in_float32
 from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.stage import IGNORE, HasSource, HasVocabulary, Splittable, TensorParallel
+from terapipe.modeling.stage import IGNORE, PipelineModel, Stage, TensorParallel, require_model, require_stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.checkpoint.frozen import FrozenBase
 from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
@@ -92,7 +92,7 @@ class Pipeline(TokenOutputSteps):
 
     def __init__(
         self,
-        model: Splittable,
+        model: PipelineModel,
         plan: Plan,
         *,
         loss_fn: Objective | None = None,
@@ -114,7 +114,7 @@ class Pipeline(TokenOutputSteps):
         self.zero_gradients = ZeroGradients()
         options = {"loss_fn": loss_fn, "shard": shard, "vary": vary, "fused_weight_grads": fused_weight_grads}
         with self.failing_together():
-            traits = Traits(model_traits(model) | flatten({"plan": plan.to_dict(), **options}))
+            traits = Traits(model_traits(require_model(model)) | flatten({"plan": plan.to_dict(), **options}))
         refuse_differences(self._transport, traits)
         self._check(model)
         with self.failing_together():
@@ -153,7 +153,7 @@ class Pipeline(TokenOutputSteps):
         self._generation = Generation(self.plan, self._sync, executors, self._transport)
         self._broadcast_outputs = OutputBroadcast(self._transport, self.plan.last_rank)
 
-    def _make_stages(self, model: Splittable, checks: ModelChecks, *, own_loss: bool) -> dict[int, nn.Module]:
+    def _make_stages(self, model: PipelineModel, checks: ModelChecks, *, own_loss: bool) -> dict[int, Stage]:
         """Those of this rank, checked. Where operators are split, the check runs on whole stages before."""
         cuts, parts = self.plan.boundaries, self._transport.tp_size
         tp: tuple[TensorParallel, ...] = ()
@@ -164,23 +164,22 @@ class Pipeline(TokenOutputSteps):
         stages = {}
         for k in self.plan.stages_of(self.rank):
             if tp and not checks.is_verified:
-                checks.stage(model.stage(cuts[k], cuts[k + 1], self.device), k, self.plan, own_loss=own_loss)
-            stages[k] = model.stage(cuts[k], cuts[k + 1], self.device, *tp)
+                whole = require_stage(model.stage(cuts[k], cuts[k + 1], self.device))
+                checks.stage(whole, k, self.plan, own_loss=own_loss)
+            stages[k] = require_stage(model.stage(cuts[k], cuts[k + 1], self.device, *tp))
             if not tp:
                 checks.stage(stages[k], k, self.plan, own_loss=own_loss)
         return stages
 
-    def _frozen_base(self, model: Splittable) -> FrozenBase:
-        source = model.weight_source() if isinstance(model, HasSource) else None
+    def _frozen_base(self, model: PipelineModel) -> FrozenBase:
         cuts = self.plan.boundaries
-        return FrozenBase(source, [(cuts[k], cuts[k + 1]) for k in self.stages], self._transport)
+        return FrozenBase(model.weight_source(), [(cuts[k], cuts[k + 1]) for k in self.stages], self._transport)
 
     def _vocabulary(self) -> Vocabulary:
-        """What the stages here say of it; all of them know both numbers, those of a user's own model may know none."""
-        known = [stage.vocabulary for stage in self.stages.values() if isinstance(stage, HasVocabulary)]
-        return Vocabulary(*known[0]) if known else Vocabulary()
+        """What the stages here say of it: all of them the same."""
+        return Vocabulary(*next(iter(self.stages.values())).vocabulary)
 
-    def _compared_parts(self, model: Splittable) -> tuple[Traits, ...]:
+    def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
         """What all ranks must agree on once their stages are made, what those that hold the same stages must, and what
         those that hold the same parts of them."""
         held = [named for stage in self.stages.values() for named in stage.named_parameters()]
@@ -191,7 +190,7 @@ class Pipeline(TokenOutputSteps):
             Traits(weight_traits(held) if self._transport.dp_size > 1 else {}, place),
         )
 
-    def _check(self, model: Splittable) -> None:
+    def _check(self, model: PipelineModel) -> None:
         """All ranks have the same plan and as many layers: all refuse them alike."""
         if self.plan.num_layers != model.num_layers:
             raise ValueError(

@@ -4,14 +4,14 @@ Where it raises, it raises on all ranks, and nothing has changed.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from terapipe.losses.objective import Targets, labels_in
 from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE, Splittable
+from terapipe.modeling.stage import IGNORE, PipelineModel, Stage
 from terapipe.modeling.verification import check_stage
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
@@ -26,17 +26,15 @@ from terapipe.runtime.traits import Traits, refuse_differences
 
 
 class ModelChecks:
-    """What a model may say of the batches that it is exact with; see Splittable."""
+    """What a model may say of the batches that it is exact with; see PipelineModel."""
 
-    def __init__(self, model: Splittable) -> None:
+    def __init__(self, model: PipelineModel) -> None:
         self._model = model
-        self.is_verified: bool = getattr(model, "is_verified", False)  # before stages change the model's modules
-        self._slices: Any = getattr(model, "check_slices", lambda shortest, recompute: None)
-        self._step: Any = getattr(model, "check_step", lambda **_: None)
+        self.is_verified = model.is_verified  # before stages change the model's modules
         self._refused_modes: dict[Recompute, str] = {}  # of recomputation, and why
         self._whole_only = False  # whether slices were never checked
 
-    def stage(self, stage: nn.Module, k: int, plan: Plan, *, own_loss: bool) -> None:
+    def stage(self, stage: Stage, k: int, plan: Plan, *, own_loss: bool) -> None:
         """Checks a stage of a model that nobody has verified yet. Raises ValueError if it would train wrongly."""
         if self.is_verified:
             return
@@ -55,11 +53,11 @@ class ModelChecks:
                 "slices of this model were not checked, because the pipeline's own plan cuts no sequence; make the "
                 "Pipeline with a plan that has slices"
             )
-        self._slices(min(map(min, plan.lengths)), tuple(mode for mode in plan.recompute_modes if mode != "none"))
+        self._model.check_plan(plan)
 
     def step(self, documents: Documents, *, training: bool, padded: bool) -> None:
         several = any(len(row) > 1 for row in documents)
-        self._step(documents=several, training=training, padded=padded)
+        self._model.check_step(documents=several, training=training, padded=padded)
 
 
 class Held(NamedTuple):

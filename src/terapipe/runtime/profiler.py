@@ -8,11 +8,11 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.gpt import GPT
@@ -21,10 +21,12 @@ from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.main_grads import drop_main_grads
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import Splittable, Stage
+from terapipe.modeling.stage import PipelineModel, Stage
 from terapipe.planning.hardware import blas_workspaces
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
+from terapipe.planning.recompute import Recompute
+from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.environment import host_name, local_device
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.points import Point, far_apart_first, grid, needed, sparse
@@ -46,15 +48,15 @@ Clock = Callable[..., list[float]]  # seconds of some actions
 class Profiler:
     """Every rank creates a Profiler with the same arguments, and all call ``run`` together.
 
-    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, ``shape_of`` finds
-    it from a Hugging Face decoder, and for a model of your own a rough one will do. Of a model on the meta device, only
+    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, a Decoder
+    says its own as ``shape``, and for a model of your own a rough one will do. Of a model on the meta device, only
     the measured stages are materialized. ``dtype`` is that of parameters and hidden states, by default the model's. Of
     microbatch sizes after the first, ``max_tokens`` leaves out slices that hold more tokens with their context.
     """
 
     def __init__(
         self,
-        model: Splittable,
+        model: PipelineModel,
         *,
         layers: int,
         seq_len: int,
@@ -79,8 +81,8 @@ class Profiler:
         # The last layers: their stage takes hidden states, unless it is all, and its head is only called for the loss.
         self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
-        self._sliced = {stage: SlicedStage(cast(Stage, stage)) for stage in (self.stage, self.plain, self.first)}
-        self._selects = _takes(model, seq_len, ("block",))
+        self._sliced = {stage: SlicedStage(stage) for stage in (self.stage, self.plain, self.first)}
+        self._selects = _takes(model, seq_len, "block")
         self.dtype = self._convert(dtype)
         self._sparse = sparse(seq_len)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
@@ -213,7 +215,7 @@ class Profiler:
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
         if self._selects:
             yield "block", self._block(point)
-        yield "head", self._clock(lambda: self._loss(cast(Stage, self.stage), point))[0]
+        yield "head", self._clock(lambda: self._loss(self.stage, point))[0]
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
@@ -225,7 +227,7 @@ class Profiler:
 
     def _passes(
         self,
-        stage: nn.Module,
+        stage: Stage,
         point: Point,
         count: int,
         *,
@@ -237,7 +239,7 @@ class Profiler:
 
         A short slice after a pause is slower than one of many; with ``warm`` the first is not counted.
         """
-        shape = cast(Stage, stage).hidden_shape(point.size, point.length)
+        shape = stage.hidden_shape(point.size, point.length)
         gradient = torch.randn(shape, dtype=self.dtype, device=self.device)
         done: list[tuple[SliceCache, Tensor]] = []
         caches = [self._begun(stage, point, deferred) for _ in range(count + warm)]
@@ -256,7 +258,7 @@ class Profiler:
         times = self._clock(*(half for both in halves for half in both))
         return forwards[warm:], times[2 * warm :: 2], times[2 * warm + 1 :: 2]
 
-    def _begun(self, stage: nn.Module, point: Point, deferred: bool) -> SliceCache:
+    def _begun(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
         cache = self._cache(stage, point.size, point.context).clone()
         cache.begin(point.context, point.length)
         cache.defer = deferred
@@ -269,13 +271,13 @@ class Profiler:
             for state in cache.next_states():
                 state.grad = torch.zeros_like(state) if state.requires_grad else None
 
-    def _input(self, stage: nn.Module, point: Point) -> Tensor:
+    def _input(self, stage: Stage, point: Point) -> Tensor:
         if stage is self.first or self.layers == self.shape.layers:
             return torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
         return self._hidden(point)
 
     def _hidden(self, point: Point) -> Tensor:
-        shape = cast(Stage, self.stage).hidden_shape(point.size, point.length)
+        shape = self.stage.hidden_shape(point.size, point.length)
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
     def _loss(self, stage: Stage, point: Point) -> None:
@@ -301,7 +303,7 @@ class Profiler:
         """All ranks begin at the same time; whether it is late for one of them."""
         return bool(self.transport.all_reduce(torch.full((1,), float(late), device=self.device)).item())
 
-    def _cache(self, stage: nn.Module, size: int, context: int) -> SliceCache:
+    def _cache(self, stage: Stage, size: int, context: int) -> SliceCache:
         """As it is behind so many tokens; to be left so."""
         start, here = (id(stage), size, 0), (id(stage), size, context)
         if start not in self._caches:
@@ -315,9 +317,9 @@ class Profiler:
                 stage(self._input(stage, Point(size, context, 0)), cache)
         return self._caches[here]
 
-    def _written(self, stage: nn.Module, size: int) -> SliceCache:
+    def _written(self, stage: Stage, size: int) -> SliceCache:
         """A cache in which all keys, values and their gradients have been written once, by two slices."""
-        cache = cast(Stage, stage).make_cache(size, self.seq_len)
+        cache = stage.make_cache(size, self.seq_len)
         half = self.seq_len // 2 or 1
         halves = [Point(size, half, 0), Point(size, self.seq_len - half, half)] if self.seq_len > 1 else []
         outs = []
@@ -415,12 +417,12 @@ class Profiler:
         return [step / count for step in steps[1:] or steps]
 
 
-def _shape(model: Splittable, shape: GPTConfig | None) -> GPTConfig:
+def _shape(model: PipelineModel, shape: GPTConfig | None) -> GPTConfig:
     if shape is None and isinstance(model, GPT):
         shape = model.config
     if shape is None:
         raise ValueError(
-            f"the shape of a {type(model).__name__} must be told, for the planner: shape_of(decoder) of a Hugging Face "
+            f"the shape of a {type(model).__name__} must be told, for the planner: Decoder.shape of a Hugging Face "
             "decoder, for others a GPTConfig that is about as large"
         )
     if shape.layers != model.num_layers:
@@ -428,10 +430,10 @@ def _shape(model: Splittable, shape: GPTConfig | None) -> GPTConfig:
     return shape
 
 
-def _takes(model: Splittable, length: int, recompute: tuple[str, ...] = ()) -> bool:
-    """Whether slices may be so short, with these modes of recomputation."""
+def _takes(model: PipelineModel, length: int, recompute: Recompute = "none") -> bool:
+    """Whether slices may be so short, with this mode of recomputation."""
     try:
-        getattr(model, "check_slices", lambda shortest, recompute: None)(length, recompute)
+        model.check_plan(Plan((1,), ((length,),), (0, model.num_layers), recompute=recompute))
     except ValueError:
         return False
     return True

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from terapipe.modeling.stage import HasVocabulary, Splittable, Stage
+from terapipe.modeling.stage import PipelineModel, Stage
 from terapipe.runtime.checkpoint.frozen import local_sums
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
@@ -79,33 +79,24 @@ def _differences(usual: Traits, other: Traits) -> list[str]:
 # What is compared
 
 
-def model_traits(model: Splittable) -> dict[str, str]:
-    """Of the whole model, as far as it tells: see Splittable."""
+def model_traits(model: PipelineModel) -> dict[str, str]:
+    """Of the whole model, as far as it tells: see ``PipelineModel.traits``."""
     about: dict[str, Any] = {"model class": type(model).__qualname__, "layers": model.num_layers, "tied": model.tied}
-    own = getattr(model, "traits", None)
-    if callable(own):
-        about |= own()
-    else:
-        spec = getattr(model, "planning_spec", None)
-        about["config"] = getattr(model, "config", None) or (spec() if callable(spec) else None)
-    return flatten(about)
+    return flatten(about | dict(model.traits()))
 
 
-def stage_traits(model: Splittable, stages: Mapping[int, nn.Module], tile: int) -> dict[str, str]:
+def stage_traits(model: PipelineModel, stages: Mapping[int, Stage], tile: int) -> dict[str, str]:
     """What is equal wherever it is known: stages hold different layers, a rank may have more of the model than its
     own. ``tile``: lengths must be multiples of it."""
     about: dict[str, Any] = {}
     for stage in stages.values():
-        if isinstance(stage, Stage):
-            about["shape of hidden states"] = tuple(stage.hidden_shape(1, 8 * tile))
-        if isinstance(stage, HasVocabulary):
-            names = ("vocabulary of inputs", "vocabulary of labels")
-            about |= {name: size for name, size in zip(names, stage.vocabulary, strict=True) if size is not None}
+        about["shape of hidden states"] = tuple(stage.hidden_shape(1, 8 * tile))
+        names = ("vocabulary of inputs", "vocabulary of labels")
+        about |= {name: size for name, size in zip(names, stage.vocabulary, strict=True) if size is not None}
     dtypes = {p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point()}
     if len(dtypes) == 1:  # of a model with several, stages may have different ones
         about["dtype"] = dtypes.pop()
-    whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    if isinstance(whole, nn.Module):
+    if (whole := model.whole_module()) is not None:
         about |= parameter_traits(whole.named_parameters())
         about |= {name: f"{m._get_name()}({m.extra_repr()})" for name, m in whole.named_modules() if _is_layer(m)}
     return flatten(about)

@@ -230,7 +230,7 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
     which need less memory."""
     request, evaluator = candidate.evaluator.request, candidate.evaluator
     if request.slice_lengths is not None:
-        lengths = request.slice_lengths
+        lengths = tuple(request.slice_lengths)
     elif request.num_slices is not None:
         lengths = even_lengths(request.seq_len, candidate.count, 1)
     elif even or candidate.count == 1:

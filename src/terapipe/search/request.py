@@ -3,45 +3,37 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 from terapipe.planning.layout import Layout
+from terapipe.planning.limits import LARGEST, check_whole_number
+from terapipe.planning.options import PlanOptions
 from terapipe.planning.order import order_named
-from terapipe.planning.presets import LARGEST
-from terapipe.planning.recompute import MODES, Recompute, parse_recompute
+from terapipe.planning.recompute import MODES, Recompute
 from terapipe.search.source import Source
 
 
 @dataclass(frozen=True)
-class Request:
-    """The planner chooses what is None. Give at most one of ``num_slices`` (equal slices) and ``slice_lengths``."""
+class Request(PlanOptions):
+    """The knobs of ``PlanOptions``, which the planner chooses where they are None, and what they are for.
 
-    batch_size: int  # sequences per step, over all replicas
+    Args:
+        batch_size: Sequences per step, over all replicas.
+        seq_len: Tokens per sequence.
+        min_slice: Tokens in the shortest slice with which the model is exact.
+        recompute_modes: Modes of recomputation that the model supports.
+    """
+
+    batch_size: int
     seq_len: int
-    dp: int | None = None
-    pp: int | None = None
-    tp: int | None = None
-    order: str | None = None
-    num_slices: int | None = None
-    slice_lengths: tuple[int, ...] | None = None
-    microbatch_size: int | None = None
-    chunks: int | None = None  # stages per rank
-    recompute: Recompute | None = None
-    shard: bool = False  # whether replicas shard the model state (FSDP2)
-    tile: int | None = None  # slice lengths are multiples of it; None: as the source says
-    min_slice: int = 1  # tokens in the shortest slice with which the model is exact
-    recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
-    distinct: int | None = None  # maximum number of different slice lengths
-    budget: int | None = None  # memory per device in bytes; None: as the source says
+    min_slice: int = 1
+    recompute_modes: tuple[Recompute, ...] = MODES
 
     def __post_init__(self) -> None:
-        for name, most in _LARGEST.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-            if value is not None and value > most:
-                raise ValueError(f"{name} must be at most {most}, got {value}")
-        if self.order is not None:
-            order_named(self.order)
+        super().__post_init__()
+        check_whole_number("batch_size", self.batch_size, most=2**20)
+        check_whole_number("seq_len", self.seq_len, most=LARGEST["max_seq_len"])
+        check_whole_number("min_slice", self.min_slice, most=LARGEST["max_seq_len"])
         if self.dp is not None and self.batch_size % self.dp:
             raise ValueError(
                 f"every replica takes the same number of sequences: a batch of {self.batch_size} is not divisible by "
@@ -52,8 +44,6 @@ class Request:
             raise ValueError(
                 f"a slice of {self.tile} tokens does not fit into sequences of {self.seq_len}; use a smaller tile"
             )
-        if self.recompute is not None:
-            object.__setattr__(self, "recompute", parse_recompute(self.recompute, 1, 1))
         if self.recompute not in (None, *self.recompute_modes):
             raise ValueError(
                 f"the model supports recomputation {' and '.join(self.recompute_modes)}, got {self.recompute}; leave "
@@ -63,17 +53,15 @@ class Request:
 
     def _check_slices(self) -> None:
         count, lengths = self.num_slices, self.slice_lengths
-        if count is not None and lengths is not None:
-            raise ValueError(f"give num_slices or slice_lengths, not both; got {count} and {list(lengths)}")
-        if lengths is not None and (sum(lengths) != self.seq_len or any(n < 1 for n in lengths)):
+        if lengths is not None and sum(lengths) != self.seq_len:
             raise ValueError(
-                f"slice lengths must be positive and sum to the {self.seq_len} tokens of a sequence, got "
+                f"slice_lengths must sum to the {self.seq_len} tokens of a sequence, got "
                 f"{list(lengths)}, which sum to {sum(lengths)}"
             )
         if lengths is not None and len(lengths) > 1 and min(lengths) < self.min_slice:
             raise ValueError(f"the model takes slices of at least {self.min_slice} tokens, got {list(lengths)}")
         if count is not None and count > self.seq_len:
-            raise ValueError(f"the number of slices must be between 1 and the {self.seq_len} tokens, got {count}")
+            raise ValueError(f"num_slices must be between 1 and the {self.seq_len} tokens, got {count}")
         whole = self.order is not None and not order_named(self.order).sliced
         if whole and (count or len(lengths or (1,))) > 1:
             raise ValueError(
@@ -90,21 +78,9 @@ class Request:
                 return tile
         return self.seq_len  # whole sequences
 
-    @property
-    def fixed_slices(self) -> bool:
-        return self.num_slices is not None or self.slice_lengths is not None
-
-    def fixed(self, **fields: object) -> "Request":
+    def fixed(self, **fields: Any) -> "Request":
         """A copy with some fields replaced."""
-        return replace(self, **fields)  # type: ignore[arg-type]
-
-
-# All are positive. Far beyond what can be planned, so that a typing error is named at once.
-_LARGEST = {
-    "batch_size": 2**20, "seq_len": LARGEST["max_seq_len"], "dp": 2**20, "pp": LARGEST["layers"], "tp": 2**16,
-    "num_slices": 2**16, "microbatch_size": 2**20, "chunks": LARGEST["layers"], "tile": LARGEST["max_seq_len"],
-    "distinct": 2**20, "budget": 2**60, "min_slice": LARGEST["max_seq_len"],
-}  # fmt: skip
+        return replace(self, **fields)
 
 
 def _nearest_divisor(n: int, most: int) -> int:

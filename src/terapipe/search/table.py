@@ -165,8 +165,8 @@ def _plan(table: CostTable, request: Request, batch_size: int, boundaries: tuple
         array = table.array(request.seq_len, sizes)
         cuts = solve_table(array, stages=len(boundaries) - 1, batch_size=batch_size, unit=table.unit, sizes=sizes)
         return Plan(cuts.sizes, cuts.lengths, boundaries)
-    lengths = request.slice_lengths
-    if lengths is None:
+    lengths = tuple(request.slice_lengths or ())
+    if not lengths:
         count = request.num_slices or 1
         lengths = even_lengths(request.seq_len, count, table.unit)
         if len(lengths) != count:

@@ -1,62 +1,71 @@
 """How a Hugging Face model is split: what a user says beside transformers' own arguments."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from terapipe import api
-from terapipe.hf.decoder import Decoder
-from terapipe.planning.layout import Layout, balance
+from terapipe.hf import Decoder, split_layers
+from terapipe.planning.layout import Layout
+from terapipe.planning.limits import check_whole_number
+from terapipe.planning.options import PlanOptions, values_of, with_default
 from terapipe.planning.order import ORDERS
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.search.result import PlanResult
 
 NOMINAL = 64  # tokens of a slice in a plan that is made before any batch is known; only proportions matter
+# Knobs that mean something without a planner. All others are limits on what it chooses, and need plan="auto".
+WITHOUT_PLANNER = ("dp", "pp", "tp", "shard", "order", "num_slices", "microbatch_size", "chunks", "recompute")
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
-    """How to split a model and its sequences.
+class PipelineConfig(PlanOptions):
+    """How to split a model and its sequences: every knob of ``terapipe.plan``, and what a trainer needs beside them.
 
-    - ``slices``: number of slices of each sequence, of equal length.
-    - ``plan``: a plan or a result of ``terapipe.plan`` in place of ``slices``; ``"auto"`` profiles the model and plans,
-      for batches of ``seq_len`` tokens within ``memory`` per device. Batches of other shapes are cut in proportion.
-    - ``dp``, ``pp``, ``tp``: replicas, pipeline ranks and tensor parallel ranks. By default all processes that torchrun
-      started form one pipeline.
-    - ``microbatch_size``: sequences per microbatch; by default all of a batch on one device, one in a pipeline.
-    - ``recompute``: "none", "block" or "full", see ``Plan``; by default full with ``gradient_checkpointing=True``
-      of transformers, else none.
-    - ``order``: a key of ``ORDERS``. Losses other than cross-entropy need one with all forwards first.
-    - ``shard``: replicas share out parameters and the optimizer's state (FSDP2).
-    - ``timeout``: the longest that a rank waits for another, in seconds; by default ``ddp_timeout`` of transformers, as
-      the first rank writes files and generates text while others wait.
+    By default all processes that torchrun started form one pipeline, in the order ``terapipe``. Losses other than
+    cross-entropy need an order with all forwards first. ``microbatch_size`` is by default all of a batch on one device,
+    and one sequence in a pipeline; ``recompute`` is full with ``gradient_checkpointing=True`` of transformers, else
+    none.
+
+    Args:
+        slices: Number of slices of each sequence, of equal length: short for ``num_slices``, here only.
+        plan: A plan or a result of ``terapipe.plan`` in place of ``slices``; ``"auto"`` profiles the model and plans,
+            for batches of ``seq_len`` tokens within ``memory`` per device. Batches of other shapes are cut in
+            proportion.
+        seq_len: Tokens per sequence to plan for, with ``plan="auto"``.
+        profile_seconds: About how long ``plan="auto"`` measures the model, at most.
+        timeout: The longest that a rank waits for another, in seconds; by default ``ddp_timeout`` of transformers, as
+            the first rank writes files and generates text while others wait.
     """
 
     slices: int | None = None
     plan: "Plan | PlanResult | Literal['auto'] | None" = None
-    dp: int = 1
-    pp: int | None = None
-    tp: int = 1
-    microbatch_size: int | None = None
-    recompute: Recompute | None = None
-    order: str = "terapipe"
-    shard: bool = False
-    memory: str | int | None = None
     seq_len: int | None = None
     profile_seconds: float = 20.0
     timeout: float | None = None
+    dp: int = with_default("dp", 1)
+    tp: int = with_default("tp", 1)
+    order: str = with_default("order", "terapipe")
 
     def __post_init__(self) -> None:
-        if self.slices is not None and self.plan is not None:
+        super().__post_init__()
+        if self.slices is not None:
+            check_whole_number("slices", self.slices)
+            if self.num_slices not in (None, self.slices):
+                raise ValueError(f"slices is short for num_slices; give one, got {self.slices} and {self.num_slices}")
+            object.__setattr__(self, "num_slices", self.slices)
+        if self.fixed_slices and self.plan is not None:
             raise ValueError("slices and plan both say how to cut sequences; give one of them")
-        if self.slices is not None and self.slices < 1:
-            raise ValueError(f"slices must be at least 1, got {self.slices}")
-        if self.order not in ORDERS:
-            raise ValueError(f"order is one of {', '.join(ORDERS)}, got {self.order!r}")
-        if self.plan != "auto" and (self.memory, self.seq_len) != (None, None):
-            raise ValueError("memory and seq_len are what to plan for; they need plan='auto'")
+        limits = {"seq_len": self.seq_len, **values_of(self, PlanOptions)}
+        limits = {name: value for name, value in limits.items() if value and name not in WITHOUT_PLANNER}
+        if self.plan != "auto" and limits:
+            raise ValueError(f"{' and '.join(limits)} say what to plan for; they need plan='auto'")
+        self._refuse_twice()
+
+    def _refuse_twice(self) -> None:
+        """Refuses knobs beside a plan that fixes them."""
         said = {"microbatch_size": self.microbatch_size, "recompute": self.recompute, "pp": self.pp}
+        said["chunks"] = self.chunks
         if isinstance(self.plan, PlanResult):
             said |= {"dp": self.dp > 1, "tp": self.tp > 1, "shard": self.shard}
         twice = [name for name, value in said.items() if value]
@@ -64,48 +73,54 @@ class PipelineConfig:
             raise ValueError(f"the plan says {' and '.join(twice)} already; leave them out, or change the plan")
 
     def layout(self, processes: int) -> Layout:
-        """Of all processes."""
+        """The layout of so many processes."""
         pp = self.pp
         if isinstance(self.plan, Plan):
             pp = self.plan.num_ranks
         pp = pp or max(1, processes // (self.dp * self.tp))
-        found = self.plan.layout if isinstance(self.plan, PlanResult) else Layout(self.dp, pp, self.tp, self.shard)
-        if found.devices != processes:
+        layout = self.plan.layout if isinstance(self.plan, PlanResult) else Layout(self.dp, pp, self.tp, self.shard)
+        if layout.devices != processes:
             raise ValueError(
-                f"{found} needs {found.devices} processes, got {processes}; start so many with torchrun, or change the "
-                "layout"
+                f"{layout} needs {layout.devices} processes, got {processes}; start so many with torchrun, or change "
+                "the layout"
             )
-        return found
+        return layout
 
     def plan_for(
         self, decoder: Decoder, layout: Layout, batch_size: int, seq_len: int | None, recompute: Recompute
     ) -> Plan:
-        """For batches of so many sequences. ``seq_len`` and ``recompute`` are for what this does not say itself."""
+        """The plan of one replica.
+
+        Args:
+            decoder: The model.
+            layout: As ``layout`` returned it.
+            batch_size: Sequences per batch of a replica.
+            seq_len: Tokens per sequence, if this does not say it itself.
+            recompute: What the backward computes again, if this does not say it itself.
+        """
         if isinstance(self.plan, Plan | PlanResult):
             return self.plan if isinstance(self.plan, Plan) else self.plan.plan
         recompute = self.recompute or recompute
         if self.plan == "auto":
-            return self._planned(decoder, layout, batch_size, self.seq_len or seq_len, recompute)
-        slices = self.slices or max(8, 4 * layout.pp)
+            return self._choose(decoder, layout, batch_size, self.seq_len or seq_len, recompute)
+        slices = self.num_slices or max(8, 4 * layout.pp)
         size = self.microbatch_size or (batch_size if layout.pp == 1 else 1)
-        layers, head = decoder.products()
-        chunks = ORDERS[self.order].chunks or 1
+        chunks = self.chunks or ORDERS[self.order].chunks or 1
         return Plan.uniform(
-            batch_size=batch_size, seq_len=slices * max(NOMINAL, decoder.shortest), num_slices=slices,
-            microbatch_size=min(size, batch_size), boundaries=balance(layers, layout.pp * chunks, last=head),
+            batch_size=batch_size, seq_len=slices * max(NOMINAL, decoder.min_slice), num_slices=slices,
+            microbatch_size=min(size, batch_size), boundaries=split_layers(decoder, layout.pp * chunks),
             order=self.order, chunks=chunks, recompute=recompute,
         )  # fmt: skip
 
-    def _planned(
+    def _choose(
         self, decoder: Decoder, layout: Layout, batch_size: int, seq_len: int | None, recompute: Recompute
     ) -> Plan:
+        """Measures the model, and chooses by all knobs."""
         if seq_len is None:
             raise ValueError("plan='auto' must know how long sequences are; give PipelineConfig(seq_len=...)")
-        sizes: Sequence[int] = (self.microbatch_size or (batch_size if layout.pp == 1 else 1),)
-        profile = api.profile(decoder, seq_len=seq_len, microbatch_sizes=sizes, seconds=self.profile_seconds)
-        found = api.plan(
-            decoder, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, memory=self.memory, dp=layout.dp,
-            pp=layout.pp, tp=layout.tp, shard=layout.shard, order=self.order, microbatch_size=sizes[0],
-            recompute=self.recompute or (None if self.memory is not None else recompute),
-        )  # fmt: skip
-        return found.plan
+        size = self.microbatch_size or (batch_size if layout.pp == 1 else 1)
+        profile = api.profile(decoder, seq_len=seq_len, microbatch_sizes=(size,), seconds=self.profile_seconds)
+        options = values_of(self, PlanOptions) | values_of(layout, Layout) | {"microbatch_size": size}
+        if self.recompute is None and self.memory is None:
+            options["recompute"] = recompute
+        return api.plan(decoder, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, **options).plan

@@ -106,7 +106,7 @@ def pipelined(
                 device=device,
                 timeout=config.timeout or timeout,
             )
-        return pipe, decoder.has_router_losses
+        return pipe, decoder.has_auxiliary_losses
 
     return PipelinedModel(model, inner, make, layout)
 

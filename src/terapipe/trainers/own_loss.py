@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from terapipe.hf.attention_backend import UnsupportedModelError
 from terapipe.hf.routers import with_router_logits
-from terapipe.hf.verify.small_model import shrunken, small_model
+from terapipe.hf.verify.small_model import shrink_config, small_model
 
 
 def refuse_other_losses(model: PreTrainedModel) -> None:
@@ -17,7 +17,7 @@ def refuse_other_losses(model: PreTrainedModel) -> None:
             "compute it from logits, with compute_loss_func"
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        small = small_model(with_router_logits(shrunken(model.config), False), torch.float32, kind=type(model))
+        small = small_model(with_router_logits(shrink_config(model.config), False), torch.float32, kind=type(model))
         small.train(False)
         ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
         small.loss_type = model.loss_type

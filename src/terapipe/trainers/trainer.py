@@ -184,7 +184,7 @@ class PipelineMixin:
                 f"{getattr(self.pipeline_config if asked == 'recompute' else trainer.args, asked)!r}; take "
                 f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
             )
-        self._refuse_router_losses(decoder.has_router_losses)
+        self._refuse_router_losses(decoder.has_auxiliary_losses)
 
     def _refuse_router_losses(self, in_model: bool) -> None:
         """``in_model``: whether the model adds them to its own loss."""

@@ -14,10 +14,11 @@ import torch
 from terapipe import files
 from terapipe.extras import install_line
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import balance, split_layers
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import MODES, Recompute
+from terapipe.planning.slices import Plan
 from terapipe.training.config import DataConfig, ModelConfig, ObjectiveConfig
 from terapipe.training.data.tokenizer import ByteTokenizer
 
@@ -28,7 +29,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 class RunModel:
     """A model, and what the planner knows of it."""
 
-    model: Splittable
+    model: PipelineModel
     shape: GPTConfig | None  # None: nothing is known, and it cannot be measured
     split: Callable[[int], tuple[int, ...]]  # boundaries of so many stages
     identity: dict[str, Any]  # its configuration: another one is another model, whatever its weights
@@ -109,7 +110,6 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         import transformers
 
         from terapipe import hf
-        from terapipe.hf.decoder import shape_of
         from terapipe.hf.structure import identity_of
         from terapipe.hf.weights import PretrainedWeights
     except ImportError as error:
@@ -127,13 +127,13 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         path = Path(config.config)
         hf_config = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
         decoder = hf.Decoder.from_config(hf_config, config.seed, dtype, **routers)
-    shape = shape_of(decoder)
+    shape = decoder.shape
     _check_vocab(shape.vocab, vocab, f"a model with a vocab_size of {vocab}")
-    if config.recompute not in ("auto", "none"):
-        decoder.check_slices(decoder.shortest, (config.recompute,))
+    if config.recompute != "auto" and config.recompute != "none":
+        decoder.check_plan(Plan((1,), ((decoder.min_slice,),), (0, decoder.num_layers), recompute=config.recompute))
     identity = identity_of(decoder.model.config.to_dict())
     split = partial(hf.split_layers, decoder)
-    return RunModel(decoder, shape, split, identity, decoder.shortest, decoder.recompute_modes)
+    return RunModel(decoder, shape, split, identity, decoder.min_slice, decoder.recompute_modes)
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
@@ -143,9 +143,9 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel
     arguments = {"vocab": vocab, "seq_len": data.seq_len, "seed": config.seed, "dtype": dtype_of(config)}
     accepted = inspect.signature(function).parameters
     result = function(**{name: value for name, value in arguments.items() if name in accepted})
-    if not isinstance(result, Splittable):
+    if not isinstance(result, PipelineModel):
         raise ValueError(
-            f"model.factory must return a model with num_layers, tied and stage(), as docs/guide.md describes; "
+            f"model.factory must return a model that inherits from terapipe.PipelineModel, as docs/guide.md describes; "
             f"{config.factory} returned {type(result).__name__}"
         )
     return RunModel(result, None, lambda stages: balance([1.0] * result.num_layers, stages), {"kind": "own"})

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from terapipe import files, losses
 from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss, Targets
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import balance
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.mesh import ALL
@@ -71,7 +71,7 @@ class RunObjective:
     @property
     def has_metrics(self) -> bool:
         """Whether steps have numbers beside their loss."""
-        return self.loss_fn is not None or getattr(self._model.model, "has_router_losses", False)
+        return self.loss_fn is not None or self._model.model.has_auxiliary_losses
 
     def check(self, plan: Plan) -> None:
         if self.rows == "pairs" and any(size % 2 for size in plan.sizes):
@@ -148,16 +148,15 @@ class RunObjective:
 
     def _make_teacher(self, pipe: Pipeline) -> Pipeline:
         from terapipe import hf
-        from terapipe.hf.decoder import shape_of
 
         decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=next(pipe.parameters()).dtype)
-        teacher, student = shape_of(decoder).vocab, self._model.shape
+        teacher, student = decoder.shape.vocab, self._model.shape
         if student is not None and teacher != student.vocab:
             raise ValueError(
                 f"a teacher must have the student's vocabulary, got {teacher} tokens in {self._objective.teacher} and "
                 f"{student.vocab} in the model; take a teacher with the same tokenizer"
             )
-        model: Splittable = decoder
+        model: PipelineModel = decoder
         cuts = balance([1.0] * model.num_layers, pipe.plan.num_stages)
         plan = Plan(pipe.plan.sizes, pipe.plan.lengths, tuple(cuts), pipe.plan.order, pipe.plan.chunks)
         made = Pipeline(model, plan, mesh=pipe.transport.mesh, timeout=self._config.failures.timeout)

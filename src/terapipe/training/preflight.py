@@ -29,10 +29,11 @@ def check_run(config: RunConfig, ranks: int) -> None:
         run_plan.from_file(config, ranks)
     else:
         layout = run_plan.layout_of(config.plan, ranks, config.plan.pp)
-        if shape is not None and config.plan.pp and layout.pp * max(1, config.plan.chunks) > shape.layers:
+        chunks = config.plan.chunks or 1
+        if shape is not None and config.plan.pp and layout.pp * chunks > shape.layers:
             raise ValueError(
                 f"every stage needs a layer: the model has {shape.layers}, plan.pp {layout.pp} with plan.chunks "
-                f"{max(1, config.plan.chunks)} asks for {layout.pp * max(1, config.plan.chunks)} stages"
+                f"{chunks} asks for {layout.pp * chunks} stages"
             )
     if config.plan.profile:
         Profile.load(config.plan.profile)

@@ -9,6 +9,7 @@ from terapipe import api, files
 from terapipe.modeling.gpt import GPT
 from terapipe.planning.documents import DocumentCosts, DocumentPlanner
 from terapipe.planning.layout import Layout
+from terapipe.planning.options import PlanOptions, names_of, values_of
 from terapipe.planning.order import order_named
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.profile import Profile
@@ -67,7 +68,7 @@ def _saved_plan(file: str) -> SavedPlan:
 def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
     pp = saved.plan.num_ranks
-    fixed = ("profile", "order", "num_slices", "slice_lengths", "microbatch_size", "chunks", "memory")
+    fixed = ["profile", *(name for name in names_of(PlanOptions) if name not in ("dp", "pp", "tp", "shard", "tile"))]
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
     layout = saved.layout or Layout(config.dp or 1, pp, config.tp, config.shard)
@@ -82,7 +83,7 @@ def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
     return layout
 
 
-def layout_of(config: PlanConfig, ranks: int, pp: int) -> Layout:
+def layout_of(config: PlanConfig, ranks: int, pp: int | None) -> Layout:
     """What is fixed, and the rest so that all ranks have work."""
     known = (config.dp or 1) * (pp or 1) * config.tp
     if ranks % known:
@@ -168,7 +169,7 @@ def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> RunPlan:
 
 def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
     if wanted.slice_lengths:
-        return wanted.slice_lengths
+        return tuple(wanted.slice_lengths)
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
     tile = _tile(wanted, layout, tokens, shortest)
     return even_lengths(tokens, count, tile if tokens >= tile * count else 1)
@@ -205,25 +206,11 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
     wanted = config.plan
     if ranks % wanted.tp:
         raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
-    result = api.plan(
-        _spec(config, model),
-        profile,
-        batch_size=config.data.batch_size,
-        seq_len=config.data.seq_len,
-        dp=wanted.dp or None,
-        pp=wanted.pp or None,
-        tp=wanted.tp,
-        order=wanted.order or None,
-        num_slices=wanted.num_slices or None,
-        slice_lengths=wanted.slice_lengths or None,
-        microbatch_size=wanted.microbatch_size or None,
-        chunks=wanted.chunks or None,
-        recompute=None if config.model.recompute == "auto" else config.model.recompute,
-        shard=wanted.shard,
-        tile=min(wanted.tile, config.data.seq_len),
-        memory=wanted.memory or None,
-        devices=ranks,
-    )
+    batch_size, seq_len = config.data.batch_size, config.data.seq_len
+    options = values_of(wanted, PlanOptions)
+    options["recompute"] = None if config.model.recompute == "auto" else config.model.recompute
+    options["tile"] = min(wanted.tile, seq_len)
+    result = api.plan(_spec(config, model), profile, batch_size=batch_size, seq_len=seq_len, devices=ranks, **options)
     once = max(0.0, result.step_time - result.simulate().makespan)
     documents = api.document_planner(result).costs
     return RunPlan(result.layout, result.plan, result.step_time, once, documents)

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from terapipe.hf import Decoder, UnsupportedModelError, split_layers
 from terapipe.hf.refusals import switch_checkpointing
+from terapipe.hf.shape import work_of
 from terapipe.hf.structure import find_structure
-from terapipe.hf.verify.reference import Batch, SlicedModel, errors, lengths, reference
+from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
 from terapipe.hf.verify.small_model import small_config, small_model
-from terapipe.hf.verify.verification import verify
+from terapipe.hf.verify.verification import ModelVerifier
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
@@ -33,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("quiet_models")
 
 @pytest.mark.parametrize("name", FAST)
 def test_families_that_take_their_attention_from_the_interface(name: str) -> None:
-    result = verify(name, small_config(name), stages=3)
+    result = ModelVerifier(name, small_config(name), num_stages=3).verify()
     assert (result.backend, result.exact) == ("attention", True), result.reason
 
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_families_that_are_cut_through_their_cache(name: str) -> None:
-    result = verify(name, small_config(name))
+    result = ModelVerifier(name, small_config(name)).verify()
     assert (result.backend, result.exact) == ("cache", True), result.reason
 
 
@@ -61,7 +62,7 @@ def test_gated_delta_rules_differ_by_their_rounding_only(name: str, monkeypatch:
 
     def error() -> float:
         sliced = SlicedModel(model, structure, "cache")
-        return max(errors(reference(model, batch), sliced(batch, lengths(4, 2))).values())
+        return max(errors(reference(model, batch), sliced(batch, uneven_lengths(4, 2))).values())
 
     assert 1e-7 < error() < 1e-4
     monkeypatch.setattr(f"{type(model).__module__}.torch", _Float64Torch())
@@ -78,7 +79,7 @@ def test_models_that_cannot_be_cut_are_refused_with_a_reason(name: str) -> None:
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = torch.zeros(())
     monkeypatch.setattr(KeyValueStore, "grad", lambda self, start, end: (nothing, nothing))
-    result = verify("llama", small_config("llama"))
+    result = ModelVerifier("llama", small_config("llama")).verify()
     assert result.backend == "cache"  # which does not use it
 
 
@@ -102,7 +103,7 @@ def test_names_that_transformers_has_given_up_are_not_used(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])
 def test_slices_of_a_check_are_uneven(slices: int, shortest: int) -> None:
-    found = lengths(slices, shortest)
+    found = uneven_lengths(slices, shortest)
     assert len(found) == slices
     assert sum(found) == 29
     assert min(found) >= shortest
@@ -234,19 +235,20 @@ def test_attention_dropout_is_refused() -> None:
 
 def test_stages_are_balanced_with_the_head_counted_in() -> None:
     wide = Decoder(llama(vocab_size=90), backend="attention")
-    layers, head = wide.products()
+    layers, head = work_of(wide.model, wide.structure)
     assert len(layers) == 4
     assert len(set(layers)) == 1
     assert 0 < head < layers[0]
     assert split_layers(wide, 2) == (0, 2, 4)
-    experts, _ = Decoder(small_model(small_config("mixtral")), backend="attention").products()
+    mixtral = Decoder(small_model(small_config("mixtral")), backend="attention")
+    experts, _ = work_of(mixtral.model, mixtral.structure)
     whole = sum(p.numel() for p in small_model(small_config("mixtral")).model.layers[0].parameters())
     assert experts[0] < 0.8 * whole  # a token is sent to some of the experts
 
 
 def test_slices_too_short_for_a_model_are_refused_before_the_first_step() -> None:
     decoder = Decoder(small_model(small_config("qwen3_next")))
-    assert (decoder.backend, decoder.shortest) == ("cache", 2)
+    assert (decoder.backend, decoder.min_slice) == ("cache", 2)
     plan = Plan((2,), ((28, 1),), (0, 1, decoder.num_layers), "terapipe", 2)
     with pytest.raises(UnsupportedModelError, match="must have at least 2 tokens, got one of 1"):
         Pipeline(decoder, plan)

@@ -6,7 +6,6 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from terapipe.hf import Decoder
-from terapipe.hf.decoder import shape_of
 from terapipe.planning.presets import PRESETS, GPTConfig
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
@@ -40,24 +39,24 @@ def numbers(made: Decoder) -> int:
 )
 def test_a_dense_model_has_as_many_parameters(kind: str, options: dict[str, Any], shape: GPTConfig) -> None:
     made = decoder(kind, **options)
-    assert shape_of(made) == shape
+    assert made.shape == shape
     assert shape.parameters == pytest.approx(numbers(made), rel=0.05)
 
 
 def test_heads_wider_than_the_hidden_states_fill_them() -> None:
-    shape = shape_of(decoder("qwen3", **{**GATED, "head_dim": 64, "num_key_value_heads": 4}))
+    shape = decoder("qwen3", **{**GATED, "head_dim": 64, "num_key_value_heads": 4}).shape
     assert shape.num_kv_heads * shape.head_size == 64
 
 
 def test_experts_count_as_many_as_a_token_visits() -> None:
     made = decoder("mixtral", **GATED, num_local_experts=8, num_experts_per_tok=2)
     router = 8 * 64 / (2 * 64)
-    assert shape_of(made).ffn == 2 * 240 + router
-    assert shape_of(made).parameters < numbers(made) / 2
+    assert made.shape.ffn == 2 * 240 + router
+    assert made.shape.parameters < numbers(made) / 2
 
 
 def test_a_large_model_is_never_made_real() -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 32}
-    shape = shape_of(decoder("llama", **sizes, num_attention_heads=32, num_key_value_heads=8))
+    shape = decoder("llama", **sizes, num_attention_heads=32, num_key_value_heads=8).shape
     preset = PRESETS["llama3-8b"]
     assert shape == GPTConfig(32, 4096, 32, 8, preset.ffn, 128256, 1, tied=False)

@@ -1,5 +1,6 @@
 """Small copies of Hugging Face models: that they run, and that they keep what makes a model special."""
 
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from terapipe.hf.verify.small_model import causal_lm_types, shrunken, small_config, small_model
+from terapipe.hf.verify import small_model as shrink
+from terapipe.hf.verify.small_model import causal_lm_types, default_config, shrink_config, small_config, small_model
 
 FAMILIES = [
     *["bamba", "bert", "bloom", "deepseek_v3", "falcon", "gemma3", "gemma4_text", "gpt2", "gpt_oss", "jamba", "llama4"],
@@ -55,47 +57,47 @@ def test_all_types_are_listed() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "small"), [(32, 32, 4), (32, 8, 2), (64, 2, 2), (32, 1, 1)])
 def test_how_heads_share_keys_is_kept(heads: int, kv_heads: int, small: int) -> None:
-    config = shrunken(LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads))
+    config = shrink_config(LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads))
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, small)
 
 
 def test_heads_fill_the_hidden_size_only_if_they_did() -> None:
     sizes = [(4096, 128, 16), (2560, 128, 24), (2048, 256, 64), (4608, 128, 8)]
     for hidden, head, small in sizes:
-        config = shrunken(Qwen3Config(hidden_size=hidden, num_attention_heads=32, head_dim=head))
+        config = shrink_config(Qwen3Config(hidden_size=hidden, num_attention_heads=32, head_dim=head))
         assert (config.hidden_size, config.head_dim) == (64, small)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_weights_stay_tied(tied: bool) -> None:
-    model = small_model(shrunken(LlamaConfig(tie_word_embeddings=tied)))
+    model = small_model(shrink_config(LlamaConfig(tie_word_embeddings=tied)))
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 
 
 def test_windows_softcaps_and_kinds_of_layers_are_kept() -> None:
-    config = shrunken(Gemma2Config(final_logit_softcapping=20.0, attn_logit_softcapping=40.0, sliding_window=4096))
+    config = shrink_config(Gemma2Config(final_logit_softcapping=20.0, attn_logit_softcapping=40.0, sliding_window=4096))
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
     assert (config.sliding_window, config.final_logit_softcapping, config.attn_logit_softcapping) == (8, 20.0, 40.0)
 
 
 def test_every_kind_of_layer_is_there() -> None:
-    shared = shrunken(Gemma3nTextConfig())  # five layers a period; sparse at first; the last 15 of 35 share keys
+    shared = shrink_config(Gemma3nTextConfig())  # five layers a period; sparse at first; the last 15 of 35 share keys
     assert shared.layer_types == ["sliding_attention", "full_attention"] * 3
     assert shared.activation_sparsity_pattern == [0.95] * 2 + [0.0] * 4
     assert shared.num_kv_shared_layers == 2
-    hybrid = shrunken(BambaConfig(attn_layer_indices=[9, 18, 27]))
+    hybrid = shrink_config(BambaConfig(attn_layer_indices=[9, 18, 27]))
     assert hybrid.attn_layer_indices == [2, 3]
-    windowed = shrunken(Qwen2Config(num_hidden_layers=28, use_sliding_window=True, max_window_layers=21))
+    windowed = shrink_config(Qwen2Config(num_hidden_layers=28, use_sliding_window=True, max_window_layers=21))
     assert windowed.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert windowed.max_window_layers == 2
 
 
 def test_layers_may_be_asked_for() -> None:
-    assert shrunken(GPT2Config(n_layer=2), layers=6).n_layer == 6
-    assert shrunken(LlamaConfig(), layers=1).num_hidden_layers == 1
-    assert shrunken(Gemma2Config(), layers=1).layer_types == ["sliding_attention", "full_attention"]
+    assert shrink_config(GPT2Config(n_layer=2), layers=6).n_layer == 6
+    assert shrink_config(LlamaConfig(), layers=1).num_hidden_layers == 1
+    assert shrink_config(Gemma2Config(), layers=1).layer_types == ["sliding_attention", "full_attention"]
     with pytest.raises(ValueError, match="at least 1 layer, got layers=0"):
-        shrunken(LlamaConfig(), layers=0)
+        shrink_config(LlamaConfig(), layers=0)
 
 
 ROPES: list[dict[str, Any]] = [
@@ -115,7 +117,7 @@ ROPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: str(rope["rope_type"]))
 def test_rotations_are_kept(rope: dict[str, Any]) -> None:
     config = LlamaConfig(max_position_embeddings=131072, rope_parameters={"rope_theta": 5e5, **rope})
-    small = shrunken(config)
+    small = shrink_config(config)
     expected = {**config.rope_parameters, "original_max_position_embeddings": 16}
     assert small.max_position_embeddings == 256
     assert small.rope_parameters == {name: expected[name] for name in config.rope_parameters}
@@ -132,7 +134,7 @@ def test_factors_of_rotations_fit_the_small_heads() -> None:
         original_max_position_embeddings=4096,
         rope_parameters={**rope, **factors},
     )
-    small = shrunken(config)
+    small = shrink_config(config)
     assert small.rope_parameters["long_factor"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert small.original_max_position_embeddings == 8
     assert small_model(small)(input_ids=tokens(small)).logits.isfinite().all()
@@ -150,7 +152,7 @@ def test_a_configuration_of_ones_own_keeps_its_features() -> None:
         attn_implementation="sdpa",
     )
     before = config.to_dict()
-    small = shrunken(config)
+    small = shrink_config(config)
     assert config.to_dict() == before
     assert (small.qk_nope_head_dim, small.qk_rope_head_dim, small.v_head_dim, small.q_lora_rank) == (16, 8, 24, None)
     assert (small.n_routed_experts, small.num_experts_per_tok, small.n_group, small.topk_group) == (4, 2, 2, 1)
@@ -162,16 +164,16 @@ def test_a_configuration_of_ones_own_keeps_its_features() -> None:
 
 
 def test_other_features_of_ones_own() -> None:
-    granite = shrunken(GraniteConfig(attention_multiplier=1 / 128, residual_multiplier=0.22, logits_scaling=16.0))
+    granite = shrink_config(GraniteConfig(attention_multiplier=1 / 128, residual_multiplier=0.22, logits_scaling=16.0))
     assert (granite.attention_multiplier, granite.residual_multiplier, granite.logits_scaling) == (0.25, 0.22, 16.0)
-    opt = shrunken(OPTConfig(hidden_size=1024, word_embed_proj_dim=512, do_layer_norm_before=False))
+    opt = shrink_config(OPTConfig(hidden_size=1024, word_embed_proj_dim=512, do_layer_norm_before=False))
     assert (opt.word_embed_proj_dim, opt.do_layer_norm_before) == (32, False)
     tiny = LlamaConfig(hidden_size=32, num_attention_heads=2, vocab_size=50, intermediate_size=48)
-    assert (shrunken(tiny).vocab_size, shrunken(tiny).intermediate_size) == (50, 48)
+    assert (shrink_config(tiny).vocab_size, shrink_config(tiny).intermediate_size) == (50, 48)
 
 
 def test_a_part_of_a_configuration_is_shrunken_too() -> None:
-    whole = shrunken(Gemma3Config())
+    whole = shrink_config(Gemma3Config())
     assert (whole.text_config.hidden_size, whole.vision_config.hidden_size) == (64, 64)
     assert whole.text_config.sliding_window == 8
     assert small_config("gemma3").model_type == "gemma3_text"
@@ -202,3 +204,34 @@ def test_the_dtype_is_that_asked_for() -> None:
     model = small_model(small_config("qwen3_moe"), dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in small_model(small_config("qwen3_moe")).parameters()} == {torch.float64}
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    values = {str(k): v for k, v in values.items()}
+    parts = {k: flat(v) for k, v in values.items() if isinstance(v, dict)}
+    return {k: v for k, v in values.items() if k not in parts} | {
+        k: v for part in parts.values() for k, v in part.items()
+    }
+
+
+# What the docstring of small_model.py says beside the tables of names there: dtype, sizes, RoPE, scales, token ids,
+# random numbers, auxiliary losses, quantized weights, and kernels.
+SAID = (
+    "dtype|layer|pattern|block|vocab_size|^(head_dim|hidden_size)$|original_max_position_embeddings|"
+    "^(query_pre_attn_scalar|.*_multiplier)$|_token_id$|_index$|drop|jitter|aux_loss|z_loss|loss_weight|"
+    "quantization_config|attn_implementation|experts_implementation"
+)
+
+
+@pytest.mark.usefixtures("quiet_models")
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3", "gpt2", "jamba", "phimoe", "mpt", "opt", "qwen3_next"])
+def test_all_that_a_small_copy_has_otherwise_is_listed(name: str) -> None:
+    """Dropout was set to zero without a word."""
+    config = default_config(name)
+    before, after = flat(config.to_dict()), flat(shrink_config(config).to_dict())
+    layers = [*shrink.DEPTHS, *shrink.LISTED, *shrink.FIRST, *shrink.LAST]
+    sizes = {*config.attribute_map, *config.attribute_map.values(), *layers}
+    for key in before:
+        known = key in shrink.RULES or key in shrink.LIST_RULES or key in sizes
+        known = known or re.search(SAID, key) is not None
+        assert before[key] == after.get(key) or known, key

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from terapipe import GPT, PRESETS, GPTConfig, next_token_labels
-from terapipe.modeling.stage import IGNORE, Splittable, Stage
+from terapipe.modeling.stage import IGNORE, PipelineModel, Stage
 from tests.support.models import TINY, variant
 
 CPU = torch.device("cpu")
@@ -41,7 +41,8 @@ def test_a_tied_model_on_one_stage_stays_tied() -> None:
 
 
 def test_it_is_what_the_runtime_asks_for() -> None:
-    assert isinstance(GPT(TINY), Splittable)
+    assert isinstance(GPT(TINY), PipelineModel)
+    assert isinstance(GPT(TINY), Stage)
     assert isinstance(GPT(TINY).stage(0, 2, CPU), Stage)
 
 

@@ -10,11 +10,11 @@ from benchmarks.host_time.measure import Maker, python_calls, sliced_gpt, sliced
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.hf.stage import DecoderStage
-from terapipe.hf.verify.small_model import default_config, shrunken, small_model
+from terapipe.hf.verify.small_model import default_config, shrink_config, small_model
 
 
 def decoder(kind: str, layers: int) -> Decoder:
-    return Decoder(small_model(shrunken(default_config(kind), layers=layers)), backend="attention")
+    return Decoder(small_model(shrink_config(default_config(kind), layers=layers)), backend="attention")
 
 
 def calls_of_ends(kind: str, layers: int) -> list[tuple[int, int]]:
@@ -84,7 +84,7 @@ def test_a_loop_that_knows_more_of_numbers_keeps_stubs(monkeypatch: pytest.Monke
                 handle.remove()
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
-    model = small_model(shrunken(default_config("llama")))
+    model = small_model(shrink_config(default_config("llama")))
     sliced = SlicedModel(model, find_structure(model), "attention", num_stages=4)
     assert [stage.has_own_layers_only for stage in sliced.stages] == [True, False, False, False]
     batch = Batch.of(model)
@@ -102,7 +102,7 @@ def test_python_calls_of_a_layer_and_slice(make: Maker, most: int) -> None:
 def test_operations_as_large_as_the_vocabulary(dtype: torch.dtype, tied: bool) -> None:
     """One for each slice, the product of the head, and one or two that begin a sum. They were 3.75: a table of
     gradients of the embedding, a matrix of those of the head, and the sums of both."""
-    config: Any = shrunken(default_config("llama"))
+    config: Any = shrink_config(default_config("llama"))
     config.tie_word_embeddings, slices = tied, 8
     plan = Plan.uniform(batch_size=1, seq_len=32, num_slices=slices, boundaries=(0, 4))
     pipe = Pipeline(Decoder(small_model(config, dtype), backend="attention"), plan)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def project(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = layer.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = layer.qkv(x).unflatten(-1, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
     return q, k, v
 
 
@@ -167,10 +167,9 @@ class Changed(Decoder):
         for i in places if layer is not None else ():
             self.layers[str(i)] = layer(i)  # type: ignore[misc]
 
-    def stage(self, first: int, last: int, device: torch.device) -> "Changed":
+    def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> "Changed":
         part = Changed.__new__(type(self))
         nn.Module.__init__(part)
-        part.num_layers, part.tied = LAYERS, ()
         part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in range(first, last)})
         part.embedding = self.embedding if first == 0 else None
         part.head = self.head if last == LAYERS else None
@@ -188,7 +187,7 @@ class LossThatFails(Changed):
 
 
 class DrawnAnew(Changed):
-    def stage(self, first: int, last: int, device: torch.device) -> Decoder:
+    def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Decoder:
         torch.seed()
         part = super().stage(first, last, device)
         part.layers = nn.ModuleDict({name: Attention(int(name)) for name in part.layers})
@@ -196,7 +195,7 @@ class DrawnAnew(Changed):
 
 
 class WrongLayers(Changed):
-    def stage(self, first: int, last: int, device: torch.device) -> Decoder:
+    def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Decoder:
         part = super().stage(first, last, device)
         if first > 0:
             part.layers = nn.ModuleDict(reversed(list(part.layers.items())))

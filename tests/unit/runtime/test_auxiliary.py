@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
-from terapipe.modeling.auxiliary import AuxiliaryLoss
+from terapipe import GPT, Layout, Pipeline, PipelineModel, Plan, SliceCache
 from terapipe.modeling.gpt import Block
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, AuxiliaryLoss
 from tests.exactness.test_objectives import labels_of
 from tests.support.models import TINY, gradients, make_model, mesh_of, worst_error
 from tests.support.ranks import Ranks
@@ -51,20 +50,20 @@ class WatchedGPT(GPT):
         return {"balance": AuxiliaryLoss(TINY.hidden + 1, balance, self.over)}
 
 
-class Whole:
+class Whole(PipelineModel):
     def __init__(self, kind: type[GPT] = WatchedGPT) -> None:
         self._model, self._kind = watched(), kind
         self.num_layers, self.tied = TINY.layers, self._model.tied
 
-    def stage(self, first: int, last: int, device: torch.device, *tp: Any) -> GPT:
-        part = self._model.stage(first, last, device, *tp)
+    def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> GPT:
+        part = self._model.stage(first, last, device, tp)
         part.__class__ = self._kind
         return part
 
 
 def balanced(plan: Plan, layout: Layout, over: Any) -> Result:
     WatchedGPT.over = over
-    pipe = Pipeline(Whole(), plan, mesh=mesh_of(layout))  # type: ignore[arg-type]
+    pipe = Pipeline(Whole(), plan, mesh=mesh_of(layout))
     ids, labels = labels_of(plan.batch_size * layout.dp)
     mine = slice(pipe.dp_rank * plan.batch_size, (pipe.dp_rank + 1) * plan.batch_size)
     loss = pipe.step(ids[mine], labels[mine])
@@ -114,7 +113,7 @@ def test_accumulated_batches_add_up_to_one_term() -> None:
     WatchedGPT.over = "microbatch"
     ids, labels = labels_of(8)
     half = replace(WHOLE, sizes=(4,), lengths=WHOLE.lengths[:1])
-    pipe = Pipeline(Whole(), half)  # type: ignore[arg-type]
+    pipe = Pipeline(Whole(), half)
     total = float((labels != IGNORE).sum())
     found = sum(pipe.step(ids[rows], labels[rows], total=total).item() for rows in (slice(0, 4), slice(4, 8)))
     shares = [int((labels[rows] != IGNORE).sum()) / total for rows in (slice(0, 4), slice(4, 8))]
@@ -129,7 +128,7 @@ def test_sums_of_the_wrong_size_are_named() -> None:
             return {"balance": AuxiliaryLoss(3, balance)}
 
     ids, labels = labels_of(4)
-    pipe = Pipeline(Whole(Wrong), WHOLE)  # type: ignore[arg-type]
+    pipe = Pipeline(Whole(Wrong), WHOLE)
     with pytest.raises(ValueError, match=r"sums of 'balance' must be of shape \(3,\), .* got \(17,\)"):
         pipe.step(ids, labels)
 
@@ -147,7 +146,7 @@ def test_layers_computed_again_do_not_count_again() -> None:
     model, (ids, labels) = Whole(), labels_of(4)
     for block in model._model.layers.values():
         block.__class__ = Checkpointed
-    pipe = Pipeline(model, WHOLE)  # type: ignore[arg-type]
+    pipe = Pipeline(model, WHOLE)
     wanted = plainly_balanced(APART, 4)
     for _ in range(2):
         pipe.zero_grad()
@@ -158,7 +157,7 @@ def test_layers_computed_again_do_not_count_again() -> None:
 
 def shared_out(plan: Plan) -> str:
     with pytest.raises(ValueError, match="are of all tokens") as error:
-        Pipeline(Whole(), plan, mesh=mesh_of(Layout(1, 1, 2)))  # type: ignore[arg-type]
+        Pipeline(Whole(), plan, mesh=mesh_of(Layout(1, 1, 2)))
     return str(error.value)
 
 

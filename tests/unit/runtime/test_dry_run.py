@@ -48,7 +48,7 @@ def test_messages_of_a_step() -> None:
 
 
 class Nosy(own_model.Decoder):
-    def stage(self, first: int, last: int, device: torch.device) -> "Nosy":
+    def stage(self, first: int, last: int, device: torch.device, tp: object = None) -> "Nosy":
         return Nosy(first, last).to(device)
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:

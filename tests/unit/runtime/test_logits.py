@@ -2,13 +2,15 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from examples import own_model
-from terapipe import Layout, Pipeline, Plan
+from terapipe import Layout, Pipeline, Plan, Stage
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant
 from tests.support.ranks import Ranks
 
@@ -97,9 +99,19 @@ def test_hugging_face_models_keep_what_they_do_to_logits(ranks: Callable[[int], 
         assert (found - wanted).abs().max() < (1e-12 if name == "llama" else 1e-5) * wanted.abs().max()
 
 
+class LossOnly(own_model.Decoder):
+    logits = Stage.logits
+
+    def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> "LossOnly":
+        return LossOnly(first, last)
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
 def test_a_stage_without_logits_is_named_and_goes_on_training() -> None:
-    pipe = Pipeline(own_model.Decoder(), Plan((1,), ODD, (0, 4)))
-    with pytest.raises(ValueError, match=r"need a last stage with a method logits\(hidden\).*Decoder has none"):
+    pipe = Pipeline(LossOnly(), Plan((1,), ODD, (0, 4)))
+    with pytest.raises(ValueError, match=r"need a last stage with a method logits\(hidden\).*LossOnly has none"):
         pipe.next_token_logits(prompt(1, 5))
     pipe.step(prompt(1, 29), prompt(1, 29).roll(-1, 1))
 

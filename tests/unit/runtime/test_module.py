@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
+from terapipe import GPT, Layout, Pipeline, PipelineModel, Plan, SliceCache, Stage
 from terapipe.modeling.gpt import Block
 from terapipe.modeling.stage import IGNORE
 from terapipe.runtime.checkpoint.state import alone_is_fine
@@ -131,13 +131,13 @@ def test_a_whole_models_state_may_be_loaded_in_part(ranks: Callable[[int], Ranks
     assert ranks(2)(part_of_whole, "terapipe-v") == [True, True]
 
 
-class Renaming(nn.Module):
+class Renaming(Stage):
     """A stage whose layers are numbered from zero in its modules, and as in the whole model in its names; with a buffer
     that both stages hold."""
 
     def __init__(self, stage: nn.Module, first: int, last: int) -> None:
         super().__init__()
-        self.inner, self.first = stage, first
+        self.inner, self.first, self.hidden_size = stage, first, stage.hidden_size
         self.layers = nn.ModuleList(stage.layers[str(i)] for i in range(first, last))
         self.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
         stage.layers = nn.ModuleDict()
@@ -163,19 +163,16 @@ class Renaming(nn.Module):
             x = layer(x, cache)
         return x
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.inner.logits(hidden)
 
 
-class RenamingModel:
+class RenamingModel(PipelineModel):
     def __init__(self) -> None:
         self.model = make_model(variant(tied=False))
-        self.num_layers, self.tied = 4, ()
+        self.num_layers = 4
 
-    def stage(self, first: int, last: int, device: torch.device) -> nn.Module:
+    def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Stage:
         return Renaming(self.model.stage(first, last, device), first, last)
 
 
@@ -202,7 +199,9 @@ class Forgetful(Renaming):
         return {name: x for name, x in super().state_dict(*args, **kwargs).items() if name != "seen"}
 
 
-class Colliding(nn.Module):
+class Colliding(Stage):
+    hidden_size = 2
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.add_module(name, nn.Linear(2, 2))
@@ -210,21 +209,21 @@ class Colliding(nn.Module):
 
 def test_names_that_cannot_be_taken_are_refused() -> None:
     class Model(RenamingModel):
-        def stage(self, first: int, last: int, device: torch.device) -> nn.Module:
+        def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Stage:
             return Colliding("step")
 
     with pytest.raises(ValueError, match="must not have the names of Pipeline's own attributes, got 'step'"):
         Pipeline(Model(), Plan((1,), LENGTHS, (0, 4)), verify=False)
 
     class Lacking(RenamingModel):
-        def stage(self, first: int, last: int, device: torch.device) -> nn.Module:
+        def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Stage:
             return Forgetful(self.model.stage(first, last, device), first, last)
 
     with pytest.raises(ValueError, match="state_dict of Forgetful must have the entries"):
         Pipeline(Lacking(), Plan((1,), LENGTHS, (0, 1, 4), "terapipe", chunks=2))
 
     class Doubled(RenamingModel):
-        def stage(self, first: int, last: int, device: torch.device) -> nn.Module:
+        def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Stage:
             return Colliding("same")
 
     with pytest.raises(ValueError, match=r"different parameters of the name same\.weight"):

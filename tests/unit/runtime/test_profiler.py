@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,11 +12,11 @@ import torch.distributed as dist
 
 from examples import own_model
 from terapipe.cli import main
-from terapipe.hf.decoder import shape_of
 from terapipe.hf.verify.small_model import small_config
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.stage import Splittable
+from terapipe.modeling.stage import PipelineModel
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.presets import PRESETS, GPTConfig
 from terapipe.planning.profile import KINDS, FittedCost, Profile, Transfer
 from terapipe.runtime import profiler
@@ -68,7 +69,7 @@ def test_a_hugging_face_decoder(name: str, backend: str, shortest: int, dtype: t
         warnings.simplefilter("ignore")
         decoder = Decoder.from_config(small_config(name), dtype=dtype)
     assert decoder.backend == backend
-    made = profiler.Profiler(decoder, layers=2, seq_len=32, shape=shape_of(decoder))
+    made = profiler.Profiler(decoder, layers=2, seq_len=32, shape=decoder.shape)
     assert min(point.length for point in made.points) == shortest
     assert made.dtype == dtype
     check(made, 2)
@@ -93,7 +94,7 @@ def test_another_dtype_needs_weights_that_are_not_the_models() -> None:
         (GPT(TINY), 5, None, "at most all 4 layers can be measured, got 5"),
     ],
 )
-def test_what_cannot_be_measured(model: Splittable, layers: int, shape: GPTConfig | None, said: str) -> None:
+def test_what_cannot_be_measured(model: PipelineModel, layers: int, shape: GPTConfig | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         profiler.Profiler(model, layers=layers, seq_len=16, shape=shape)
 
@@ -144,3 +145,25 @@ def test_a_slow_link_is_measured_with_small_messages(ranks: Callable[[int], Rank
 
 def test_one_rank_has_nobody_to_send_to(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(1)(measured, "a", 60.0) == [(("a",), [])]
+
+
+def test_a_profile_stops_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time was looked at after whole rounds only: a slow model was measured many times as long as asked."""
+    import torch
+
+    from terapipe.runtime import profiler
+    from tests.support.models import TINY, make_model
+
+    clock = count()  # every look at it is a second later
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: float(next(clock)))
+    measured = []
+    slices = profiler.Profiler._slices
+    monkeypatch.setattr(profiler.Profiler, "_slices", lambda self, p: measured.append(p) or slices(self, p))
+    made = profiler.Profiler(make_model(TINY, torch.float32), layers=2, seq_len=32)
+    profile = made.run(seconds=5.0)
+    assert len(measured) < 8 < len(made.points)
+    lengths = [s.length for s in profile.samples if s.kind == "forward" and not s.context]
+    assert (min(lengths), max(lengths)) == (4, 32)
+    assert any(s.context for s in profile.samples)
+    assert {s.kind for s in profile.samples} == set(KINDS)
+    assert FittedCost(profile).forward(StageSpec(2), 1, 12, 8) > 0

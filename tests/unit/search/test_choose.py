@@ -86,12 +86,12 @@ def test_many_sequences_on_few_stages_are_not_sliced() -> None:
 
 def test_the_budget_rules() -> None:
     free = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe"))
-    tight = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe", budget=int(free.estimate.peak_bytes * 0.6)))
+    tight = choose(SOURCE, ONE.fixed(batch_size=16, order="terapipe", memory=int(free.estimate.peak_bytes * 0.6)))
     assert tight.estimate.peak_bytes <= free.estimate.peak_bytes * 0.6
     assert tight.estimate.plan.recompute != "none"
     assert tight.estimate.step_time > free.estimate.step_time
     lean = choose(
-        SOURCE, ONE.fixed(batch_size=16, recompute=False, budget=int(free.estimate.peak_bytes * 0.6))
+        SOURCE, ONE.fixed(batch_size=16, recompute=False, memory=int(free.estimate.peak_bytes * 0.6))
     ).estimate
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved", "terapipe-zb", "terapipe-zb2")
 
@@ -100,7 +100,7 @@ def test_the_budget_rules() -> None:
 def test_counting_memory_first_changes_no_choice(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that memory rules out are not simulated; all others are, and the same plans are found. Into the
     smaller budget nothing fits, and the plan with the smallest peak is found."""
-    pool = candidates(SOURCE, ONE.fixed(batch_size=8, budget=budget))
+    pool = candidates(SOURCE, ONE.fixed(batch_size=8, memory=budget))
     orders, simulated = ("gpipe", "terapipe-deferred", "terapipe-1f1b"), list[Plan]()
     monkeypatch.setattr(evaluator_module, "makespan", lambda plan, cost: simulated.append(plan) or makespan(plan, cost))
     pools = [[candidate for candidate in pool if candidate.order == order] for order in orders]
@@ -114,7 +114,7 @@ def test_counting_memory_first_changes_no_choice(budget: int, monkeypatch: pytes
 
 def test_a_budget_too_small_for_any_plan_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no plan fits into 0\.10 GiB per device: the smallest found needs .* GiB"):
-        choose(SOURCE, ONE.fixed(budget=2**30 // 10))
+        choose(SOURCE, ONE.fixed(memory=2**30 // 10))
 
 
 def test_tiles_and_few_lengths() -> None:
@@ -221,7 +221,7 @@ def test_seventy_billion_parameters_on_64_devices() -> None:
     """Whole sequences suit few stages and wide tensor parallelism, slices many stages. In the layout of the slices,
     1F1B took 25.5 s and interleaved 1F1B 24.1 s."""
     source = ClusterSource(replace(PRESETS["llama3-70b"], max_seq_len=32768), Cluster("dgx-h100:8"))
-    request = Request(batch_size=8, seq_len=32768, budget=80 << 30)
+    request = Request(batch_size=8, seq_len=32768, memory=80 << 30)
     pool = candidates(source, request)
     rows = {row.name: row for row in rows_of(pool)}
     seconds = {}
@@ -335,7 +335,7 @@ def test_long_sequences_are_planned_too() -> None:
 def test_shared_state_lets_replicas_fit() -> None:
     """Weights, gradients and state of a stage take 30 GiB; shared by four replicas 16."""
     source = ClusterSource(PRESETS["gpt3-13b"], Cluster("p4d.24xlarge:4"))
-    request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, budget=20 << 30)
+    request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, memory=20 << 30)
     with pytest.raises(ValueError, match="shard the model state over replicas"):
         choose(source, request)
     shared = choose(source, request.fixed(shard=True)).estimate

@@ -18,7 +18,7 @@ def test_modes_are_mixed_between_two_budgets(light: str, heavy: str) -> None:
     """The budget is halfway between what two modes need."""
     more, less = (choose(SOURCE, REQUEST.fixed(recompute=mode)).estimate for mode in (light, heavy))
     budget = (more.peak_bytes + less.peak_bytes) // 2
-    mixed = choose(SOURCE, REQUEST.fixed(budget=budget)).estimate
+    mixed = choose(SOURCE, REQUEST.fixed(memory=budget)).estimate
     assert set(mixed.plan.recompute_modes) >= {light, heavy}
     assert mixed.step_time < less.step_time
     found = peaks(program(mixed.plan), mixed.plan, SOURCE.memory(mixed.layout))
@@ -33,7 +33,7 @@ def test_whole_sequences_are_mixed_by_microbatch() -> None:
     microbatch, with which the step ends, keeps its activations on every rank."""
     request = REQUEST.fixed(order="1f1b", num_slices=None, batch_size=16)
     more, less = (choose(SOURCE, request.fixed(recompute=mode)).estimate for mode in ("none", "block"))
-    mixed = choose(SOURCE, request.fixed(budget=(more.peak_bytes + less.peak_bytes) // 2)).estimate
+    mixed = choose(SOURCE, request.fixed(memory=(more.peak_bytes + less.peak_bytes) // 2)).estimate
     first = mixed.plan.recompute_of(0)
     assert {*first} == {"none", "block"}
     assert first[-1] == "none"
@@ -53,7 +53,7 @@ def test_one_device_within_a_budget() -> None:
     assert free.plan.recompute == "none"
     least = choose(source, request.fixed(recompute="full", num_slices=64)).estimate.peak_bytes
     budgets = [int(least + share * (free.peak_bytes - least)) for share in (0.8, 0.4, 0.1)]
-    tight = [choose(source, request.fixed(budget=budget)).estimate for budget in budgets]
+    tight = [choose(source, request.fixed(memory=budget)).estimate for budget in budgets]
     for estimate, budget in zip(tight, budgets, strict=True):
         assert estimate.peak_bytes <= budget
     times = [free.step_time, *(estimate.step_time for estimate in tight)]

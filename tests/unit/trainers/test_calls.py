@@ -12,7 +12,7 @@ from terapipe.hf import UnsupportedModelError
 from terapipe.hf.relative_positions import relative_length
 from terapipe.hf.verify.small_model import default_config, small_config, small_model
 from terapipe.hf.weights import meta_model
-from terapipe.trainers import model as pipelined
+from terapipe.trainers import pipelined
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 ROWS, TOKENS = 2, 29

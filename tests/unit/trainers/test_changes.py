@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from terapipe import PipelineError
 from terapipe.hf import UnsupportedModelError
-from terapipe.trainers import model as pipelined
+from terapipe.trainers import pipelined
 from tests.support.ranks import Ranks
 from tests.unit.trainers import runs
 from tests.unit.trainers.test_states import adapted, compare, gradients, ids, lora

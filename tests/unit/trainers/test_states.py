@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from terapipe import next_token_labels
-from terapipe.trainers import PipelineConfig
-from terapipe.trainers import model as pipelined
+from terapipe.trainers import PipelineConfig, pipelined
 from tests.support.ranks import Ranks
 from tests.unit.trainers import runs
 from tests.unit.trainers.runs import Run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from terapipe.planning.memory import parse_bytes
-from terapipe.training.config import RunConfig, load, parse
+from terapipe.training.config import RunConfig, keys_of, load, parse
 
 SMALL = """
 [model]
@@ -34,7 +34,7 @@ def test_what_is_printed_reads_back() -> None:
 def test_every_key_is_documented() -> None:
     config = RunConfig()
     for part in fields(config):
-        for entry in fields(getattr(config, part.name)):
+        for entry in keys_of(getattr(config, part.name)):
             assert entry.metadata["doc"], (part.name, entry.name)
 
 
@@ -65,6 +65,10 @@ def test_single_keys_are_replaced(tmp_path: Path) -> None:
         ("plan.memory=lots", "reads like 16GiB"),
         ("model.folder=x", r"exactly one of .* got preset and folder"),
         ("data.eval_share=2", "at most 1, got 2.0"),
+        ("plan.dp=-1", r"\[plan\] dp must be a whole number of at least 1, got -1"),
+        ("plan.tp=0", r"\[plan\] tp must be a whole number of at least 1, got 0"),
+        ("objective.beta=0.2", r"objective.beta is for kind = dpo, got 'cross_entropy'"),
+        ("plan.recompute=full", "unknown key plan.recompute"),
         ("plan.dp=2", "plan.dp 2 must divide data.batch_size 1"),
         ("lr", "SECTION.KEY=VALUE"),
     ],

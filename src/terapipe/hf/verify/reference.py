@@ -50,17 +50,21 @@ class Batch:
         return self.ids.shape[1]
 
 
-def lengths(slices: int, shortest: int, tokens: int = TOKENS) -> tuple[int, ...]:
-    """Uneven lengths of slices that add up to ``tokens``, one of them the shortest."""
-    if not 1 <= slices <= tokens // (2 * shortest):
-        raise ValueError(f"a check divides {tokens} tokens into 1 to {tokens // (2 * shortest)} slices, got {slices}")
-    if slices == 1:
+def uneven_lengths(num_slices: int, min_slice: int, tokens: int = TOKENS) -> tuple[int, ...]:
+    """Lengths of slices that add up to ``tokens``, one of them the least. For 4 slices: (5, 1, 13, 10).
+
+    Lengths differ because equal ones hide faults: a slice that took its neighbor's positions would look right.
+    """
+    most = tokens // (2 * min_slice)
+    if not 1 <= num_slices <= most:
+        raise ValueError(f"a check divides {tokens} tokens into 1 to {most} slices, got {num_slices}")
+    if num_slices == 1:
         return (tokens,)
-    rest, weights = tokens - shortest * slices, [(5 * i) % 7 + 1 for i in range(slices - 1)]
-    found = [shortest + rest * weight // sum(weights) for weight in weights]
-    found.insert(1, shortest)
-    found[-1] += tokens - sum(found)
-    return tuple(found)
+    rest, weights = tokens - min_slice * num_slices, [(5 * i) % 7 + 1 for i in range(num_slices - 1)]
+    lengths = [min_slice + rest * weight // sum(weights) for weight in weights]
+    lengths.insert(1, min_slice)
+    lengths[-1] += tokens - sum(lengths)
+    return tuple(lengths)
 
 
 def updated_buffers(model: nn.Module, run: Callable[[], Any]) -> list[str]:

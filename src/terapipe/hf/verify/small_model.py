@@ -1,9 +1,27 @@
 """Small copies of Hugging Face models: the features of the original, with few and narrow layers.
 
-A copy is built and run in a moment, so a model can be verified before it is loaded. ``DIFFERENCES`` lists how a copy
-differs from the original.
+A copy is built and run in a moment, so a model can be verified before it is loaded.
 
     config of the original --_shallow--> few layers, one of each kind --_narrow--> small sizes --> config of the copy
+
+What a copy has in another form than the original, and what follows for the proof:
+
+    weights                  random, with a spread that makes attention far from uniform
+    dtype                    float64; float32 if the model knows no float64. Rounding proves nothing
+    sizes                    at least one layer of each kind, proportions as they are; windows and chunks of 8
+                             tokens, so that sequences of 29 go beyond them
+    RoPE by length           changes beyond 16 tokens, and is tested with 29, 23 and 11, one after the other
+    scales of attention      for wide heads: those for narrow ones, which would otherwise see everything alike
+    token ids                within a vocabulary of 97
+    dropout and jitter       none, in training mode. Dropout in attention and layerdrop are refused in training mode;
+                             other dropout draws anew for each slice
+    auxiliary losses         none; the routers' loss is a check of its own, with a coefficient of 1
+    quantized weights        none; they are refused
+    kernels                  of attention sdpa (the attention backend brings its own), of experts eager
+    images and sound         none: text only
+    adapters, frozen weights none
+    changes by hand          none: modules, parametrizations and hooks that were added later are checked in changes.py
+    gradient checkpointing   none; a check of its own where it is switched on
 """
 
 import copy
@@ -11,7 +29,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,96 +47,82 @@ ROPE = 8  # in latent attention, the part of a head with rotary positions
 SPREAD = 0.15  # least standard deviation of matrices, so attention is far from uniform
 NOISE = 0.1  # standard deviation added to constant weights, such as those of norms
 
-# Upper bounds of values. What is missing, None or smaller stays as it is.
+# The rules below are tables from a rule to the names of values that it is for: types call the same thing by many names.
+# fmt: off
+# Upper bounds. What is missing, None or smaller stays as it is. Periods of layers are at most the copy's layers.
 AT_MOST = {
-    POSITIONS: "max_position_embeddings n_ctx max_seq_len max_source_positions max_target_positions rel_extent",
-    VOCAB: "encoder_hash_byte_group_vocab ngram_vocab_size_base position_bias_max_distance",
-    64: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size n_inner d_inner dff dim_ff "
-    "feed_forward_size dense_intermediate_size prefix_dense_intermediate_size intermediate_size_mlp",
-    32: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size router_hidden_size moe_latent_size q_lora_rank o_lora_rank mem_len",
-    16: "kv_lora_rank hidden_size_per_layer_input block_multiple_of ffn_round_up_to_multiple_of axial_pos_shape",
-    8: "sliding_window attention_chunk_size window_size local_attention keep_window_size floor_scale "
-    "chunk_size mamba_chunk_size block_size local_attn_chunk_length lsh_attn_chunk_length "
-    "index_topk indexer_budget heavily_compressed_attention "
-    "mamba_d_state ssm_state_size state_size mamba_dt_rank time_step_rank linear_key_head_dim linear_head_dim "
-    "adapter_rank laurel_rank gated_norm_rank hc_lowrank",
-    4: "num_experts num_local_experts n_routed_experts moe_num_experts index_block_size indexer_compress_ratio "
-    "attn_layer_period expert_layer_period decoder_sparse_step moe_layer_interval",  # periods up to the copy's layers
-    3: "attn_layer_offset expert_layer_offset",
-    2: "num_experts_per_tok moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group zero_expert_num "
-    "n_groups mamba_n_groups o_groups index_n_heads indexer_n_heads index_topk_blocks split_ngram_parts",
-    1: "topk_group num_nextn_predict_layers num_mtp_layers",
+    POSITIONS: (
+        "max_position_embeddings", "n_ctx", "max_seq_len", "max_source_positions", "max_target_positions", "rel_extent",
+    ),
+    VOCAB: ("encoder_hash_byte_group_vocab", "ngram_vocab_size_base", "position_bias_max_distance"),
+    64: (
+        "intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "n_inner", "d_inner",
+        "dff", "dim_ff", "feed_forward_size", "dense_intermediate_size", "prefix_dense_intermediate_size",
+        "intermediate_size_mlp",
+    ),
+    32: (
+        "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+        "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "router_hidden_size", "moe_latent_size",
+        "q_lora_rank", "o_lora_rank", "mem_len",
+    ),
+    16: (
+        "kv_lora_rank", "hidden_size_per_layer_input", "block_multiple_of", "ffn_round_up_to_multiple_of",
+        "axial_pos_shape",
+    ),
+    8: (
+        "sliding_window", "attention_chunk_size", "window_size", "local_attention", "keep_window_size", "floor_scale",
+        "chunk_size", "mamba_chunk_size", "block_size", "local_attn_chunk_length", "lsh_attn_chunk_length",
+        "index_topk", "indexer_budget", "heavily_compressed_attention", "mamba_d_state", "ssm_state_size", "state_size",
+        "mamba_dt_rank", "time_step_rank", "linear_key_head_dim", "linear_head_dim", "adapter_rank", "laurel_rank",
+        "gated_norm_rank", "hc_lowrank",
+    ),
+    4: (
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "index_block_size",
+        "indexer_compress_ratio", "attn_layer_period", "expert_layer_period", "decoder_sparse_step",
+        "moe_layer_interval",
+    ),
+    3: ("attn_layer_offset", "expert_layer_offset"),
+    2: (
+        "num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk", "top_k_experts", "n_group", "num_expert_group",
+        "zero_expert_num", "n_groups", "mamba_n_groups", "o_groups", "index_n_heads", "indexer_n_heads",
+        "index_topk_blocks", "split_ngram_parts",
+    ),
+    1: ("topk_group", "num_nextn_predict_layers", "num_mtp_layers"),
 }
 # Values that scale with the number of heads, with their size, and with the width of the model.
-HEAD_COUNTS = """num_attention_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
-    num_decoder_attention_heads attention_heads swa_num_attention_heads num_query_groups linear_num_heads
-    linear_num_value_heads"""
-KV_HEADS = "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads"
-HEAD_SIZES = "head_dim attention_head_dim attention_head_size kv_channels d_head dim_head"
-HEAD_PARTS = """qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim swa_head_dim index_head_dim indexer_head_dim
-    rotary_dim"""
-WIDTHS = """hidden_size d_model embedding_dim embedding_size input_embedding_size output_embedding_size lru_width
-    word_embed_proj_dim attention_hidden_size ple_embed_dim axial_pos_embds_dim"""
-MAMBA_HEADS = "mamba_n_heads mamba_num_heads n_mamba_heads"
-MAMBA_SIZES = "mamba_d_head mamba_head_dim"
-
-# Values about layers: their count, lists of their numbers, how many come first, how many come last.
-DEPTHS = """num_hidden_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers
-    num_blocks n_layer n_layers"""
-LISTED = "mlp_only_layers moe_layers attn_layer_indices full_attn_idxs hybrid_layer_ids cross_attention_layers"
-FIRST = "first_k_dense_replace max_window_layers num_dense_layers moe_layer_start_index"
-LAST = "num_kv_shared_layers"
-
-# Not copied: values about the original's weights, and values that follow from others.
-UNSET = "quantization_config dtype torch_dtype transformers_version num_layers_per_stack mamba_headdim"
-
-
-class Difference(NamedTuple):
-    """A feature that a small copy has in another form."""
-
-    feature: str
-    instead: str
-    names: str = "^$"  # regular expression for names of configuration values
-
-
-DIFFERENCES = (
-    Difference("weights", "random, with a spread that makes attention far from uniform"),
-    Difference("dtype", "float64; float32 if the model knows no float64: rounding proves nothing", "dtype"),
-    Difference(
-        "sizes",
-        "at least one layer of each kind, proportions kept; windows and chunks of 8 tokens, so that 29 go beyond",
-        # RULES has most names; these are lists of layers, and values that follow from sizes.
-        "layer|pattern|block|vocab_size|^(head_dim|hidden_size)$",
-    ),
-    Difference(
-        "RoPE that depends on the length",
-        "changes beyond 16 tokens, and is tested with 29, 23 and 11, one after the other",
-        "original_max_position_embeddings",
-    ),
-    Difference(
-        "scales of attention for wide heads", "those for narrow ones", "^(query_pre_attn_scalar|.*_multiplier)$"
-    ),
-    Difference("token ids", "within a vocabulary of 97", "_token_id$|_index$"),
-    Difference(
-        "dropout and jitter",
-        "none, in training mode; dropout in attention and layerdrop are refused in training mode, other "
-        "dropout draws anew for each slice",
-        "drop|jitter",
-    ),
-    Difference(
-        "auxiliary losses",
-        "the routers' loss is verified by itself, with a coefficient of 1; none in the other checks",
-        "aux_loss|z_loss|loss_weight",
-    ),
-    Difference("quantized weights", "none; they are refused", "quantization_config"),
-    Difference("the kernel of attention", "sdpa; the attention backend brings its own", "attn_implementation"),
-    Difference("the kernel of experts", "eager", "experts_implementation"),
-    Difference("images and sound", "none: text only"),
-    Difference("adapters and frozen weights", "none"),
-    Difference("modules, parametrizations and hooks that were added or replaced", "none; changes.py checks them"),
-    Difference("gradient checkpointing", "tested where it is switched on"),
+HEAD_COUNTS = (
+    "num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "num_encoder_attention_heads",
+    "num_decoder_attention_heads", "attention_heads", "swa_num_attention_heads", "num_query_groups", "linear_num_heads",
+    "linear_num_value_heads",
 )
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
+HEAD_SIZES = ("head_dim", "attention_head_dim", "attention_head_size", "kv_channels", "d_head", "dim_head")
+HEAD_PARTS = (
+    "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "swa_head_dim", "index_head_dim",
+    "indexer_head_dim", "rotary_dim",
+)
+WIDTHS = (
+    "hidden_size", "d_model", "embedding_dim", "embedding_size", "input_embedding_size", "output_embedding_size",
+    "lru_width", "word_embed_proj_dim", "attention_hidden_size", "ple_embed_dim", "axial_pos_embds_dim",
+)
+MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+MAMBA_SIZES = ("mamba_d_head", "mamba_head_dim")
+# Values about layers: their count, lists of their numbers, how many come first, how many come last.
+DEPTHS = (
+    "num_hidden_layers", "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "num_layers",
+    "num_blocks", "n_layer", "n_layers",
+)
+LISTED = (
+    "mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids",
+    "cross_attention_layers",
+)
+FIRST = ("first_k_dense_replace", "max_window_layers", "num_dense_layers", "moe_layer_start_index")
+LAST = ("num_kv_shared_layers",)
+# Not copied: values about the original's weights, and values that follow from others.
+UNSET = (
+    "quantization_config", "dtype", "torch_dtype", "transformers_version", "num_layers_per_stack", "mamba_headdim",
+)
+# fmt: on
 
 # Values that the default configurations of these types need for a model to be built, or to have attention.
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048}
@@ -160,10 +164,10 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 
 def small_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, shrunken; of a multimodal model, its text part."""
+    """The default configuration of a type, made small; of a multimodal model, its text part."""
     config = default_config(model_type)
     text = getattr(config, "text_config", None)
-    return shrunken(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+    return shrink_config(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
 
 
 def small_model(
@@ -172,7 +176,14 @@ def small_model(
     seed: int = 0,
     kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """A model of a shrunken configuration with random weights, in training mode; by default its causal LM."""
+    """A model with random weights, in training mode.
+
+    Args:
+        config: A small configuration, which is copied.
+        dtype: Of the weights.
+        seed: Of the random weights.
+        kind: The class of the model; by default the configuration's causal LM.
+    """
     make = model_maker(kind)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -193,35 +204,37 @@ def _spread(weight: Tensor) -> None:
         weight.add_(torch.randn_like(weight), alpha=NOISE)
 
 
-def shrunken(config: PretrainedConfig, *, layers: int | None = None) -> PretrainedConfig:
+def shrink_config(config: PretrainedConfig, *, layers: int | None = None) -> PretrainedConfig:
     """A small copy of a model's configuration: the same architecture and features, few and narrow layers.
 
-    It has at least ``layers`` layers, by default 4, and at least one of each kind that the model has.
+    Args:
+        config: The model's configuration, which stays as it is.
+        layers: The least number of layers, by default 4. The copy has at least one of each kind that the model has.
     """
     if layers is not None and layers < 1:
         raise ValueError(f"a model has at least 1 layer, got layers={layers}")
-    return _shrunken(config, {}, layers or LAYERS)
+    return _shrink(config, {}, layers or LAYERS)
 
 
-def _shrunken(config: PretrainedConfig, enclosing: Scope, layers: int) -> PretrainedConfig:
+def _shrink(config: PretrainedConfig, enclosing: Scope, layers: int) -> PretrainedConfig:
     """The copy of a configuration or sub-configuration, given the values of those around it."""
     common = {own: name for name, own in config.attribute_map.items()}
-    values = {name: value for name, value in config.to_dict().items() if name not in UNSET.split()}
+    values = {name: value for name, value in config.to_dict().items() if name not in UNSET}
     scope = {**enclosing, **values, **{common[name]: value for name, value in values.items() if name in common}}
     small = {name: _narrow(name, value, scope, common) for name, value in _shallow(values, layers).items()}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PretrainedConfig)}
-    return type(config).from_dict(small | {name: _shrunken(part, scope, layers) for name, part in parts.items()})
+    return type(config).from_dict(small | {name: _shrink(part, scope, layers) for name, part in parts.items()})
 
 
 def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
     """All values, for few layers that are as wide as before."""
-    counts = [values[name] for name in DEPTHS.split() if values.get(name)]
+    counts = [values[name] for name in DEPTHS if values.get(name)]
     depth = counts[0] if counts else len(values.get("layers_block_type", ()))
-    kept = _kept(values, depth, layers)
-    return {name: for_layers(name, value, kept, depth) for name, value in values.items()}
+    layers_kept = _layers_to_keep(values, depth, layers)
+    return {name: for_layers(name, value, layers_kept, depth) for name, value in values.items()}
 
 
-def _kept(values: dict[str, Any], depth: int, layers: int) -> list[int]:
+def _layers_to_keep(values: dict[str, Any], depth: int, layers: int) -> list[int]:
     """Numbers of the layers to keep: the first of each kind, then the second of each, and so on.
 
     Two layers are of one kind if all values agree for a model that has only one or the other. Numbers repeat if the
@@ -236,20 +249,20 @@ def _kept(values: dict[str, Any], depth: int, layers: int) -> list[int]:
     return sorted(islice(cycle(layer for _, layer in sorted(ranked)), max(layers, len(seen))))
 
 
-def for_layers(name: str, value: Any, kept: list[int], depth: int) -> Any:
-    """A value about layers, for those that are kept; any other value as it is."""
+def for_layers(name: str, value: Any, layers_kept: list[int], depth: int) -> Any:
+    """A value about layers, for those that are layers_kept; any other value as it is."""
     if name == "per_layer_config":
-        return {new: value[old] for new, layer in enumerate(kept) for old in value if int(old) == layer}
-    if name in LISTED.split() and value:
-        return [new for new, layer in enumerate(kept) if layer in value]
+        return {new: value[old] for new, layer in enumerate(layers_kept) for old in value if int(old) == layer}
+    if name in LISTED and value:
+        return [new for new, layer in enumerate(layers_kept) if layer in value]
     if isinstance(value, list) and len(value) == depth and re.search("layer|types|pattern|size", name):
-        return [value[layer] for layer in kept]
-    if name in DEPTHS.split() and value:
-        return len(kept)
-    if name in FIRST.split() and value:
-        return sum(layer < value for layer in kept)
-    if name in LAST.split() and value:
-        return sum(layer >= depth - value for layer in kept)
+        return [value[layer] for layer in layers_kept]
+    if name in DEPTHS and value:
+        return len(layers_kept)
+    if name in FIRST and value:
+        return sum(layer < value for layer in layers_kept)
+    if name in LAST and value:
+        return sum(layer >= depth - value for layer in layers_kept)
     return value
 
 
@@ -276,21 +289,21 @@ def _rule(name: str) -> Rule | None:
     return RULES.get(name) or next((rule for pattern, rule in PATTERNS.items() if re.search(pattern, name)), None)
 
 
-def _scaled(part: int, whole: int, small: int) -> int:
+def _scale(part: int, whole: int, small: int) -> int:
     """``small * part / whole`` in steps of 8, and equal to ``small`` only if ``part`` equals ``whole``."""
     size = max(8, 8 * round(part * small / whole / 8))
     return size if size != small or part == whole else size + (8 if part > whole else -8)
 
 
 def _width(value: int, scope: Scope) -> int:
-    return _scaled(value, scope.get("hidden_size") or value, HIDDEN)
+    return _scale(value, scope.get("hidden_size") or value, HIDDEN)
 
 
 def _head_size(value: int, scope: Scope) -> int:
     if scope.get("qk_rope_head_dim"):
         return value * ROPE // int(scope["qk_rope_head_dim"])
     heads, hidden = scope.get("num_attention_heads"), scope.get("hidden_size")
-    return _scaled(value * heads, hidden, HEAD) if heads and hidden else HEAD
+    return _scale(value * heads, hidden, HEAD) if heads and hidden else HEAD
 
 
 def _part_of_head(value: int, scope: Scope) -> int:
@@ -330,20 +343,20 @@ def _exactly(size: int) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    **{name: _at_most(size) for size, names in AT_MOST.items() for name in names.split()},
-    **dict.fromkeys(HEAD_COUNTS.split(), _exactly(HEADS)),
-    **dict.fromkeys(KV_HEADS.split(), _kv_heads),
-    **dict.fromkeys(HEAD_SIZES.split(), _head_size),
-    **dict.fromkeys(HEAD_PARTS.split(), _part_of_head),
-    **dict.fromkeys(WIDTHS.split(), _width),
-    **dict.fromkeys(MAMBA_HEADS.split(), _mamba_heads),
-    **dict.fromkeys(MAMBA_SIZES.split(), _exactly(HEAD)),
+    **{name: _at_most(size) for size, names in AT_MOST.items() for name in names},
+    **dict.fromkeys(HEAD_COUNTS, _exactly(HEADS)),
+    **dict.fromkeys(KV_HEADS, _kv_heads),
+    **dict.fromkeys(HEAD_SIZES, _head_size),
+    **dict.fromkeys(HEAD_PARTS, _part_of_head),
+    **dict.fromkeys(WIDTHS, _width),
+    **dict.fromkeys(MAMBA_HEADS, _mamba_heads),
+    **dict.fromkeys(MAMBA_SIZES, _exactly(HEAD)),
     "hidden_size_global": _exactly(HIDDEN),
     "mamba_d_ssm": _mamba_width,
     "num_heads": lambda value, scope: _mamba_heads(value, scope) if "expand" in scope else HEADS,
     "num_attention_heads_per_layer": lambda value, scope: HEADS if value == scope["num_attention_heads"] else 2 * HEADS,
     "linear_num_key_heads": lambda value, scope: HEADS if value == scope["linear_num_value_heads"] else 2,
-    "linear_value_head_dim": lambda value, scope: _scaled(value, scope["linear_key_head_dim"], 8),
+    "linear_value_head_dim": lambda value, scope: _scale(value, scope["linear_key_head_dim"], 8),
     "original_max_position_embeddings": _original_positions,
     # Scales for wide heads would make attention uniform.
     "query_pre_attn_scalar": _exactly(HEAD),

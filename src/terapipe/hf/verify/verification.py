@@ -1,18 +1,26 @@
 """Verifies on a small random copy of a Hugging Face model that stages, slices and tensor parallel are exact.
 
-The loss and every gradient are compared with those of the whole model: in training and in evaluation mode, with packed
-documents, and with several lengths if RoPE depends on the length. ``DIFFERENCES`` in shrink.py lists how the copy
-differs from the model.
+``ModelVerifier`` asks one question per method, and answers each in the same way: it computes loss and every gradient
+twice, once by the whole copy (``reference``) and once by its stages slice by slice (``SlicedModel``), and returns the
+largest difference. ``verify`` asks them in this order:
+
+    which backend?     attention, else the model's own cache, else that in slices of at least two tokens;
+                       in training and in evaluation mode, with several lengths if RoPE depends on the length
+    packed documents?  against each document alone
+    router loss?       of a mixture of experts, against what transformers adds to the loss
+
+A model's own code may raise anything. That is an answer too, so every question goes through ``_try``. The docstring of
+small_model.py says in what a copy differs from the model.
 """
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from math import gcd, isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from terapipe.hf.attention_backend import Backend, UnsupportedModelError
+from terapipe.hf.attention_backend import Backend
 from terapipe.hf.refusals import first_line, switch_checkpointing
 from terapipe.hf.rope import depends_on_length, with_original_length
 from terapipe.hf.routers import with_balance, with_router_logits
@@ -33,12 +41,13 @@ from terapipe.hf.verify.reference import (
     Starts,
     adds_router_loss,
     errors,
-    lengths,
     reference,
+    uneven_lengths,
     updated_buffers,
 )
 from terapipe.hf.verify.small_model import HEAD_COUNTS, KV_HEADS, small_model
 from terapipe.modeling.stage import TensorParallel
+from terapipe.planning.recompute import Recompute
 
 BOUND = 1e-4  # relative error; parts of many models compute in float32, whatever their dtype
 # For RoPE that depends on the length: the original length, beyond which it changes; further lengths on both sides of
@@ -46,20 +55,25 @@ BOUND = 1e-4  # relative error; parts of many models compute in float32, whateve
 ORIGINAL = 16
 OTHER_TOKENS = (23, 11)
 SHORT: Starts = ((0, 12, 20), (0, 7, 14, 21))
-# Backends with the shortest slices to allow, in order of preference: the first that is exact is used.
+# Backends with the least tokens of a slice, in order of preference: the first that is exact is used.
 BACKENDS: tuple[tuple[Backend, int], ...] = (("attention", 1), ("cache", 1), ("cache", 2))
 
 Kind = type[PreTrainedModel]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Whether a model is exact in slices, and how. Packed documents may be refused although the rest is exact."""
+    """Whether a model is exact in slices, and how.
+
+    An error is the largest difference of a gradient, relative to the largest gradient of the model; NaN if it was not
+    computed. Packed documents and the loss of routers may be refused although the rest is exact.
+    """
 
     model: str
     backend: Backend | None = None  # None: the model is refused
     worst: float = float("nan")  # the largest error, relative to the largest gradient
-    shortest: int = 1  # least tokens of a slice
+    min_slice: int = 1  # least tokens of a slice
     reason: str = ""  # why the model is not exact
     structure: ModelStructure | None = None
     groups: tuple[tuple[str, float], ...] = ()  # errors by groups of parameters
@@ -71,6 +85,7 @@ class VerifyResult:
 
     @property
     def exact(self) -> bool:
+        """Whether whole sequences give the gradients of the whole model."""
         return self.backend is not None and self.worst <= BOUND
 
     @property
@@ -79,6 +94,7 @@ class VerifyResult:
 
     @property
     def has_router_loss(self) -> bool:
+        """Whether transformers adds a loss of routers to the model's loss."""
         return isfinite(self.router) or bool(self.router_reason)
 
     @property
@@ -86,6 +102,7 @@ class VerifyResult:
         return self.exact and self.router <= BOUND
 
     def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold: without the structure, and None for errors that are not finite."""
         exact = {"exact": self.exact, "documents_exact": self.documents_exact, "router_exact": self.router_exact}
         values = {**asdict(self), **exact}
         del values["structure"]
@@ -102,38 +119,6 @@ def _finite(error: float) -> float | None:
     return error if isfinite(error) else None
 
 
-def verify(
-    name: str,
-    config: PretrainedConfig,
-    *,
-    kind: Kind | None = None,
-    stages: int = 2,
-    slices: int = 4,
-    device: str = "cpu",
-) -> VerifyResult:
-    """The fastest backend that is exact for this model, or why none is. Takes about a second.
-
-    ``config`` is that of a small copy (``shrunken``). ``kind`` is the model's class, by default the causal LM of the
-    configuration. On a GPU models run other code than on the CPU, in float32 at most: ``device`` checks that.
-    """
-    with quietly():
-        reasons, config = [], with_router_logits(config, False)
-        for dtype in (torch.float64, torch.float32) if device == "cpu" else (torch.float32,):
-            try:  # some models do not run in float64
-                model = _small(config, dtype, kind).to(device)  # type: ignore[arg-type]
-                expected = _expected(model)
-                structure = find_structure(copy.deepcopy(model.train()))
-            except Exception as error:  # whatever the model's own code raises
-                reasons.append(first_line(error))
-                continue
-            result = VerifyResult(name, dtype=str(dtype).removeprefix("torch."), structure=structure)
-            result = _with_backend(result, model, expected, stages, slices)
-            if not result.exact:
-                return result
-            return _with_router_loss(_with_documents(result, model, stages, slices), config, kind, stages, slices)
-        return VerifyResult(name, reason=reasons[0])
-
-
 @dataclass(frozen=True)
 class _Expected:
     """What the whole model computes for a batch, in training or evaluation mode."""
@@ -148,53 +133,246 @@ class _Expected:
         return length + ("" if self.training else " in evaluation mode")
 
 
-def _small(config: PretrainedConfig, dtype: torch.dtype, kind: Kind | None, seed: int = 0) -> PreTrainedModel:
-    return small_model(with_original_length(config, ORIGINAL), dtype, seed, kind)
+class ModelVerifier:
+    """One small copy of a model after the other, each for one question.
+
+    Args:
+        name: The model's name in results.
+        config: The configuration of a small copy, as ``shrink_config`` makes it.
+        kind: The model's class, by default the causal LM of the configuration.
+        num_stages: Stages of the copy.
+        num_slices: Slices of its sequences of 29 tokens.
+        device: Where copies run. On a GPU models run other code than on the CPU, in float32 at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: PretrainedConfig,
+        *,
+        kind: Kind | None = None,
+        num_stages: int = 2,
+        num_slices: int = 4,
+        device: str = "cpu",
+    ) -> None:
+        self._name, self._kind, self._device = name, kind, device
+        self._config = with_router_logits(config, False)  # the loss of routers is a question of its own
+        self._asking = with_router_logits(config, True)
+        self._num_stages, self._num_slices = num_stages, num_slices
+
+    # Questions
+
+    def verify(self) -> VerifyResult:
+        """The fastest backend that is exact for this model, or why none is. Takes about a second."""
+        with quietly():
+            reasons = []
+            # Some models do not run in float64.
+            for dtype in (torch.float64, torch.float32) if self._device == "cpu" else (torch.float32,):
+                prepared, reason = _try(lambda dtype=dtype: self._prepare(dtype))  # type: ignore[misc]
+                if prepared is None:
+                    reasons.append(reason)
+                    continue
+                model, expected, structure = prepared
+                result = VerifyResult(self._name, dtype=str(dtype).removeprefix("torch."), structure=structure)
+                result = self._choose_backend(result, model, expected)
+                return self._add_router_loss(self._add_documents(result, model)) if result.exact else result
+            return VerifyResult(self._name, reason=reasons[0])
+
+    def confirm(self, result: VerifyResult) -> dict[str, float]:
+        """The largest errors of another small copy, with other stages and slices, in what the result calls exact: by
+        use, "whole", "documents" and "routers"."""
+        with quietly():
+            model = self._small_model(result.dtype, seed=1)
+            slice_lengths = uneven_lengths(6, result.min_slice)[::-1]
+            sliced = SlicedModel(model, _structure_of(result), result.backend, 3)
+            worst = {"whole": _largest_error(model, sliced, Batch.of(model, seed=1), slice_lengths)}
+            if result.documents_exact:
+                batch = Batch.of(model, documents=((0, 1, slice_lengths[0], 27), (0, 13)), seed=1)
+                worst["documents"] = _largest_error(model, sliced, batch, slice_lengths)
+            if result.router_exact:
+                model = with_balance(self._small_model(result.dtype, asking=True, seed=1))
+                sliced = SlicedModel(model, _structure_of(result), result.backend, 3)
+                worst["routers"] = _largest_error(model, sliced, Batch.of(model, seed=1), slice_lengths)
+            return worst
+
+    def why_not_recomputed(self, structure: ModelStructure, recompute: Recompute) -> str:
+        """Why slices of the attention backend are not exact with this recomputation; empty if they are."""
+        return self._why_not(lambda model: SlicedModel(model, structure, "attention"), recompute)
+
+    def why_not_checkpointed(self, structure: ModelStructure) -> str:
+        """The same with transformers' own checkpointing of layers. Some models ask the cache for its length, which
+        transformers does not pass to a recomputed layer."""
+
+        def checkpointing(model: PreTrainedModel) -> SlicedModel:
+            model = copy.deepcopy(model)
+            switch_checkpointing(model, True)
+            return SlicedModel(model, structure, "attention")
+
+        return self._why_not(checkpointing)
+
+    def tensor_parallel(self, result: VerifyResult, mesh: DeviceMesh) -> VerifyResult:
+        """The result of ``verify``, with tensor parallel over this mesh. All ranks of the mesh call it together and get
+        the same result."""
+        degree = mesh.size()
+        groups, reason = _try(lambda: self._tp_errors(result, mesh))
+        if _max_over([float(groups is None)], mesh) != [0.0] or groups is None:
+            reason = f"tp {degree}: {reason or 'it failed on another rank'}"
+            return replace(result, backend=None, worst=float("nan"), reason=reason)
+        groups = dict(zip(groups, _max_over(list(groups.values()), mesh), strict=True))
+        worst = max(groups, key=groups.__getitem__)
+        if not groups[worst] <= BOUND:
+            reason = f"tp {degree}: gradients of {worst} differ by {groups[worst]:.1e}"
+            return replace(result, backend=None, worst=groups[worst], reason=reason)
+        return replace(result, worst=max(result.worst, groups[worst]), groups=tuple(sorted(groups.items())))
+
+    # How they are answered
+
+    def _small_model(self, dtype: torch.dtype | str, *, asking: bool = False, seed: int = 0) -> PreTrainedModel:
+        """With ``asking``, its configuration asks for the loss of routers."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        config = with_original_length(self._asking if asking else self._config, ORIGINAL)
+        return small_model(config, dtype, seed, self._kind)
+
+    def _prepare(self, dtype: torch.dtype) -> tuple[PreTrainedModel, list[_Expected], ModelStructure]:
+        """A small copy in evaluation mode, what it computes whole, and its structure."""
+        model = self._small_model(dtype).to(self._device)  # type: ignore[arg-type]
+        others = OTHER_TOKENS if _rope_depends_on_length(model) else ()
+        batches = [Batch.of(model, tokens) for tokens in (TOKENS, *others)]
+        modes = [(batch, True) for batch in batches] + [(batches[0], False)]
+        expected = [_Expected(batch, training, reference(model.train(training), batch)) for batch, training in modes]
+        return model, expected, find_structure(copy.deepcopy(model.train()))
+
+    def _choose_backend(
+        self, result: VerifyResult, model: PreTrainedModel, expected: Sequence[_Expected]
+    ) -> VerifyResult:
+        """The result with the first backend that is exact, or with the reason why none is."""
+        reasons, worst = [], float("nan")
+        for backend, min_slice in BACKENDS:
+            groups: dict[str, float] = {}
+            remark, reason = _try(
+                lambda: self._compare(result, model, expected, backend, min_slice, groups)  # noqa: B023
+            )
+            if remark is None:
+                reasons.append(f"{backend} backend: {reason}")
+                continue
+            worst = max(groups.values())
+            if worst <= BOUND:
+                by_group = tuple(sorted(groups.items()))
+                return replace(result, backend=backend, worst=worst, min_slice=min_slice, groups=by_group)
+            reasons.append(f"{backend} backend: gradients differ by {worst:.1e}{remark}")
+        return replace(result, worst=worst, reason="; ".join(dict.fromkeys(reasons)))
+
+    def _compare(
+        self,
+        result: VerifyResult,
+        model: PreTrainedModel,
+        expected: Sequence[_Expected],
+        backend: Backend,
+        min_slice: int,
+        groups: dict[str, float],
+    ) -> str:
+        """Puts the largest error of each group of parameters into ``groups``. Stops at the first batch with an error
+        beyond the bound, and returns what is special about it, in words."""
+        sliced = SlicedModel(model, _structure_of(result), backend, self._num_stages)
+        for one in expected:
+            sliced.train(one.training)
+            tokens = one.batch.tokens
+            count = self._num_slices if tokens == TOKENS else min(self._num_slices, tokens // (2 * min_slice))
+            computed = sliced(one.batch, uneven_lengths(count, min_slice, tokens))
+            for group, error in errors(one.result, computed).items():
+                groups[group] = max(groups.get(group, 0.0), error)
+            if max(groups.values()) > BOUND:
+                return one.remark + _name_updated_buffers(model, one)
+        return ""
+
+    def _add_documents(self, result: VerifyResult, model: PreTrainedModel) -> VerifyResult:
+        """The result with the error of packed documents, compared with each document alone."""
+        if result.backend != "attention":
+            return replace(result, documents_reason="it is cut through its own cache (cache backend)")
+        slice_lengths = uneven_lengths(self._num_slices, result.min_slice)
+        starts = (packed_documents(slice_lengths), *((SHORT,) if _rope_depends_on_length(model) else ()))
+
+        def measure() -> float:
+            sliced = SlicedModel(model, _structure_of(result), "attention", self._num_stages)
+            batches = [Batch.of(model, documents=documents) for documents in starts]
+            return max(_largest_error(model, sliced, batch, slice_lengths) for batch in batches)
+
+        error, reason = _measure(measure)
+        return replace(result, documents=error, documents_reason=reason)
+
+    def _add_router_loss(self, result: VerifyResult) -> VerifyResult:
+        """The result with the error of the routers' loss, if the model has one."""
+        if self._asking is self._config:
+            return result
+        adds_nothing = False
+
+        def measure() -> float:
+            nonlocal adds_nothing
+            model = with_balance(self._small_model(result.dtype, asking=True))
+            batch = Batch.of(model)
+            if adds_nothing := is_classifier(model) or not adds_router_loss(model, batch):
+                return 0.0
+            sliced = SlicedModel(model, _structure_of(result), result.backend, self._num_stages)
+            return _largest_error(model, sliced, batch, uneven_lengths(self._num_slices, result.min_slice))
+
+        error, reason = _measure(measure)
+        return result if adds_nothing else replace(result, router=error, router_reason=reason)
+
+    def _why_not(self, cut: Callable[[PreTrainedModel], SlicedModel], recompute: Recompute = "none") -> str:
+        """Why the gradients of what ``cut`` makes of a small copy differ from the copy's; empty if they do not."""
+
+        def measure() -> float:
+            model = self._small_model(torch.float64)
+            return _largest_error(model, cut(model), Batch.of(model), uneven_lengths(4, 1), recompute)
+
+        with quietly(), torch.random.fork_rng(devices=[]):
+            return _measure(measure)[1]
+
+    def _tp_errors(self, result: VerifyResult, mesh: DeviceMesh) -> dict[str, float]:
+        with quietly():
+            model: Any = small_model(_with_heads_for(self._config, mesh.size()), kind=self._kind)
+            model = model.to(mesh.device_type)
+            batch, structure = Batch.of(model), _structure_of(result).of(model)
+            sliced = SlicedModel(model, structure, result.backend, tp=TensorParallel(mesh))
+            return errors(reference(model, batch), sliced(batch, uneven_lengths(4, result.min_slice)))
+
+
+def _try(question: Callable[[], T]) -> tuple[T | None, str]:
+    """The answer; or None and the first line of whatever the model's own code, or DTensor, raises."""
+    try:
+        return question(), ""
+    except Exception as error:
+        return None, first_line(error)
+
+
+def _measure(question: Callable[[], float]) -> tuple[float, str]:
+    """The error that ``question`` computes, and why it is not exact; NaN if it raises."""
+    error, reason = _try(question)
+    if error is None:
+        return float("nan"), reason
+    return error, "" if error <= BOUND else f"gradients differ by {error:.1e}"
+
+
+def _largest_error(
+    model: PreTrainedModel,
+    sliced: SlicedModel,
+    batch: Batch,
+    slice_lengths: Sequence[int],
+    recompute: Recompute = "none",
+) -> float:
+    return max(errors(reference(model, batch), sliced(batch, slice_lengths, recompute=recompute)).values())
+
+
+def _structure_of(result: VerifyResult) -> ModelStructure:
+    assert result.structure is not None  # which only a model has that could not be run at all
+    return result.structure
 
 
 def _rope_depends_on_length(model: PreTrainedModel) -> bool:
     return any(map(depends_on_length, model.modules()))
 
 
-def _expected(model: PreTrainedModel) -> list[_Expected]:
-    """Leaves the model in evaluation mode."""
-    others = OTHER_TOKENS if _rope_depends_on_length(model) else ()
-    batches = [Batch.of(model, tokens) for tokens in (TOKENS, *others)]
-    modes = [(batch, True) for batch in batches] + [(batches[0], False)]
-    return [_Expected(batch, training, reference(model.train(training), batch)) for batch, training in modes]
-
-
-def _with_backend(
-    result: VerifyResult, model: PreTrainedModel, expected: Sequence[_Expected], stages: int, slices: int
-) -> VerifyResult:
-    """The result with the first backend that is exact, or with the reason why none is."""
-    assert result.structure is not None
-    reasons, worst = [], float("nan")
-    for backend, shortest in BACKENDS:
-        try:
-            sliced = SlicedModel(model, result.structure, backend, stages)
-            groups: dict[str, float] = {}
-            for one in expected:
-                sliced.train(one.training)
-                tokens = one.batch.tokens
-                count = slices if tokens == TOKENS else min(slices, tokens // (2 * shortest))
-                for group, error in errors(one.result, sliced(one.batch, lengths(count, shortest, tokens))).items():
-                    groups[group] = max(groups.get(group, 0.0), error)
-                worst, remark = max(groups.values()), one.remark
-                if worst > BOUND:
-                    remark += _update_remark(model, one)
-                    break
-        except Exception as error:  # whatever the model's own code raises
-            reasons.append(f"{backend} backend: {first_line(error)}")
-            continue
-        if worst <= BOUND:
-            by_group = tuple(sorted(groups.items()))
-            return replace(result, backend=backend, worst=worst, shortest=shortest, groups=by_group)
-        reasons.append(f"{backend} backend: gradients differ by {worst:.1e}{remark}")
-    return replace(result, worst=worst, reason="; ".join(dict.fromkeys(reasons)))
-
-
-def _update_remark(model: PreTrainedModel, expected: _Expected) -> str:
+def _name_updated_buffers(model: PreTrainedModel, expected: _Expected) -> str:
     """For a model that is not exact, which buffers its forward updates: a likely reason."""
     whole = copy.deepcopy(model).train(expected.training)
     with torch.no_grad():
@@ -202,137 +380,10 @@ def _update_remark(model: PreTrainedModel, expected: _Expected) -> str:
     return f"; each forward updates {', '.join(names[:3])}, so slices do it several times" if names else ""
 
 
-def _with_documents(result: VerifyResult, model: PreTrainedModel, stages: int, slices: int) -> VerifyResult:
-    """The result with the error of packed documents, compared with each document alone."""
-    assert result.structure is not None
-    if result.backend != "attention":
-        return replace(result, documents_reason="it is cut through its own cache (cache backend)")
-    slice_lengths = lengths(slices, result.shortest)
-    try:
-        sliced, worst = SlicedModel(model, result.structure, "attention", stages), 0.0
-        for documents in (packed(slice_lengths), *((SHORT,) if _rope_depends_on_length(model) else ())):
-            batch = Batch.of(model, documents=documents)
-            worst = max(worst, *errors(reference(model, batch), sliced(batch, slice_lengths)).values())
-    except Exception as error:  # whatever the model's own code raises
-        return replace(result, documents_reason=first_line(error))
-    reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
-    return replace(result, documents=worst, documents_reason=reason)
-
-
-def _with_router_loss(
-    result: VerifyResult, config: PretrainedConfig, kind: Kind | None, stages: int, slices: int
-) -> VerifyResult:
-    """The result with the error of the routers' loss, if the model has one."""
-    asking = with_router_logits(config, True)
-    if asking is config:
-        return result
-    assert result.structure is not None
-    try:
-        model = with_balance(_small(asking, getattr(torch, result.dtype), kind))
-        batch = Batch.of(model)
-        if is_classifier(model) or not adds_router_loss(model, batch):
-            return result
-        sliced = SlicedModel(model, result.structure, result.backend, stages)
-        worst = max(errors(reference(model, batch), sliced(batch, lengths(slices, result.shortest))).values())
-    except Exception as error:  # whatever the model's own code raises
-        return replace(result, router_reason=first_line(error))
-    reason = "" if worst <= BOUND else f"gradients of a small copy differ by {worst:.1e}"
-    return replace(result, router=worst, router_reason=reason)
-
-
-def packed(slice_lengths: Sequence[int]) -> Starts:
+def packed_documents(slice_lengths: Sequence[int]) -> Starts:
     """Documents that begin at slices and within them, one of a single token and some longer than a slice."""
     edges = list(accumulate(slice_lengths))[:-1]
     return (0, *edges[1::2]), (0, 5, 6, 18)
-
-
-def confirm(result: VerifyResult, config: PretrainedConfig, *, kind: Kind | None = None) -> dict[str, float]:
-    """The largest errors of another small copy, with other stages and slices, in what the result calls exact: by use,
-    "whole", "documents" and "routers"."""
-    assert result.structure is not None
-    with quietly():
-        model = _small(config, getattr(torch, result.dtype), kind, seed=1)
-        sliced = SlicedModel(model, result.structure, result.backend, 3)
-        slice_lengths = lengths(6, result.shortest)[::-1]
-        uses: dict[str, Starts] = {"whole": ()}
-        if result.documents_exact:
-            uses["documents"] = ((0, 1, slice_lengths[0], 27), (0, 13))
-        worst = {}
-        for use, documents in uses.items():
-            batch = Batch.of(model, documents=documents, seed=1)
-            worst[use] = max(errors(reference(model, batch), sliced(batch, slice_lengths)).values())
-        if result.router_exact:
-            model = with_balance(_small(with_router_logits(config, True), getattr(torch, result.dtype), kind, seed=1))
-            sliced, batch = SlicedModel(model, result.structure, result.backend, 3), Batch.of(model, seed=1)
-            worst["routers"] = max(errors(reference(model, batch), sliced(batch, slice_lengths)).values())
-        return worst
-
-
-def recomputed_error(config: PretrainedConfig, structure: ModelStructure, kind: Kind | None = None) -> float:
-    """The largest error of the attention backend with gradient checkpointing of layers. Some models ask the cache for
-    its length, which transformers does not pass to a recomputed layer."""
-    with quietly():
-        model = _small(config, torch.float64, kind)
-        batch = Batch.of(model)
-        expected = reference(model, batch)
-        switch_checkpointing(model, True)
-        return max(errors(expected, SlicedModel(model, structure, "attention")(batch, lengths(4, 1))).values())
-
-
-def block_error(config: PretrainedConfig, structure: ModelStructure, kind: Kind | None = None) -> float:
-    """The largest error of the attention backend with block recomputation."""
-    with quietly():
-        model = _small(config, torch.float64, kind)
-        batch = Batch.of(model)
-        sliced = SlicedModel(model, structure, "attention")
-        return max(errors(reference(model, batch), sliced(batch, lengths(4, 1), recompute="block")).values())
-
-
-# Tensor parallel
-
-
-def verify_tensor_parallel(
-    result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None = None
-) -> VerifyResult:
-    """The result of ``verify`` for this small configuration, with tensor parallel over this mesh. All ranks of the mesh
-    call it together and get the same result."""
-    degree = mesh.size()
-    groups: dict[str, float] = {}
-    reason = ""
-    try:
-        groups = _tp_errors(result, _widened(config, degree), mesh, kind)
-    except Exception as error:  # whatever the model's own code raises, or DTensor
-        reason = first_line(error)
-    if _max_over([float(bool(reason))], mesh) != [0.0]:
-        reason = reason or "it failed on another rank"
-        return replace(result, backend=None, worst=float("nan"), reason=f"tp {degree}: {reason}")
-    groups = dict(zip(groups, _max_over(list(groups.values()), mesh), strict=True))
-    worst = max(groups, key=lambda group: groups[group])
-    if not groups[worst] <= BOUND:
-        reason = f"tp {degree}: gradients of {worst} differ by {groups[worst]:.1e}"
-        return replace(result, backend=None, worst=groups[worst], reason=reason)
-    return replace(result, worst=max(result.worst, groups[worst]), groups=tuple(sorted(groups.items())))
-
-
-def refuse_inexact_tp(
-    result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None = None
-) -> None:
-    """Refuses a model whose tensor parallel plan is not exact. All ranks of the mesh call it together."""
-    result = verify_tensor_parallel(result, config, mesh, kind)
-    if not result.exact:
-        raise UnsupportedModelError(
-            f"tensor parallel by the tp_plan of {result.model} is not exact: {result.reason}; take tp 1"
-        )
-
-
-def _tp_errors(result: VerifyResult, config: PretrainedConfig, mesh: DeviceMesh, kind: Kind | None) -> dict[str, float]:
-    assert result.structure is not None
-    with quietly():
-        model: Any = small_model(config, kind=kind)
-        model = model.to(mesh.device_type)
-        batch = Batch.of(model)
-        sliced = SlicedModel(model, result.structure.of(model), result.backend, tp=TensorParallel(mesh))
-        return errors(reference(model, batch), sliced(batch, lengths(4, result.shortest)))
 
 
 def _max_over(mine: list[float], mesh: DeviceMesh) -> list[float]:
@@ -342,13 +393,13 @@ def _max_over(mine: list[float], mesh: DeviceMesh) -> list[float]:
     return largest
 
 
-def _widened(config: PretrainedConfig, degree: int) -> PretrainedConfig:
+def _with_heads_for(config: PretrainedConfig, degree: int) -> PretrainedConfig:
     """With enough heads to split over the ranks. Small copies have 1, 2 or 4 heads of keys and values."""
     factor = degree // gcd(degree, 2)
     if factor == 1:
         return config
     values = config.to_dict()
-    wide = {name: factor * values[name] for name in f"{HEAD_COUNTS} {KV_HEADS}".split() if values.get(name)}
+    wide = {name: factor * values[name] for name in (*HEAD_COUNTS, *KV_HEADS) if values.get(name)}
     return type(config).from_dict(values | wide)
 
 
