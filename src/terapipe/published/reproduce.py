@@ -173,13 +173,13 @@ def estimates(source: ClusterSource, request: Request) -> list[Estimate]:
     """
     devices, batch_size = source.devices, request.batch_size
     if batch_size % devices == 0:
-        return [_sharded(source, request, batch_size // devices, 1)]
+        return [_estimate_fsdp(source, request, batch_size // devices, 1)]
     if devices % batch_size == 0 and request.seq_len % (devices // batch_size) == 0:
-        return [_sharded(source, request, 1, devices // batch_size)]
+        return [_estimate_fsdp(source, request, 1, devices // batch_size)]
     return []
 
 
-def _sharded(source: ClusterSource, request: Request, sequences: int, ring: int) -> Estimate:
+def _estimate_fsdp(source: ClusterSource, request: Request, sequences: int, ring: int) -> Estimate:
     """``sequences`` per device, or each sequence over ``ring`` devices."""
     config, host = source.config, source.cluster.host
     length = request.seq_len // ring
