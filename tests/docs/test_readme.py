@@ -74,3 +74,9 @@ def test_the_diff_imports_what_it_uses_and_names_the_extra() -> None:
     extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(requirement.startswith("trl") for requirement in extras["trl"])
     assert "pip install '.[hf,trl]'" in text
+
+
+def test_the_readmes_run_warms_up() -> None:
+    """Its learning rate never came near what was asked for: 100 steps of warm-up in a run of 20."""
+    (text,) = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
+    assert parse(text).lr.warmup <= parse(text).optimizer.steps / 4

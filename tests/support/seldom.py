@@ -27,7 +27,7 @@ SELDOM = (
     r"tests/unit/runtime/test_logits\.py::test_logits_are_the_plain_models.*dp 1 x pp 1 x tp 2",
     r"tests/unit/modeling/test_kernels\.py::test_flex_attention_by_its_own_definition\[16-window",
     r"tests/unit/search/test_choose\.py::test_counting_memory_first_changes_no_choice\[536870912",
-    r"tests/test_regressions_hf_documents\.py::test_windows_and_chunks_begin_anew.*(mistral|gemma2)",
+    r"tests/exactness/test_documents_hf\.py::test_windows_and_chunks_begin_anew.*(mistral|gemma2)",
     r"tests/unit/runtime/test_module\.py::test_torchs_state_dict_functions_round.*terapipe-dp 2 x pp 1 x tp 1-False",
 )
 

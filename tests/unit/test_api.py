@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import terapipe
 import terapipe as tp
+from terapipe import Plan
 from tests.support.models import TINY, gradients, make_batch, make_model, plain, worst_error
 from tests.support.ranks import Ranks
 from tests.unit.planning.test_profile import made
@@ -143,3 +145,15 @@ def test_a_hugging_face_model_is_measured_as_it_is(ranks: Callable[[int], Ranks]
     assert ranks(1)(profiled_layers, str(tmp_path)) == [7]
     result = tp.plan(tmp_path, "p3.16xlarge:1", batch_size=1, seq_len=64, dp=1, pp=2, tp=1)
     assert result.plan.num_layers == 7
+
+
+def test_slices_do_not_outrun_the_host_that_issues_them() -> None:
+    """An eager layer takes its host 0.35 ms forward and 0.4 ms backward for every slice; 0.15 and 0.3 were counted, so
+    that plans had slices so short that the GPU would have run dry."""
+    plan = Plan((1,), ((16,) * 128,), tuple(range(0, 25, 3)))
+    found = terapipe.estimate(plan, "dgx-h100:1", model="gpt3-1b")
+    assert found.step_time > 128 * 3 * (0.35e-3 + 0.40e-3)
+    assert found.price_of_host > 1.2
+    assert "longer than devices alone would take" in str(found)
+    whole = terapipe.estimate(Plan((1,), ((2048,),), plan.boundaries), "dgx-h100:1", model="gpt3-1b")
+    assert "devices alone" not in str(whole)

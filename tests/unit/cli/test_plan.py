@@ -7,6 +7,7 @@ import pytest
 
 from terapipe.cli import main
 from tests.unit.cli.test_commands import FOUR, SMALL, printed
+from tests.unit.cli.test_simulate import EIGHT, SHAPE, answer, refused
 from tests.unit.planning.test_profile import made
 
 TWO_HOSTS = [*SMALL[:3], "p3.16xlarge:2", *SMALL[4:], "--order", "gpipe"]
@@ -96,3 +97,33 @@ def test_a_plan_that_cannot_be_spread_is_shown_all_the_same(tmp_path: Path, caps
 def test_bad_names_are_refused(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, *FOUR, "--order", "gpipe", option, "Not this"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cost_table_refuses_what_it_would_ignore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--num-slices, --chunks, --memory had no effect, and a default tile refused sequences below 8 tokens."""
+    table = tmp_path / "table.json"
+    rows = [(n, c, 1.0 + 0.1 * n * n + 0.2 * c) for c in range(4) for n in range(1, 5 - c)]
+    table.write_text(json.dumps([{"size": 1, "length": n, "context": c, "seconds": s} for n, c, s in rows]))
+    common = ["plan", "--cost-table", str(table), "--batch-size", "2", "--seq-len", "4", "--pp", "2"]
+    assert answer(capsys, *common)["step_time"] > 0
+    assert answer(capsys, *common, "--num-slices", "4")["lengths"] == [[1, 1, 1, 1]] * 2
+    assert answer(capsys, *common, "--slice-lengths", "1,2,1")["lengths"] == [[1, 2, 1]] * 2
+    for option in ("--chunks=1", "--recompute=full", "--distinct=1", "--memory=1GiB", "--shard", "--tile=1",
+                   "--sensitivity", "--layers-only", "--model=gpt-tiny"):  # fmt: skip
+        assert "would have no effect" in refused(capsys, *common, option)
+
+
+def test_options_of_plan_count_or_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json left --sensitivity out; --num-slices 2048 was 2,048 slices, --num-slices 1024,1024 two lengths."""
+    plan = ["plan", *SHAPE, *EIGHT, "--order", "gpipe", "--microbatch-size", "1", "--recompute", "none"]
+    assert len(answer(capsys, *plan, "--sensitivity")["sensitivity"]) == 30
+    profile = tmp_path / "profile.json"
+    profile.write_text(made().to_json())
+    measured = ["plan", "--profile", str(profile), "--batch-size", "1", "--seq-len", "2048"]
+    assert "would have no effect" in refused(capsys, *measured, "--sensitivity")
+    assert "would have no effect" in refused(capsys, *measured, "--layers-only")
+    sliced = ["plan", *SHAPE, *EIGHT, "--order", "terapipe"]
+    assert "--slice-lengths" in refused(capsys, *sliced, "--num-slices", "1024,1024")
+    assert "would have no effect" in refused(capsys, *sliced, "--num-slices", "2", "--slice-lengths", "1024,1024")
+    assert "sum to 2048" not in refused(capsys, *sliced, "--slice-lengths", "2048,1")
+    assert answer(capsys, *sliced, "--slice-lengths", "2048")["lengths"][0] == [2048]

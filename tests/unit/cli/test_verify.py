@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from terapipe.cli import main
+from terapipe.cli.verify_types import config_of
+from terapipe.hf.verify import small_model as shrink
+from terapipe.hf.verify.small_model import small_config
 
 
 def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,3 +67,37 @@ def test_the_table_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["bloom"]["backend"] == "cache"
     assert sum(row["exact"] and row["backend"] == "attention" for row in rows.values()) >= 100
     assert sum(row["exact"] for row in rows.values()) >= 120
+
+
+@pytest.mark.usefixtures("quiet_models")
+def test_a_folder_is_verified_by_a_small_copy(tmp_path: Path) -> None:
+    """Of a folder, the whole model was built."""
+    LlamaConfig().save_pretrained(tmp_path)
+    assert config_of(str(tmp_path)).hidden_size == shrink.HIDDEN
+
+
+@pytest.mark.usefixtures("quiet_models")
+def test_all_types_are_counted_and_confirmed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``verify --all`` never ran documents."""
+    monkeypatch.setattr("terapipe.cli.verify_types.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
+    assert main(["verify", "--all", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["whole"] == {"exact": 3, "refused": 1, "wrong": 0}
+    assert found["documents"] == {"exact": 1, "refused": 3, "wrong": 0}
+    assert found["dropout"] == {"exact": 2, "refused": 2, "wrong": 0}
+
+
+@pytest.mark.usefixtures("quiet_models")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "code"), [("llama", 0), ("apertus", 1)])
+def test_verify_proves_tensor_parallel(kind: str, code: int, tmp_path: Path) -> None:
+    small_config(kind).save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--tp", "2"]) == code
+
+
+@pytest.mark.usefixtures("quiet_models")
+def test_verify_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "llama", "--tp", "0"]) == 2
+    assert "--tp must be at least 1, got 0" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Small copies of Hugging Face models: that they run, and that they keep what makes a model special."""
 
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from terapipe.hf.verify.small_model import causal_lm_types, shrink_config, small_config, small_model
+from terapipe.hf.verify import small_model as shrink
+from terapipe.hf.verify.small_model import causal_lm_types, default_config, shrink_config, small_config, small_model
 
 FAMILIES = [
     *["bamba", "bert", "bloom", "deepseek_v3", "falcon", "gemma3", "gemma4_text", "gpt2", "gpt_oss", "jamba", "llama4"],
@@ -202,3 +204,34 @@ def test_the_dtype_is_that_asked_for() -> None:
     model = small_model(small_config("qwen3_moe"), dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in small_model(small_config("qwen3_moe")).parameters()} == {torch.float64}
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    values = {str(k): v for k, v in values.items()}
+    parts = {k: flat(v) for k, v in values.items() if isinstance(v, dict)}
+    return {k: v for k, v in values.items() if k not in parts} | {
+        k: v for part in parts.values() for k, v in part.items()
+    }
+
+
+# What the docstring of small_model.py says beside the tables of names there: dtype, sizes, RoPE, scales, token ids,
+# random numbers, auxiliary losses, quantized weights, and kernels.
+SAID = (
+    "dtype|layer|pattern|block|vocab_size|^(head_dim|hidden_size)$|original_max_position_embeddings|"
+    "^(query_pre_attn_scalar|.*_multiplier)$|_token_id$|_index$|drop|jitter|aux_loss|z_loss|loss_weight|"
+    "quantization_config|attn_implementation|experts_implementation"
+)
+
+
+@pytest.mark.usefixtures("quiet_models")
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3", "gpt2", "jamba", "phimoe", "mpt", "opt", "qwen3_next"])
+def test_all_that_a_small_copy_has_otherwise_is_listed(name: str) -> None:
+    """Dropout was set to zero without a word."""
+    config = default_config(name)
+    before, after = flat(config.to_dict()), flat(shrink_config(config).to_dict())
+    layers = [*shrink.DEPTHS, *shrink.LISTED, *shrink.FIRST, *shrink.LAST]
+    sizes = {*config.attribute_map, *config.attribute_map.values(), *layers}
+    for key in before:
+        known = key in shrink.RULES or key in shrink.LIST_RULES or key in sizes
+        known = known or re.search(SAID, key) is not None
+        assert before[key] == after.get(key) or known, key

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from terapipe.launch.job import Hosts, Launch, hosts_of, instructions, launch_of, why_uneven
+from terapipe.launch.job import instructions as told_lines
 from terapipe.planning.hardware import HOSTS, Cluster
 from terapipe.planning.layout import Layout
 from tests.unit.planning.test_profile import made
@@ -256,3 +257,12 @@ def test_without_a_parser_the_job_is_still_plain() -> None:
         assert "\t" not in text
         assert all((len(line) - len(line.lstrip())) % 2 == 0 for line in text.splitlines())
         assert f"  completions: {launch.hosts}\n" in text
+
+
+def test_torchrun_can_start_terapipes_own_trainer() -> None:
+    """--script "-m terapipe train run.toml" became the name of a file."""
+    launch = Launch(1, 2, 2, script="-m terapipe train 'my run.toml'")
+    assert launch.torchrun_lines()[0].endswith("--nproc-per-node 2 -m terapipe train 'my run.toml'")
+    assert "plan.file" in told_lines(launch, Layout(pp=2), Path("plan.json"))[-1]
+    with pytest.raises(ValueError, match="quoted as in a shell"):
+        Launch(1, 2, 2, script="'open")

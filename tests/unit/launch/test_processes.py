@@ -1,5 +1,7 @@
 """Ranks on one host: they talk to each other, and listen to nobody else."""
 
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -9,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.numa.binding import AffinityMode
 
 from terapipe.files import write
 from terapipe.launch import processes
 from terapipe.launch.loopback import LoopbackRendezvous
-from terapipe.launch.processes import launch, take_cores
+from terapipe.launch.processes import blame, launch, take_cores
 from terapipe.launch.stopped import LOOK, ending_stopped_ranks
 from terapipe.runtime.comm.environment import rank_and_size
 from tests.support import hosts
@@ -165,3 +167,46 @@ def test_a_stopped_rank_is_left_alone_while_nobody_has_failed() -> None:
         for process in (stopped, other):
             process.kill()
             process.wait()
+
+
+def failure(folder: Path, rank: int, code: int, said: str) -> ProcessFailure:
+    file = folder / f"{rank}.json"
+    if said:
+        file.write_text(json.dumps({"message": {"message": said, "extraInfo": {"timestamp": "1"}}}))
+    return ProcessFailure(rank, 0, code, str(file))
+
+
+@pytest.mark.parametrize(
+    ("found", "blamed"),
+    [
+        # One was stopped: torchelastic killed it in the end, and the one that noticed ended first.
+        (
+            [(0, 1, "PipelineError: rank 1 did not answer in time: it is stuck; rank 0 waited 5 s at x for rank 1"),
+             (1, -9, "")],
+            "rank 1 did not answer in time: it is stuck",
+        ),
+        (
+            [(0, 1, "PipelineError: rank 2 is gone: it died; rank 0 was waiting at x for rank 2"), (1, -9, ""),
+             (2, -11, "")],
+            "rank 2 ended with signal SIGSEGV",
+        ),
+        (
+            [(0, 1, "PipelineError: rank 1 stopped: ValueError: no; rank 0 was waiting at x for rank 1"),
+             (1, 1, "ValueError: no; really")],
+            "rank 1 stopped: ValueError: no; really",
+        ),
+        ([(0, 3, "")], "rank 0 ended with exit code 3"),
+    ],
+)  # fmt: skip
+def test_the_last_line_blames_the_right_rank(tmp_path: Path, found: list[tuple[int, int, str]], blamed: str) -> None:
+    """The one that ended first was blamed, which was the one that had waited for a rank that hung."""
+    assert blame({rank: failure(tmp_path, rank, code, said) for rank, code, said in found}) == blamed
+
+
+def test_torchs_log_lines_are_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stood between ours, in the middle of the panel."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    logger.setLevel(logging.WARNING)
+    monkeypatch.setattr(processes, "elastic_launch", lambda *given: lambda *given: None)
+    processes.launch_module("nothing", [], 1, 0)
+    assert not logger.isEnabledFor(logging.ERROR)

@@ -152,3 +152,14 @@ def test_models_by_name_or_shape() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             gpt_config(text)
+
+
+def test_a_described_cluster_exchanges_a_tied_weight_too() -> None:
+    """Measured costs had the exchange of a tied weight's gradient, described ones left it out."""
+    tied = PRESETS["gpt3-1b"]
+    host = Cluster("dgx-a100:2")
+    layout = Layout(pp=2, tp=8)  # one stage on each host
+    costs = [AnalyticCost(config, host, layout) for config in (tied, replace(tied, tied=False))]
+    added = costs[0].per_step([StageSpec(12, first=True)]) - costs[1].per_step([StageSpec(12, first=True)])
+    assert added == pytest.approx(host.host.inter_node.seconds(tied.vocab * tied.hidden * 2))
+    assert costs[0].per_step([StageSpec(24)]) == costs[1].per_step([StageSpec(24)])

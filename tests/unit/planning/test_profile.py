@@ -262,3 +262,24 @@ def test_the_plan_heeds_a_slow_link() -> None:
     assert with_link != as_if_free
     cost = FittedCost(slow)
     assert makespan(with_link, cost)[0] < makespan(as_if_free, cost)[0]
+
+
+def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
+    """Messages, sums over replicas, weights and activations of every profile were taken to be float32."""
+    wide = made()
+    half = replace(wide, machine={**wide.machine, "dtype": "bfloat16"})
+    two = Layout(dp=2)
+    costs = [FittedCost(profile, layout=two) for profile in (wide, half)]
+    message = [cost.transfer(0, 1, 2, 512) for cost in costs]
+    assert message[1] == pytest.approx(costs[0].transfer(0, 1, 1, 512))
+    assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(1000))  # in float32
+    float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout()) for profile in (wide, half))
+    cached = float32.kv_cache(StageSpec(3), 1, 512)
+    assert bfloat16.kv_cache(StageSpec(3), 1, 512) == cached * 3 / 4  # gradients are summed in float32
+    # Weights of 2 bytes and 12 of state; 4 and 8. Gradients are sums in float32, and then rounded.
+    assert bfloat16.model_state(StageSpec(3)) == float32.model_state(StageSpec(3)) * 14 / 12
+    held, rounded = float32.gradients(StageSpec(3)), bfloat16.gradients(StageSpec(3))
+    assert held.before == held.during == held.after == rounded.during
+    assert (rounded.before, rounded.after) == (0, rounded.during / 2)
+    with pytest.raises(ValueError, match="a profile is of one of"):
+        replace(wide, machine={"dtype": "int3"})

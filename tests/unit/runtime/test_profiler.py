@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from terapipe.hf.verify.small_model import small_config
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import PipelineModel
+from terapipe.planning.cost import StageSpec
 from terapipe.planning.presets import PRESETS, GPTConfig
 from terapipe.planning.profile import KINDS, FittedCost, Profile, Transfer
 from terapipe.runtime import profiler
@@ -143,3 +145,25 @@ def test_a_slow_link_is_measured_with_small_messages(ranks: Callable[[int], Rank
 
 def test_one_rank_has_nobody_to_send_to(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(1)(measured, "a", 60.0) == [(("a",), [])]
+
+
+def test_a_profile_stops_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time was looked at after whole rounds only: a slow model was measured many times as long as asked."""
+    import torch
+
+    from terapipe.runtime import profiler
+    from tests.support.models import TINY, make_model
+
+    clock = count()  # every look at it is a second later
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: float(next(clock)))
+    measured = []
+    slices = profiler.Profiler._slices
+    monkeypatch.setattr(profiler.Profiler, "_slices", lambda self, p: measured.append(p) or slices(self, p))
+    made = profiler.Profiler(make_model(TINY, torch.float32), layers=2, seq_len=32)
+    profile = made.run(seconds=5.0)
+    assert len(measured) < 8 < len(made.points)
+    lengths = [s.length for s in profile.samples if s.kind == "forward" and not s.context]
+    assert (min(lengths), max(lengths)) == (4, 32)
+    assert any(s.context for s in profile.samples)
+    assert {s.kind for s in profile.samples} == set(KINDS)
+    assert FittedCost(profile).forward(StageSpec(2), 1, 12, 8) > 0

@@ -15,6 +15,7 @@ from terapipe.training.config import DataConfig
 from terapipe.training.data.loader import Batches, Packing
 from terapipe.training.data.prepare import prepare
 from terapipe.training.data.token_file import Origin, TokenFile, open_data
+from tests.support.training_runs import PRESET, short_run
 
 PACKINGS = get_args(Packing)
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -129,3 +130,18 @@ def test_documents_are_told_without_reading_tokens(tmp_path: Path) -> None:
 def test_no_sequence_at_all(packing: Packing) -> None:
     with pytest.raises(ValueError, match=rf"none of 4 tokens \({packing}\) in nowhere, which has 3 tokens in 3 doc"):
         Batches(token_file([1, 1, 1]), 4, packing, False, 0)
+
+
+def test_a_token_out_of_range_is_named(tmp_path: Path) -> None:
+    """It ended as an index error of an embedding, with a traceback."""
+    config = short_run(tmp_path, PRESET)
+    prepare(config.data, tmp_path / "data")
+    file = open_data(config.data, tmp_path / "data").train
+    damaged = np.memmap(file.folder / "tokens.bin", file.dtype, "r+")
+    damaged[20] = 9999
+    damaged.flush()
+    batches = Batches(TokenFile.open(file.folder), 16, "concat", False, 0)
+    assert batches.read(0, 1).ids.max() < 257
+    said = r"tokens\.bin must be below the vocabulary of 257, the one at place 20 is 9999; the file is damaged"
+    with pytest.raises(ValueError, match=said):
+        batches.read(1, 1)

@@ -1,14 +1,23 @@
 """What is said on a terminal, and where there is none."""
 
+import fcntl
 import io
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from terapipe.training.checkpoint_folder import CheckpointFolder
+from terapipe.training.config import CheckpointConfig
 from terapipe.training.logging.display import Display
 
 GIB = 2**30
@@ -188,3 +197,50 @@ def test_time_left_is_by_the_wall_clock() -> None:
             clock()
             display.row(row(step))
     assert file.getvalue().endswith("0:00:14 left\n")
+
+
+def test_the_panel_is_right(tmp_path: Path) -> None:
+    """A checkpoint written in the background was shown as of the step at which it was done, and the speed of the last
+    step stood beside the time of all recent ones."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    display = Display(console, 100, 0, 10, "a run")
+    said = []
+    saves = CheckpointFolder(tmp_path, CheckpointConfig(), False, lambda *row: said.append(row))
+    saves._saved({"step": 7, "best": None})
+    display.row({"step": said[0][2], "event": "checkpoint", "message": ""})
+    for step, seconds in enumerate((1.0, 1.0, 4.0), 8):
+        display.row({"step": step, "seconds": seconds, "tokens_per_second": 100 / seconds})
+    assert display._known["saved"] == 7
+    assert (display._known["median"], display._known["tokens_per_second"]) == (1.0, 100.0)
+
+
+WATCHED = """
+import os, signal, sys, termios
+from terapipe.training.trainer import StopSignal
+from terapipe.training.logging.display import Terminal
+
+with Terminal() as terminal:
+    stop = StopSignal(terminal.restore)
+    print("^C is printed:", bool(termios.tcgetattr(0)[3] & termios.ECHOCTL), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
+    """A second Ctrl-C left the cursor hidden, and the first one's ^C pushed the panel out of its place."""
+    ours, theirs = os.openpty()
+
+    def take() -> None:
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    line = [sys.executable, "-c", WATCHED]
+    code = subprocess.run(line, stdin=theirs, stdout=theirs, start_new_session=True, preexec_fn=take).returncode
+    said = os.read(ours, 4096).decode()
+    left = termios.tcgetattr(theirs)[3] & termios.ECHOCTL
+    os.close(ours)
+    os.close(theirs)
+    assert code == 128 + signal.SIGINT
+    assert "^C is printed: False" in said
+    assert said.endswith("\x1b[?25h"), "the cursor is shown"
+    assert left

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from terapipe import GPT, GPTConfig
+from terapipe.training.config import RunConfig
+from terapipe.training.data.tokenizer import ByteTokenizer
 from terapipe.training.export import as_gpt2, check_gpt
+from terapipe.training.logging.metrics import read
 from tests.support.ranks import Ranks
+from tests.support.training_runs import PRESET, TWO_LAYERS, copy_run, short_run
 from tests.unit.training.test_model import told
-from tests.unit.training.test_run import train
+from tests.unit.training.test_run import config, train
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -40,3 +44,42 @@ def test_a_run_ends_with_it(ranks: Callable[[int], Ranks], tmp_path: Path) -> No
     ids = torch.tensor([tokenizer("To be")["input_ids"]])
     assert ids.tolist() == [list(b"To be")]
     assert model(ids).logits.shape == (1, 5, 257)
+
+
+def test_an_interrupted_export_leaves_the_old_one(
+    finished_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer was written after the model was put in place, and all else in the folder was deleted."""
+    told = copy_run(finished_run, "exported", export=str(tmp_path / "model"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "README.md").write_text("mine")
+
+    def interrupt(self: ByteTokenizer, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ByteTokenizer, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(told)
+    assert [f.name for f in tmp_path.rglob("*")] == ["model", "README.md"]
+    train(told)
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {
+        f.name for f in (tmp_path / "model").iterdir()
+    }
+
+
+@pytest.mark.parametrize("name", ["", "text.txt"])
+def test_an_export_does_not_replace_the_run(text_folder: Path, name: str) -> None:
+    """An export to the run's own folder deleted its checkpoints; one to a file failed after the last step."""
+    told = config(text_folder / "itself", "", *TWO_LAYERS, f"checkpoints.export={text_folder / name}")
+    with pytest.raises(ValueError, match=r"checkpoints.export must be a folder of its own"):
+        train(told)
+
+
+def test_the_export_is_announced(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """A run ended without a word of what it had written."""
+    folder = tmp_path / "exported"
+    config = short_run(tmp_path, PRESET, f"checkpoints.export={folder}")
+    ranks(1)(train, config)
+    said = [row["message"] for row in read(config.folder) if row.get("event") == "export"]
+    assert said[-1] == f"wrote model and tokenizer to {folder}"

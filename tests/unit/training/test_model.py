@@ -15,6 +15,7 @@ from terapipe.training.logging.metrics import read
 from terapipe.training.model import make_model
 from terapipe.training.run_plan import RunPlan, equal_slices, from_file, layout_of, ranks_wanted
 from tests.support.ranks import Ranks
+from tests.support.training_runs import PRESET, short_run
 from tests.unit.training.test_run import TEXT, losses, train
 
 OWN = Path(__file__).parents[3] / "examples" / "own_model.py"
@@ -139,3 +140,11 @@ def test_equal_slices() -> None:
     made = make_model(config.model, config.data, 257)
     plan = equal_slices(config, made, 2).plan
     assert (plan.sizes, plan.lengths[0], plan.boundaries) == ((1, 1, 1), (64,) * 8, (0, 2, 4))
+
+
+def test_a_vocabulary_is_refused_not_replaced(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """A shape's vocabulary and positions were those of the data, whatever the shape said."""
+    with pytest.raises(ValueError, match=r"a model of 100 and a tokenizer of 257; .* vocab=257 in model.preset"):
+        ranks(1)(train, short_run(tmp_path, f"{PRESET},vocab=100"))
+    with pytest.raises(ValueError, match=r"max_seq_len=8 in model.preset and data.seq_len 16"):
+        ranks(1)(train, short_run(tmp_path, f"{PRESET},max_seq_len=8"))

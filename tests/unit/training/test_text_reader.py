@@ -185,3 +185,14 @@ def test_a_pipe_is_no_text(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "text.txt")
     with pytest.raises(ValueError, match="must be a file, got a named pipe"):
         find_files([str(tmp_path / "text.txt")])
+
+
+def test_the_place_of_a_bad_byte_is_that_in_the_file(tmp_path: Path) -> None:
+    """It was the place in the part of the file that was just decoded, or in a line."""
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_bytes("é".encode() * 200_001 + b"\xff" + b"a" * 9)
+    with pytest.raises(ValueError, match=r"a\.txt is not: byte 0xff at place 400002 \(invalid start byte\)"):
+        list(read_documents([text], "text"))
+    lines.write_bytes(b'{"text": "a"}\n' * 3 + b'{"text": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl is not: byte 0xe9 at place 55 "):
+        list(read_documents([lines], "text"))

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from terapipe.training.data.tokenizer import (
     load_tokenizer,
     make_tokenizer,
 )
+from tests.support.ranks import Ranks
+from tests.support.training_runs import short_run
+from tests.unit.training.test_run import train
 
 TEXTS = ["the cat and the hat; another frog within that thorny garden, forever hidden " * 20, "où est l'été? 猫 😀"]
 
@@ -174,3 +177,22 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs tokenizers, .* pip install '\.\[data\]'"):
         make_tokenizer("train", 300, texts, tmp_path / "new")
+
+
+def test_the_tokenizer_follows_the_model(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """A pretrained model was trained on bytes, which were the default whatever the model."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path / "llama"
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**sizes, vocab_size=300).save_pretrained(folder)
+    own = f"model.config={folder / 'config.json'}"
+    with pytest.raises(ValueError, match=r"llama holds no tokenizer .* set data.tokenizer"):
+        ranks(1)(train, short_run(tmp_path, own))
+    ByteTokenizer().save(folder)
+    config = short_run(tmp_path, own)
+    assert config.data.tokenizer == str(folder)
+    assert short_run(tmp_path, own, "data.tokenizer=bytes").data.tokenizer == "bytes"
+    LlamaConfig(**sizes, vocab_size=200).save_pretrained(folder)
+    with pytest.raises(ValueError, match="a model of 200 and a tokenizer of 257; take the model's own"):
+        ranks(1)(train, config)

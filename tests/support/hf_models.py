@@ -1,0 +1,99 @@
+"""Small Hugging Face models, their plain gradients, and how far others are from these."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from terapipe import Pipeline, Plan
+from terapipe.hf import Decoder
+from terapipe.hf.verify.small_model import small_config, small_model
+from tests.support.models import gradients
+
+LENGTHS = ((9, 1, 12, 7), (20, 9))
+CPU = torch.device("cpu")
+
+
+def stages_here(*boundaries: int, chunks: int | None = None) -> Plan:
+    """Two microbatches; all stages are in this process."""
+    return Plan((1, 1), LENGTHS, boundaries, "terapipe", chunks or len(boundaries) - 1)
+
+
+def two_stages(decoder: Decoder, lengths: tuple[tuple[int, ...], ...] = ((9, 1, 12, 7),), rows: int = 2) -> Plan:
+    """The first stage has one layer, the second all others; both are in this process."""
+    return Plan((rows // len(lengths),) * len(lengths), lengths, (0, 1, decoder.num_layers), "terapipe", 2)
+
+
+def batch(tokens: int = 29, rows: int = 2) -> tuple[Tensor, Tensor]:
+    """Token ids, and labels that have nothing to do with them."""
+    generator = torch.Generator().manual_seed(2)
+    ids, labels = (torch.randint(90, (rows, tokens), generator=generator) for _ in range(2))
+    return ids, labels
+
+
+def small(kind: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A small model of this type, whose configuration has these values."""
+    config = small_config(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return small_model(config)
+
+
+def adapted(kind: str = "LoraConfig", tied: bool = False, **options: Any) -> Any:
+    """A small Llama with adapters of peft, which are far from their initialization."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    if kind == "LoraConfig":
+        options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **options}
+    model = peft.get_peft_model(small(tie_word_embeddings=tied), getattr(peft, kind)(**options)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1 if p.requires_grad else 0.0)
+    return model
+
+
+def plain_gradients(
+    model: nn.Module, ids: Tensor | None = None, labels: Tensor | None = None, positions: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Gradients of the model's own forward and backward, without slices; by default of ``batch()``."""
+    if ids is None or labels is None:
+        ids, labels = batch()
+    more = {} if positions is None else {"position_ids": positions}
+    logits = model(input_ids=ids, use_cache=False, **more).logits
+    F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten()).backward()
+    copies = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return copies
+
+
+def gradients_of_documents(
+    model: PreTrainedModel, ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...]
+) -> dict[str, Tensor]:
+    """Gradients where the plain model sees each document by itself."""
+    whole, total = copy.deepcopy(model), torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(documents):
+        for a, b in pairwise([*row, ids.shape[1]]):
+            logits = whole(input_ids=ids[i : i + 1, a:b], use_cache=False).logits
+            total = total + F.cross_entropy(logits.flatten(0, 1), labels[i, a:b], reduction="sum")
+    (total / labels.numel()).backward()
+    return {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+def step_gradients(pipe: Pipeline) -> dict[str, Tensor]:
+    """Gradients of one step with ``batch()``; the pipeline has none afterwards."""
+    pipe.step(*batch())
+    copies = {name: gradient.clone() for name, gradient in gradients(pipe).items()}
+    pipe.zero_grad()
+    return copies
+
+
+def worst_difference(gradients: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Relative to the largest of all gradients: some are zero but for rounding."""
+    assert gradients.keys() == wanted.keys()
+    largest = max(g.abs().max().item() for g in wanted.values())
+    return max((gradients[name] - g).abs().max().item() for name, g in wanted.items()) / largest

@@ -1,0 +1,79 @@
+"""Damaged checkpoints are refused by name, and name no file outside of their folder."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from terapipe import Layout
+from terapipe.runtime.checkpoint.manifest import Sum, damage, write_manifest
+from terapipe.runtime.checkpoint.reader import Reader
+from tests.support.ranks import Ranks
+from tests.support.training_runs import flip_bits
+from tests.unit.runtime.test_checkpoint import adam, pipeline, same, snapshot
+from tests.unit.runtime.test_checkpoint import steps as train_steps
+
+
+def damaged_on_two_ranks(folder: str) -> list[object]:
+    pipe = pipeline(Layout(1, 2, 1))
+    optimizer = adam(pipe)
+    train_steps(pipe, optimizer, range(1))
+    pipe.save(folder, optimizer)
+    pipe.save(f"{folder}.whole", optimizer)
+    wanted = snapshot(pipe, optimizer)
+    if pipe.rank == 0:
+        flip_bits(Path(folder) / "__1_0.distcp", 400)
+        (Path(folder) / ".metadata").write_bytes(b"")
+    pipe.gather(None)
+    with pytest.raises(ValueError, match="damaged") as caught:
+        pipe.load(folder, optimizer)
+    untouched = same(snapshot(pipe, optimizer), wanted)
+    pipe.load(f"{folder}.whole", optimizer)
+    train_steps(pipe, optimizer, range(1, 2))
+    return [str(caught.value), untouched]
+
+
+def test_flipped_bits_are_not_loaded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """400 flipped bits in a shard were loaded and trained on. Now all ranks refuse the checkpoint, with the same
+    message and before a tensor is changed, and can load another one."""
+    first, second = ranks(2)(damaged_on_two_ranks, str(tmp_path / "saved"))
+    assert first == second
+    assert first[1]
+    assert first[0].startswith(f"the checkpoint {tmp_path / 'saved'} is damaged: ")
+    assert ".metadata has 0 bytes instead of " in first[0]
+    assert "__1_0.distcp does not match its checksum" in first[0]
+    assert "weights_only" not in first[0]
+
+
+def test_a_manifest_names_its_own_files_only(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    for name in ("../secret", str(tmp_path / "secret"), "link"):
+        write_manifest(folder, {name: Sum().add(b"secret")})
+        (problem,) = damage(folder)
+        assert "must lie in it" in problem
+
+
+def test_the_index_of_a_checkpoint_names_its_own_files_only(tmp_path: Path) -> None:
+    pipe = pipeline(Layout(1, 1, 1))
+    pipe.save(tmp_path / "saved")
+    index = Reader(tmp_path / "saved").index
+    assert index.storage_data is not None
+    for entry in index.storage_data.values():
+        entry.relative_path = "../elsewhere.distcp"
+    (tmp_path / "saved/.metadata").write_bytes(pickle.dumps(index))
+    shutil.copy(tmp_path / "saved/__0_0.distcp", tmp_path / "elsewhere.distcp")
+    with pytest.raises(ValueError, match=r"must lie in it, its index names '\.\./elsewhere\.distcp'"):
+        pipe.load(tmp_path / "saved", verify=False)
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """It was waited for, for ever."""
+    os.mkfifo(tmp_path / ".metadata")
+    with pytest.raises(ValueError, match="must be a file, got a named pipe"):
+        Reader(tmp_path)

@@ -1,0 +1,36 @@
+"""Messages between ranks, and who is blamed when one does not come."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.transport import Transport
+from tests.support.ranks import Ranks
+
+
+def tell_the_loss(told: Path) -> str:
+    transport = Transport(torch.device("cpu"), timeout=300.0)
+    transport.gather(0)  # all are connected, however long that takes; only then is the wait a short one
+    for group in transport._groups.values():
+        _set_pg_timeout(timedelta(seconds=1), group)
+    if transport.rank == 0:  # hangs, until the other has noticed
+        while not told.exists():
+            time.sleep(0.01)
+        return ""
+    try:
+        transport.broadcast(torch.zeros(1 << 20), 1, "the loss")
+    except PipelineError as error:
+        return str(error)
+    finally:
+        told.touch()
+    return "nothing was noticed"
+
+
+def test_who_tells_all_others_waits_for_them(fresh_ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """The last stage, which tells the loss, said that it had waited for itself."""
+    assert fresh_ranks(2)(tell_the_loss, tmp_path / "told")[1].startswith("rank 0 did not answer in time")
