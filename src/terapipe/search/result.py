@@ -34,7 +34,7 @@ from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 if TYPE_CHECKING:
-    from terapipe.search.sensitivity import Mistake
+    from terapipe.search.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class PlanResult:
             return 1.0
         return makespan(self.plan, self.known_source().cost(self.layout))[0] / makespan(self.plan, device)[0]
 
-    def sensitivity(self) -> "list[Mistake]":
+    def sensitivity(self) -> "list[Sensitivity]":
         """How much slower the plan would be if a constant of the cluster were assumed wrong."""
-        from terapipe.search.sensitivity import mistakes
+        from terapipe.search.sensitivity import sensitivities
 
         source = self.known_source()
         if not isinstance(source, ClusterSource):
             raise ValueError("the costs of a profile were measured; sensitivity is of a described cluster")
-        return list(mistakes(source, self.request))
+        return list(sensitivities(source, self.request))
 
     @property
     def predicted(self) -> bool:

@@ -9,6 +9,8 @@ import pytest
 from examples import own_model
 from terapipe import Plan, api
 from terapipe.planning.layout import Layout
+from terapipe.runtime.comm.environment import local_device
+from terapipe.runtime.comm.transport import Transport
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.training import run_plan
@@ -81,8 +83,8 @@ def test_the_search_knows_what_compiled_layers_cannot_defer(tmp_path: Path) -> N
 
 
 def sizes_measured(config: RunConfig) -> set[int]:
-    made = make_model(config.model, config.data, 257)
-    return {sample.size for sample in run_plan.measure(config, made).samples}
+    made, world = make_model(config.model, config.data, 257), Transport.join(local_device(), timeout=300.0)
+    return {sample.size for sample in run_plan.measure(config, made, world).samples}
 
 
 def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
