@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from terapipe import GPTConfig, Plan, Slice
 from terapipe.modeling.slice_cache import KeyValueStore
-from terapipe.runtime.loss_head import TokenLosses
+from terapipe.runtime.loss_head import TokenLoss
 from tests.support.models import make_batch, piped, plain, variant, worst_error
 from tests.support.plans import examples, plans
 from tests.support.ranks import Ranks
@@ -65,17 +65,17 @@ def forgetful(*args: object) -> object:
 
 def careless(*args: object) -> object:
     """As ``piped``, but one slice's gradient is lost on the last stage."""
-    kept = TokenLosses.gradient
+    kept = TokenLoss.gradient
 
-    def lose(self: TokenLosses, s: Slice, hidden: torch.Tensor) -> torch.Tensor:
+    def lose(self: TokenLoss, s: Slice, hidden: torch.Tensor) -> torch.Tensor:
         found = kept(self, s, hidden)
         return torch.zeros_like(found) if s.number == 1 else found
 
-    TokenLosses.gradient = lose  # type: ignore[method-assign]
+    TokenLoss.gradient = lose  # type: ignore[method-assign]
     try:
         return piped(*args)  # type: ignore[arg-type]
     finally:
-        TokenLosses.gradient = kept  # type: ignore[method-assign]
+        TokenLoss.gradient = kept  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("broken", [forgetful, careless])

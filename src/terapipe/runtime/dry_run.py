@@ -31,6 +31,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
 from terapipe.runtime.comm.mesh import DP, PP, TP
 from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime.inputs import made_up_batch
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.silence import Nothing, SilentTransport
@@ -168,7 +169,7 @@ class _DryPipeline(Pipeline):
     def train_on_nothing(self) -> None:
         """A step. What it checks of a batch before needs numbers, and is left out."""
         self._is_warm = True
-        self._train(self._made_up(self.plan))
+        self._train(made_up_batch(self.plan, self.rank, self.device))
 
     def _make_transport(self, *_: Any) -> Transport:
         rank, dp, mesh = self._place

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
 from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.slice_cache import SliceCache, longest_document
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
@@ -22,7 +22,7 @@ from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.loss_head import OutputHead
+from terapipe.runtime.loss_head import LossHead
 from terapipe.runtime.messages import Wire
 from terapipe.runtime.spare_caches import SpareCaches
 from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
@@ -129,17 +129,17 @@ class Executor:
         self.at: Action | None = None
         self.is_pending = False  # between forwards and backwards
 
-    def run(self, batch: Batch, output_head: OutputHead, *, longest: int | None = None, train: bool) -> Tensor:
-        """The batch's loss where the last stage is, by what ``output_head`` makes of its hidden states; zero elsewhere.
-        Gradients if ``train``. ``longest`` is the length of the longest document, if some of its tokens are padding."""
-        self._begin(batch, output_head, longest, train=train)
+    def run(self, batch: Batch, loss_head: LossHead, *, train: bool) -> Tensor:
+        """The batch's loss where the last stage is, by what ``loss_head`` makes of its hidden states; zero elsewhere.
+        Gradients if ``train``."""
+        self._begin(batch, loss_head, train=train)
         self._perform_all(self._lists.training if train else self._lists.forwards)
         self._end()
         return self._loss()
 
-    def forwards(self, batch: Batch, output_head: OutputHead, *, longest: int | None = None) -> None:
+    def forwards(self, batch: Batch, loss_head: LossHead) -> None:
         """Those of a step, all of which must come before its first backward; ``backwards`` does the rest."""
-        self._begin(batch, output_head, longest, train=True)
+        self._begin(batch, loss_head, train=True)
         self._perform_all(self._lists.forwards)
         self.at, self.is_pending = None, True
 
@@ -162,16 +162,16 @@ class Executor:
     def _backward_runs(self) -> list[Run]:
         return [run for run in self._lists.training if run[0].op not in FORWARD]
 
-    def _begin(self, batch: Batch, output_head: OutputHead, longest: int | None, *, train: bool) -> None:
+    def _begin(self, batch: Batch, loss_head: LossHead, *, train: bool) -> None:
         self._reset()
-        self._batch, self._output_head, self._train = batch, output_head, train
+        self._batch, self._loss_head, self._train = batch, loss_head, train
         self._auxiliary.begin(batch, train=train)
-        self._longest = longest or longest_document(batch.documents, self._plan.seq_len)
+        self._longest = batch.longest
         self._marks.clear()
         self._clock.start()
         self._autocast = Autocast.current(self._transport.device)
         if self._last_stage in self._stages:
-            output_head.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
+            loss_head.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
         self._wire.begin(self._autocast)
         self._autocast.forget_casts()
 
@@ -187,14 +187,14 @@ class Executor:
     def _loss(self) -> Tensor:
         loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
         if self._last_stage in self._stages:
-            for part in (self._output_head.loss, self._auxiliary.loss):
+            for part in (self._loss_head.loss, self._auxiliary.loss):
                 loss = loss if part is None else loss + part
         return loss
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Of the last run, where the last stage is."""
-        return {**self._output_head.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
+        return {**self._loss_head.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
 
     def _perform_all(self, runs: Sequence[Run]) -> None:
         # Caches made in inference mode could not be written outside of it.
@@ -243,7 +243,7 @@ class Executor:
         if k == self._last_stage:
             cache.defer = False
             with self._sliced[k].over(cache):
-                self._output_head.forward(s, out)
+                self._loss_head.forward(s, out)
         if self._train:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and mode != "full"):
@@ -277,7 +277,7 @@ class Executor:
         assert out is not None
         if gradient is None:
             with self._sliced[k].over(cache):
-                gradient = self._output_head.gradient(s, out)
+                gradient = self._loss_head.gradient(s, out)
         others = self._auxiliary.roots(s, self._sums.pop((k, s)))
         if out.requires_grad or others:  # a first stage may have nothing to train
             # Adds what later slices owe to this one's keys, values and states.

@@ -13,7 +13,7 @@ from terapipe.runtime.comm.mesh import DP
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
-from terapipe.runtime.loss_head import OutputHead
+from terapipe.runtime.loss_head import LossHead
 from terapipe.runtime.messages import Wire
 from terapipe.runtime.silence import SilentTransport, SilentWire
 from terapipe.runtime.spare_caches import SpareCaches
@@ -52,11 +52,11 @@ class Executors:
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
         return Executor(self._sliced, plan, spare, transport, wire, auxiliary, self._stage_done)
 
-    def run_alone(self, batch: Batch, output_head: OutputHead) -> None:
+    def run_alone(self, batch: Batch, loss_head: LossHead) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept, and nothing learned from it."""
         silent, spare = SilentTransport(self._transport.device, self._transport.rank), SpareCaches()
         wire = SilentWire(self._wire.parameters)
-        self._executor(batch.plan, spare, silent, wire).run(batch, output_head, train=True)
+        self._executor(batch.plan, spare, silent, wire).run(batch, loss_head, train=True)
         spare.keep_only(())  # now, not when the executor is collected
 
     def get(self, plan: Plan) -> Executor:
@@ -67,9 +67,17 @@ class Executors:
             self._kept.pop(next(iter(self._kept)))
         return executor
 
-    def for_forwards(self, plan: Plan) -> Executor:
-        """Kept only if it is that of the pipeline's own shape."""
-        return self.get(plan) if plan == self._plan else self.make(plan)
+    def for_tokens(self, plan: Plan, *, train: bool, keep: bool) -> Executor:
+        """For values of tokens.
+
+        Args:
+            plan: that of the batch.
+            train: whether backwards follow. Without them, an executor whose own backwards are still to come is left
+                alone, and another made.
+            keep: whether it is kept for another batch of this shape. That of the pipeline's own plan always is.
+        """
+        executor = self.get(plan) if keep or plan == self._plan else None
+        return self.make(plan) if executor is None or (executor.is_pending and not train) else executor
 
     def begin(self, plan: Plan) -> Executor:
         """For a step. Only keys and values of this shape of batch stay in memory; on CPUs, where fresh memory is slow

@@ -5,7 +5,8 @@ Replicas of a stage have their gradients summed once per step (all-reduce), or e
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,13 +26,13 @@ from terapipe.modeling.main_grads import (
     match_main_grad,
     round_to_grad,
     sum_in_float32,
+    summed_in_float32,
 )
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
+from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.mesh import DP, TP
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.module_tree import named_parameters_of
-from terapipe.runtime.tied_weights import TiedWeights
 
 BUCKET = 25 << 20  # bytes that are summed in one message
 
@@ -118,8 +119,152 @@ class ShardedSync(GradientSync):
             round_to_grad(self._modules[k].parameters())  # FSDP calls hooks of the shards, too
 
 
+class TiedWeights:
+    """This rank's copies of one parameter that the first and the last stage share, such as an embedding that is also
+    the head; there may be none.
+
+    Each stage has its own copy. Copies stay equal because their gradients are summed after every step and any optimizer
+    then treats them alike.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], stages: Mapping[int, nn.Module], plan: Plan, transport: Transport
+    ) -> None:
+        self.names, self._transport = names, transport
+        self._first_rank, self._last_rank = 0, plan.last_rank
+        ends = sorted({0, plan.num_stages - 1} & set(stages))
+        held = [p for k in ends for name, p in stages[k].named_parameters() if name in names]
+        self.parameters: list[nn.Parameter] = list(dict.fromkeys(held)) if plan.num_stages > 1 else []
+
+    @property
+    def trained(self) -> int:
+        """How many of the copies are not frozen."""
+        return sum(p.requires_grad for p in self.parameters)
+
+    @property
+    def duplicates(self) -> list[nn.Parameter]:
+        """Copies that must not be counted again where the whole model is summed over."""
+        here = self._transport.rank
+        return self.parameters if here == self._last_rank and here != self._first_rank else self.parameters[1:]
+
+    def canonical(self, name: str) -> str:
+        """The one name that checkpoints have for all copies."""
+        return self.names[0] if name in self.names else name
+
+    def check_frozen(self, trained: int, copies: int) -> None:
+        """Refuses copies of which some are frozen and others not, on all ranks alike.
+
+        Args:
+            trained: how many copies of all ranks are not frozen.
+            copies: how many there are.
+        """
+        if 0 < trained < copies:
+            raise ValueError(
+                f"{' and '.join(self.names)} are one parameter, which must be frozen under all its names or under "
+                "none; call requires_grad_ on the first and on the last stage alike"
+            )
+
+    def sum_gradients(self) -> None:
+        """All copies get the sum of their gradients, equal to the last bit."""
+        if not self.trained:  # frozen: no gradient, so that no optimizer moves it
+            return
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        first, *copies = [to_local(p.grad) for p in self.parameters if p.grad is not None]
+        here = self._transport.rank
+        if self._first_rank == self._last_rank:
+            for copy in copies:
+                first += copy
+        else:
+            other = self._last_rank if here == self._first_rank else self._first_rank
+            first.copy_(self._transport.exchange(first, other))
+        for copy in copies:
+            copy.copy_(first)
+
+
+REASONS = (
+    "nothing is trained by this step. Likely reasons: no label counts (all are -100); adapters were off, or another "
+    "one was active, in the forward; the loss does not depend on the model's output, or is flat (all advantages are "
+    "zero); gradients were cleared before they were used"
+)
+
+
+class ZeroGradients:
+    """Warns once of a step that trains nothing: every trainable gradient is exactly zero, or there is none. It reads
+    nothing from a GPU: it looks at which gradients are there, and at norms that somebody
+    has read already."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def check_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """At the end of a backward."""
+        if self._is_said:
+            return
+        trainable = [p for p in parameters if p.requires_grad]
+        if trainable and all(p.grad is None for p in trainable):
+            self._say(f"none of the {len(trainable)} trainable parameters of this rank has got a gradient")
+
+    def check_norm(self, norm: float) -> None:
+        if norm == 0 and not self._is_said:
+            self._say("the gradients of all trainable parameters are exactly zero")
+
+    def _say(self, what: str) -> None:
+        self._is_said = True
+        warnings.warn(f"{what}: {REASONS}", stacklevel=3)
+
+
+def named_parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """``list(module.named_parameters())``, for which torch walks in generators within generators: a step asks several
+    times, and on a GPU the host has no time for that."""
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    waiting: list[tuple[str, nn.Module]] = [("", module)]
+    while waiting:
+        prefix, part = waiting.pop()
+        for name, p in part._parameters.items():
+            if p is not None and id(p) not in named:
+                named[id(p)] = prefix + name, p
+        for name, child in reversed(part._modules.items()):
+            if child is not None:
+                waiting.append((f"{prefix}{name}.", child))
+    return list(named.values())
+
+
 @contextmanager
-def earlier_gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def accumulate_step(
+    module: nn.Module,
+    sync: GradientSync,
+    tied: TiedWeights,
+    zero_gradients: ZeroGradients,
+    wait_for_hooks: Callable[[], object] | None = None,
+) -> Iterator[None]:
+    """Around the backwards of one batch: adds their gradients to ``.grad`` as one backward of the whole model would.
+
+    Gradients are first summed over slices, replicas and tied copies; then hooks are called; then the gradients of
+    earlier steps are added. The contexts are nested in the reverse order: what is entered last ends first.
+
+    Args:
+        module: that of all parameters.
+        sync: sums gradients over replicas, while the backwards run.
+        tied: sums those of copies, after them.
+        zero_gradients: is told of a step that trains nothing.
+        wait_for_hooks: returns when all ranks have called theirs.
+    """
+    parameters = [p for _, p in named_parameters_of(module)]
+    copies = set(tied.parameters)
+    summed = [p for p in parameters if sync.sums_in_place or p in copies or is_half(p) or p._backward_hooks]
+    with hooks_when_complete(parameters), accumulate_into_grad(summed), tensor_hooks_when_complete(parameters):
+        with summed_in_float32(parameters):
+            yield
+        tied.sum_gradients()
+        zero_gradients.check_parameters(parameters)  # before hooks, which may use gradients up
+    if wait_for_hooks is not None:
+        wait_for_hooks()
+
+
+@contextmanager
+def accumulate_into_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """What an earlier step left is already summed over ranks: set aside, added at the end, put back on failure."""
     held = list(parameters)
     earlier = [p.grad for p in held]
@@ -137,7 +282,7 @@ def earlier_gradients_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[
 
 
 @contextmanager
-def gradients_put_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def gradients_restored(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Whatever happens inside, gradients are as before, and no hook is called for them."""
     held = list(parameters)
     earlier = [p.grad for p in held]

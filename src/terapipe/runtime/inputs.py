@@ -12,68 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
-from terapipe.modeling.slice_cache import on_device
+from terapipe.modeling.slice_cache import longest_document, on_device
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning.slices import Plan, Slice
-from terapipe.runtime.comm.failures import in_words
-from terapipe.runtime.comm.mesh import ALL
-from terapipe.runtime.comm.transport import Transport
-
-
-class Terms(NamedTuple):
-    """One rank's numbers, each within an int64. Zero where a rank has nothing to say."""
-
-    refused: int
-    replica: int
-    work: int  # checksum of what all ranks of a pipeline must be given alike
-    ids: int = 0  # checksum of token ids, and ...
-    labels: int = 0  # ... of labels, where a rank has only one of the two
-    counted: int = 0  # labels that are not ignored
-    rows: int = 0  # sequences
-    tied: int = 0  # copies of the parameter that the first and the last stage share, and ...
-    trained: int = 0  # ... how many of them are not frozen
-    place: int = 0  # in the pipeline: ranks of the same place hold the same stages
-    frozen: int = 0  # checksum of which parameters are frozen
-    hooks: int = 0  # how many parameters have hooks for their gradients
-
-
-def agree(transport: Transport, mine: Terms, error: Exception | None, description: str) -> list[Terms]:
-    """Every rank's terms, if all accept; ``description`` is what ``work`` is the checksum of, in words."""
-    found = [Terms(*numbers) for numbers in transport.gather_numbers(mine, ALL)]
-    if any(terms.refused for terms in found):
-        reasons = transport.gather("" if error is None else in_words(error), ALL)
-        if error is not None:
-            raise error
-        rank = next(i for i, terms in enumerate(found) if terms.refused)
-        raise ValueError(f"{transport.name(rank)} refused what it was given: {reasons[rank]}")
-    if _differ(found):
-        descriptions = transport.gather(description, ALL)
-        raise ValueError(_difference(transport, found, descriptions))
-    if {(t.replica, t.ids) for t in found if t.ids} & {(t.replica, t.labels) for t in found}:
-        raise ValueError(NOT_SHIFTED)
-    return found
-
 
 NOT_SHIFTED = (
     "labels must be the tokens to predict, got the input_ids themselves: labels[b, t] is the token after "
     "input_ids[b, t]; make them with terapipe.next_token_labels(input_ids), and set those to leave out to -100"
 )
-
-
-def _differ(found: list[Terms]) -> bool:
-    return len({(terms.replica, terms.work) for terms in found}) > len({terms.replica for terms in found})
-
-
-def _difference(transport: Transport, found: list[Terms], descriptions: list[str]) -> str:
-    """Names the first two ranks of a pipeline that differ."""
-    for i, terms in enumerate(found):
-        first = next(j for j, other in enumerate(found) if other.replica == terms.replica)
-        if terms.work != found[first].work:
-            return (
-                "all ranks of a pipeline must call the same method with the same plan, documents and shape of batch: "
-                f"{transport.name(first)} has {descriptions[first]}, {transport.name(i)} has {descriptions[i]}"
-            )
-    raise AssertionError("no two ranks differ")
 
 
 def checksum(data: str | Tensor) -> int:
@@ -95,6 +41,12 @@ class Batch(NamedTuple):
     documents: Documents = ()
     scale: Tensor | None = None  # what sums over tokens are multiplied by, or means over sequences by each of them
     row_share: Tensor | None = None  # what auxiliary losses are multiplied by for each of their sequences
+    tokens: int | None = None  # of each row, if the rest is padding
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest document, without padding."""
+        return longest_document(self.documents, self.tokens or self.plan.seq_len)
 
     def cut(self, s: Slice) -> Targets:
         """The targets of a slice. Those with one entry for each sequence are cut by sequences only."""
@@ -103,6 +55,19 @@ class Batch(NamedTuple):
 
     def of_rows(self, rows: slice) -> Targets:
         return tree_map(lambda x: x[rows], self.targets)
+
+
+def made_up_batch(plan: Plan, rank: int, device: torch.device) -> Batch:
+    """Zeros, for a step that nobody learns from.
+
+    Args:
+        plan: whose shape they have.
+        rank: of the pipeline; those of the first and the last stage need tokens.
+        device: where they are made.
+    """
+    ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64, device=device)
+    one = torch.ones((), device=device)
+    return Batch(plan, ids if rank == 0 else None, ids if rank == plan.last_rank else None, (), one, one)
 
 
 def _is_per_token(x: Tensor, plan: Plan) -> bool:
@@ -162,7 +127,7 @@ class Inputs:
         for path, x in named:
             if not isinstance(x, Tensor) or x.shape[: len(shape)] != shape:
                 raise ValueError(
-                    f"targets must be tensors that begin with {shape}, {rule} of the plan, got {_shown(x)}"
+                    f"targets must be tensors that begin with {shape}, {rule} of the plan, got {_describe(x)}"
                     f"{f' at {keystr(path)}' if path else ''} on rank {self._rank}"
                 )
         if not named:
@@ -229,50 +194,68 @@ class Inputs:
             hint = "; other targets need an objective, Pipeline(..., loss_fn=...)" if name == "labels" else ""
             raise ValueError(
                 f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got "
-                f"{_shown(tensor)}{hint}"
+                f"{_describe(tensor)}{hint}"
             )
         _refuse_unknown(name, tensor, vocabulary, filler)
         return on_device(tensor, self._device)
 
-    def scored(
-        self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None, *, labeled: bool = True
+    def tokens(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None,
+        *,
+        labeled: bool,
+        resize: bool,
     ) -> Batch:
-        """A batch of any shape, cut as the plan cuts its own, and filled up to a multiple of the tile. Without
-        ``labeled``, labels may be missing."""
+        """A batch whose tokens get values.
+
+        Args:
+            input_ids: (rows, tokens), where the first stage is.
+            labels: of the same shape, where the last stage is.
+            documents: where they begin in each row.
+            labeled: whether labels are needed. Where they are missing and need not be there, targets are empty.
+            resize: whether any shape may come. It is then cut as the plan cuts its own, and filled up to a multiple of
+                the tile.
+        """
         given = input_ids if input_ids is not None else labels
-        plan = self._plan
-        if given is not None and given.ndim == 2 and given.shape != (plan.batch_size, plan.seq_len):
+        plan, rest = self._plan, 0
+        if resize and given is not None and given.ndim == 2 and given.shape != (plan.batch_size, plan.seq_len):
             rest = -given.shape[1] % self._tile
             plan = plan.resized(given.shape[0], given.shape[1] + rest, self._tile)
             input_ids = None if input_ids is None else F.pad(input_ids, (0, rest))
             labels = None if labels is None else F.pad(labels, (0, rest), value=IGNORE)
         if input_ids is not None and labels is not None:
             _refuse_unshifted(input_ids, labels)
+        targets: Targets = None
+        if self._rank == plan.last_rank:
+            targets = {} if labels is None and not labeled else self.labels(labels, plan)
         return Batch(
             plan,
             self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if self._rank == 0 else None,
-            self._score(labels, plan, labeled) if self._rank == plan.last_rank else None,
+            targets,
             self.starts(documents, plan),
+            tokens=plan.seq_len - rest if rest else None,
         )
 
-    def _score(self, labels: Tensor | None, plan: Plan, labeled: bool) -> Targets:
-        return {} if labels is None and not labeled else self.labels(labels, plan)
+    def prompt(self, input_ids: Tensor | None) -> Batch:
+        """Sequences that text is to follow, in one slice and filled up to a multiple of the tile: no place sees those
+        after it.
 
-    def unscored(self, input_ids: Tensor | None, documents: Documents | None) -> Batch:
-        """A batch of the plan's shape without labels, for forwards only."""
-        plan = self._plan
-        ids = self.batch("input_ids", input_ids, plan, 0, self._vocabulary.inputs) if self._rank == 0 else None
-        return Batch(plan, ids, None, self.starts(documents, plan))
-
-    def prompt(self, input_ids: Tensor | None) -> Tensor:
-        """Sequences that text is to follow, filled up to a multiple of the tile: no place sees those after it."""
+        Args:
+            input_ids: (rows, tokens), on every rank.
+        """
         if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
             raise ValueError(
                 f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self._rank} "
-                f"got {_shown(input_ids)}"
+                f"got {_describe(input_ids)}"
             )
         _refuse_unknown("input_ids", input_ids, self._vocabulary.inputs)
-        return F.pad(on_device(input_ids, self._device), (0, -input_ids.shape[1] % self._tile))
+        rows, tokens = input_ids.shape
+        rest, own = -tokens % self._tile, self._plan
+        plan = Plan((rows,), ((tokens + rest,),), own.boundaries, own.order, own.chunks)
+        ids = F.pad(on_device(input_ids, self._device), (0, rest)) if self._rank == 0 else None
+        return Batch(plan, ids, {} if self._rank == plan.last_rank else None, tokens=tokens if rest else None)
 
     def starts(self, documents: Documents | None, plan: Plan) -> Documents:
         """Every rank cuts attention at them, so every rank must be told."""
@@ -291,7 +274,7 @@ class Inputs:
         return rows
 
 
-def _shown(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else "None" if x is None else type(x).__name__
 
 

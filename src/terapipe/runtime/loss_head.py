@@ -1,8 +1,22 @@
-"""What the last stage makes of its hidden states: losses and their gradients, or values for each token."""
+"""What the last stage makes of its hidden states: losses and their gradients, or values for each token.
 
+The executor calls a ``LossHead`` with the hidden states of one slice after the other. There are two kinds::
+
+    TokenLoss      forward(slice):   logits -> loss -> gradient of the hidden states, at once; logits are gone
+                   gradient(slice):  hands that gradient out
+
+    TokenValues    forward(slice):   logits -> values of the tokens; logits are gone
+                   (all values are there: somebody computes a loss of them, and its gradient)
+                   gradient(slice):  logits again -> values again -> gradient of the hidden states
+
+The second kind computes the head twice. Only so are the logits of one slice in memory at a time, although the loss
+needs whole sequences. ``SequenceLosses`` uses it for losses of sequences, ``token_outputs.py`` for losses outside.
+"""
+
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,42 +29,65 @@ from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import run_backward
 from terapipe.modeling.stage import IGNORE, Stage
-from terapipe.planning.slices import Slice
+from terapipe.planning.slices import Plan, Slice
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import Batch
+from terapipe.scheduling.validation import forwards_come_first
 
 Metrics = dict[str, Tensor]
+SliceLoss = Callable[[Stage, Tensor, Targets], Loss]
+PerToken: TypeAlias = Callable[[Tensor, Targets], Any]
 
 
-class OutputHead(Protocol):
-    """Of one run. The executor calls ``forward`` with each slice's hidden states, and in the slice's backward
+class LossHead:
+    """Of one run. ``begin`` comes first, then ``forward`` with each slice's hidden states, and in the slice's backward
     ``gradient`` with the same."""
 
     loss: Tensor | None  # of the batch so far, times its scale
     metrics: Metrics
 
-    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None: ...
-
-    def forward(self, s: Slice, hidden: Tensor) -> None: ...
-
-    def gradient(self, s: Slice, hidden: Tensor) -> Tensor: ...
-
-
-SliceLoss = Callable[[Stage, Tensor, Targets], Loss]
-
-
-class _Base:
-    _autocast = Autocast("", None)
-
     def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        """Forgets what an earlier run left.
+
+        Args:
+            stage: the last one.
+            batch: whose targets slices are compared with.
+            autocast: what the caller of the run has switched on.
+            train: whether gradients will be asked for.
+        """
         self._stage, self._batch, self._autocast, self._train = stage, batch, autocast, train
-        self.loss: Tensor | None = None
-        self.metrics: Metrics = {}
+        self.loss = None
+        self.metrics = {}
+
+    def forward(self, s: Slice, hidden: Tensor) -> None:
+        """Takes the hidden states of a slice.
+
+        Args:
+            s: which slice.
+            hidden: (size, length, ...), of the last stage.
+        """
+        raise NotImplementedError
 
     def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
-        raise NotImplementedError("by forwards only")
+        """The gradient of the hidden states of a slice.
+
+        Args:
+            s: which slice.
+            hidden: what ``forward`` was called with.
+        """
+        raise NotImplementedError
+
+    def try_out(self, hidden: Tensor, few: Slice) -> None:
+        """Computes a loss of a few made-up hidden states, after ``begin``. Raises ValueError if it may not be one.
+
+        Args:
+            hidden: zeros.
+            few: a slice of at most two tokens.
+        """
 
     def _add(self, loss: Tensor, metrics: Mapping[str, Tensor], weight: Tensor) -> None:
-        """To the batch's loss, in the dtype of its scale."""
+        """Adds to the batch's loss, in the dtype of its scale."""
         part = (loss.detach() * weight).to(weight.dtype)
         self.loss = part if self.loss is None else self.loss + part
         for name, value in metrics.items():
@@ -58,9 +95,13 @@ class _Base:
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 
-class TokenLosses(_Base):
-    """A sum over tokens: its gradient is known at once, and the logits of one slice are gone before those of the next
-    exist."""
+class TokenLoss(LossHead):
+    """A sum over tokens: its gradient is there at once, and the logits of one slice are gone before those of the next
+    exist.
+
+    Args:
+        slice_loss: from the last stage, hidden states and targets of a slice, the loss.
+    """
 
     def __init__(self, slice_loss: SliceLoss) -> None:
         self._slice_loss = slice_loss
@@ -78,19 +119,20 @@ class TokenLosses(_Base):
             scaled = loss * scale
         if self._train:
             run_backward([scaled])
-            self._gradients[s] = _found(hidden)
+            self._gradients[s] = _gradient_of_hidden(hidden)
         self._add(loss, metrics, scale)
 
     def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
         return self._gradients.pop(s)
 
-    def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
-        whole = self._try(stage, batch, hidden, few)
+    def try_out(self, hidden: Tensor, few: Slice) -> None:
+        """The loss of two tokens must be the sum of the losses of each."""
+        whole = self._try(hidden, few)
         if few.length == 1:
             return
         one, two = (few._replace(context=few.context + i, length=1) for i in range(2))
-        again = self._try(stage, batch, hidden, few)
-        parts = sum(self._try(stage, batch, hidden[:, :1], s) for s in (one, two))
+        again = self._try(hidden, few)
+        parts = sum(self._try(hidden[:, :1], s) for s in (one, two))
         # A loss that draws random numbers differs from call to call, and cannot be compared.
         same = math.isclose(whole, parts, rel_tol=0.05, abs_tol=1e-6)
         if math.isclose(whole, again) and math.isfinite(parts) and not same:
@@ -100,18 +142,23 @@ class TokenLosses(_Base):
                 "(reduction='sum'): the step divides by the number of labels in the whole batch"
             )
 
-    def _try(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> float:
+    def _try(self, hidden: Tensor, few: Slice) -> float:
         with self._autocast.on():
-            returned = self._slice_loss(stage, hidden, batch.cut(few))
+            returned = self._slice_loss(self._stage, hidden, self._batch.cut(few))
         return scalar(returned, hidden.requires_grad)[0].item()
 
 
-class _TwoPhases(_Base):
-    """Forwards collect values for each token. Backwards make the values of a slice again, and know the gradients that
-    the values of whole sequences have got meanwhile."""
+class TokenValues(LossHead):
+    """Values for each token, whose gradients come from outside before the first backward, or never.
 
-    def __init__(self, per_token: Callable[[Tensor, Targets], Any]) -> None:
-        self._per_token = per_token
+    Args:
+        per_token: from logits and targets of a slice, its values: a tensor or a tree of tensors. None for the hidden
+            states themselves.
+        place: the only token of each row that gets values; by default all do.
+    """
+
+    def __init__(self, per_token: PerToken | None, place: int | None = None) -> None:
+        self.per_token, self.place = per_token, place
 
     def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
         super().begin(stage, batch, autocast, train=train)
@@ -123,33 +170,71 @@ class _TwoPhases(_Base):
         if self._train:
             self._random[s] = RandomState.now(hidden.device)
         with torch.no_grad():
-            self._values.setdefault(s.microbatch, []).append(self._values_of(s, hidden))
+            self._values.setdefault(s.microbatch, []).append(self.values_of(s, hidden))
 
-    def _values_of(self, s: Slice, hidden: Tensor) -> Any:
+    def values_of(self, s: Slice, hidden: Tensor) -> Any:
+        """The values of a slice.
+
+        Args:
+            s: which slice.
+            hidden: its hidden states.
+        """
+        if self.per_token is None:
+            return hidden
+        length = s.length if self.place is None else 1
         with self._autocast.on():
-            values = self._per_token(logits(self._stage, hidden), self._batch.cut(s))
+            scores = logits(self._stage, hidden) if self.place is None else self._logits_at(self.place, hidden)
+            values = self.per_token(scores, self._batch.cut(s))
         for leaf in tree_leaves(values):
-            if not isinstance(leaf, Tensor) or leaf.shape[:2] != (s.size, s.length):
+            if not isinstance(leaf, Tensor) or leaf.shape[:2] != (s.size, length):
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(
-                    f"per_token must return tensors with a value for each token, ({s.size}, {s.length}, ...), got {got}"
+                    f"per_token must return tensors with a value for each token, ({s.size}, {length}, ...), got {got}"
                 )
         return values
 
-    def _join(self, microbatches: Sequence[int]) -> Any:
-        return _joined([_joined(self._values.pop(m), 1) for m in microbatches], 0)
+    def _logits_at(self, place: int, hidden: Tensor) -> Tensor:
+        """Where devices share out the tokens, each has some of the places, one of them this one; all give one."""
+        owner, index = divmod(place, hidden.shape[1])
+        return logits(self._stage, hidden[:, index : index + 1])[:, owner : owner + 1]
 
-    def _keep_gradients(self, microbatches: Sequence[int], gradients: Any) -> None:
-        sizes = [self._batch.plan.sizes[m] for m in microbatches]
+    def is_whole(self, microbatch: int) -> bool:
+        """Whether all slices of a microbatch are through.
+
+        Args:
+            microbatch: its number.
+        """
+        return len(self._values.get(microbatch, ())) == len(self._batch.plan.lengths[microbatch])
+
+    def join(self, microbatches: Sequence[int]) -> Any:
+        """The values of some microbatches, (rows, seq_len, ...), which are then forgotten.
+
+        Args:
+            microbatches: their numbers.
+        """
+        return _concatenate([_concatenate(self._values.pop(m), 1) for m in microbatches], 0)
+
+    def join_all(self) -> Any:
+        """Those of the batch."""
+        return self.join(sorted(self._values))
+
+    def set_gradients(self, gradients: Any, microbatches: Sequence[int] | None = None) -> None:
+        """Takes the gradients of the values.
+
+        Args:
+            gradients: of the form of the values, (rows, seq_len, ...).
+            microbatches: of which they are; by default all.
+        """
+        numbers = range(len(self._batch.plan.sizes)) if microbatches is None else microbatches
         leaves, form = tree_flatten(gradients)
-        split = [torch.split(leaf, sizes) for leaf in leaves]
-        for i, m in enumerate(microbatches):
+        split = [torch.split(leaf, [self._batch.plan.sizes[m] for m in numbers]) for leaf in leaves]
+        for i, m in enumerate(numbers):
             self._gradients[m] = tree_unflatten([part[i] for part in split], form)
 
     def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad(), self._random.pop(s).restored():
-            values = self._values_of(s, hidden)
+            values = self.values_of(s, hidden)
         wanted = self._gradients[s.microbatch]
         pairs = zip(tree_leaves(values), tree_leaves(wanted), strict=True)
         roots = [(v, g[:, s.context : s.end]) for v, g in pairs if v.requires_grad]
@@ -158,112 +243,231 @@ class _TwoPhases(_Base):
         run_backward([v for v, _ in roots], [g.to(v.dtype) for v, g in roots])
         if s.context == 0:
             del self._gradients[s.microbatch]
-        return _found(hidden)
+        return _gradient_of_hidden(hidden)
 
 
-class SequenceLosses(_TwoPhases):
-    """A function of whole sequences, called with the last of their values."""
+class SequenceLosses(LossHead):
+    """A function of whole sequences, called as soon as the last of their values is there.
+
+    Args:
+        objective: the function, what it is given of each token, and how many sequences it sees at once.
+    """
 
     def __init__(self, objective: SequenceLoss) -> None:
-        super().__init__(objective.per_token or token_log_probs)
         self._objective = objective
+        self._values = TokenValues(objective.per_token or token_log_probs)
+
+    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
+        super().begin(stage, batch, autocast, train=train)
+        self._values.begin(stage, batch, autocast, train=train)
 
     def forward(self, s: Slice, hidden: Tensor) -> None:
-        super().forward(s, hidden)
+        self._values.forward(s, hidden)
         if s.end < self._batch.plan.seq_len:
             return
-        waiting = self._values
+        microbatches = range(len(self._batch.plan.sizes))
         if self._objective.over == "microbatch":
             self._evaluate([s.microbatch], slice(s.row, s.row + s.size))
-        elif len(waiting) == len(self._batch.plan.sizes) and all(map(self._is_whole, waiting)):
-            self._evaluate(sorted(waiting), slice(0, self._batch.plan.batch_size))
+        elif all(map(self._values.is_whole, microbatches)):
+            self._evaluate(microbatches, slice(0, self._batch.plan.batch_size))
 
-    def _is_whole(self, microbatch: int) -> bool:
-        return len(self._values[microbatch]) == len(self._batch.plan.lengths[microbatch])
+    def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
+        return self._values.gradient(s, hidden)
 
     def _evaluate(self, microbatches: Sequence[int], rows: slice) -> None:
-        joined = self._join(microbatches)
+        joined = self._values.join(microbatches)
         values = tree_map(lambda x: x.requires_grad_(self._train and x.is_floating_point()), joined)
         assert self._batch.scale is not None
         weight = self._batch.scale * (rows.stop - rows.start)
         loss, metrics = scalar(self._objective.fn(values, self._batch.of_rows(rows)), self._train, SEQUENCES)
         if self._train:
             (loss * weight).backward()
-            self._keep_gradients(microbatches, tree_map(_gradient_of, values))
+            self._values.set_gradients(tree_map(_gradient_or_zeros, values), microbatches)
         self._add(loss, metrics, weight)
 
-    def try_out(self, stage: Stage, batch: Batch, hidden: Tensor, few: Slice) -> None:
-        self._stage, self._batch = stage, batch
-        first, train, plan = self._values_of(few, hidden), hidden.requires_grad, batch.plan
+    def try_out(self, hidden: Tensor, few: Slice) -> None:
+        """The function is called with zeros in the shape of real values."""
+        first, train, plan = self._values.values_of(few, hidden), hidden.requires_grad, self._batch.plan
         for rows in set(plan.sizes) if self._objective.over == "microbatch" else {plan.batch_size}:
             zeros = tree_map(lambda x, rows=rows: x.new_zeros(rows, plan.seq_len, *x.shape[2:]), first)
             values = tree_map(lambda x: x.requires_grad_(train and x.is_floating_point()), zeros)
-            scalar(self._objective.fn(values, batch.of_rows(slice(0, rows))), train, SEQUENCES)
+            scalar(self._objective.fn(values, self._batch.of_rows(slice(0, rows))), train, SEQUENCES)
 
 
-class TokenOutputs(_TwoPhases):
-    """Values for each token of the batch, whose gradients come from outside before the first backward."""
+class LossSetup:
+    """What a pipeline is trained for: its loss head, whether model and plan can follow it, and its metrics.
 
-    def collected(self) -> Any:
-        """(batch, seq_len, ...)."""
-        return self._join(sorted(self._values))
+    Args:
+        objective: the ``loss_fn`` of Pipeline.
+        stages: those of this rank.
+        plan: the pipeline's own.
+        transport: to the other ranks.
+        shard: whether replicas share out parameters.
+    """
 
-    def set_gradients(self, gradients: Any) -> None:
-        """Of the form of the values."""
-        self._keep_gradients(range(len(self._batch.plan.sizes)), gradients)
+    def __init__(
+        self, objective: Objective | None, stages: dict[int, Stage], plan: Plan, transport: Transport, shard: bool
+    ) -> None:
+        self.objective, self._transport = objective, transport
+        self._stages, self._last = stages, stages.get(plan.num_stages - 1)
+        self.head = loss_head_for(objective)
+        # Where operators or parameters are split, a head cannot be called by one rank alone.
+        self._untried = objective is not None and transport.tp_size == 1 and not shard
+        if objective is not None:
+            self._check_kind()
+        elif self._last is not None and self._last.no_default_loss:
+            raise ValueError(self._last.no_default_loss)
+        self.check_plan(plan)
+        self._check_tokens()
+        self._metrics: dict[str, Tensor] = {}  # of the last step or evaluation
+
+    def _check_tokens(self) -> None:
+        parts = self._transport.tp_size
+        named, stage = list(self._first.auxiliary_losses), self._first
+        if named and parts > 1 and stage.hidden_shape(1, parts)[1] < parts:
+            raise ValueError(
+                f"sums of auxiliary losses ({', '.join(named)}) are of all tokens, which tensor parallel ranks of this "
+                f"model share out; take tp 1, or slice lengths that are no multiples of {parts}"
+            )
+
+    def _check_kind(self) -> None:
+        is_hidden = isinstance(self.objective, HiddenLoss)
+        if not is_hidden and not isinstance(self.objective, SequenceLoss) and not callable(self.objective):
+            raise ValueError(
+                "loss_fn must be a function (logits, targets), a HiddenLoss or a SequenceLoss, got "
+                f"{type(self.objective).__name__}"
+            )
+        _refuse_maker(self.objective)
+        if is_hidden and self._transport.tp_size > 1:
+            raise ValueError("a HiddenLoss needs the head in one piece, which tensor parallel splits; take tp 1")
+        if self._last is None:
+            return
+        if not self._last.offers("before_head" if is_hidden else "logits"):
+            method = "before_head(hidden)" if is_hidden else "logits(hidden)"
+            raise ValueError(
+                f"this objective needs a last stage with a method {method}, {type(self._last).__name__} has none"
+            )
+
+    def check_plan(self, plan: Plan) -> None:
+        """All ranks check the whole plan, so that all refuse it."""
+        wanting = [name for name, loss in self._first.auxiliary_losses.items() if loss.over != "microbatch"]
+        if isinstance(self.objective, SequenceLoss) and self.objective.over == "batch":
+            wanting.append("loss_fn")
+        if wanting and not forwards_come_first(plan):
+            raise ValueError(
+                f"{' and '.join(wanting)} {'needs' if len(wanting) == 1 else 'need'} the whole batch before the first "
+                f"backward, which the order {plan.order!r} does not wait for with {len(plan.sizes)} microbatches; take "
+                "over='microbatch', an order such as 'terapipe' or 'gpipe', or a plan with one microbatch"
+            )
+
+    def check_outputs(self, plan: Plan) -> None:
+        """Whether backwards can wait for gradients from outside."""
+        named = list(self._first.auxiliary_losses)
+        if named:
+            raise ValueError(
+                f"token_outputs does not know what the model's own losses ({', '.join(named)}) weigh beside a loss of "
+                "its outputs; turn them off (output_router_logits=False), or use step"
+            )
+        if not forwards_come_first(plan):
+            raise ValueError(
+                f"token_outputs needs all forwards before the first backward, which the order {plan.order!r} does not "
+                f"wait for with {len(plan.sizes)} microbatches; take an order such as 'terapipe' or 'gpipe'"
+            )
+
+    @property
+    def _first(self) -> Stage:
+        return next(iter(self._stages.values()))
+
+    def try_out(self, batch: Batch, dtype: torch.dtype, *, train: bool) -> None:
+        """Calls the objective with made-up hidden states of a few tokens, before the first step, to refuse what it
+        returns before anything is sent. Nothing changes by it.
+
+        Args:
+            batch: the first, where the last stage is.
+            dtype: that of hidden states.
+            train: whether gradients will be needed.
+        """
+        if not self._untried or self._last is None:
+            return
+        stage, device = self._last, next(iter(tree_leaves(batch.targets))).device
+        few = Slice(0, 0, 0, 1, _first_pair(batch), min(2, batch.plan.seq_len))
+        hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device)
+        self.head.begin(stage, batch, Autocast.current(device), train=train)
+        with RandomState.now(device).restored(), torch.set_grad_enabled(train):
+            self.head.try_out(hidden.requires_grad_(train), few)
+        self._untried = not train
+
+    @property
+    def warm_up_head(self) -> LossHead:
+        """For a step on made-up numbers without targets."""
+        if self.objective is None:
+            return TokenLoss(default_loss)
+        return TokenLoss(lambda stage, hidden, targets: logits(stage, hidden).sum())
+
+    def set_metrics(self, metrics: Metrics) -> None:
+        """Takes those of a step or an evaluation.
+
+        Args:
+            metrics: of this replica, where the last stage is.
+        """
+        self._metrics = metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step, summed over replicas, on every rank: each replica's are weighted as its loss is."""
+        total: dict[str, float] = {}
+        mine = {name: float(value) for name, value in self._metrics.items()} if self._transport.tp_rank == 0 else {}
+        for metrics in self._transport.gather(mine, ALL):
+            for name, value in metrics.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
 
 
-class TokenValues(_Base):
-    """The values of all tokens, by forwards only: by default the hidden states themselves."""
-
-    def __init__(self, per_token: Callable[[Tensor, Targets], Tensor] | None = None) -> None:
-        """``per_token`` gets logits."""
-        self._per_token = per_token
-
-    def begin(self, stage: Stage, batch: Batch, autocast: Autocast, *, train: bool) -> None:
-        super().begin(stage, batch, autocast, train=train)
-        self._values: dict[int, list[Tensor]] = {}
-
-    def forward(self, s: Slice, hidden: Tensor) -> None:
-        if self._per_token is not None:
-            with self._autocast.on():
-                hidden = self._per_token(logits(self._stage, hidden), self._batch.cut(s))
-        self._values.setdefault(s.microbatch, []).append(hidden)
-
-    def collected(self) -> Tensor:
-        """(batch, seq_len, ...)."""
-        return torch.cat([torch.cat(self._values[m], 1) for m in sorted(self._values)])
-
-
-class LastHidden(_Base):
-    """The hidden states of the last slice, by forwards only; None where the last stage is not."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, s: Slice, hidden: Tensor) -> None:
-        self.hidden = hidden
+def _refuse_maker(objective: Objective | None) -> None:
+    """A function that makes an objective, such as ``losses.dpo``, is easily given in place of what it makes."""
+    function = objective.fn if isinstance(objective, HiddenLoss | SequenceLoss) else objective
+    arguments = (None,) * (3 if isinstance(objective, HiddenLoss) else 2)
+    try:
+        inspect.signature(cast(Callable[..., object], function)).bind(*arguments)
+    except TypeError:
+        raise ValueError(
+            f"an objective is called with {'(hidden, head, targets)' if len(arguments) > 2 else '(logits, targets)'}, "
+            f"which {getattr(function, '__name__', function)} does not take; if it makes a loss function, call it"
+        ) from None
+    except ValueError:  # built-in functions do not say what they take
+        pass
 
 
 def default_loss(stage: Stage, hidden: Tensor, targets: Targets) -> Tensor:
+    """The stage's own loss, by default cross-entropy."""
     return stage.loss(hidden, targets)
 
 
-def output_head_for(objective: Objective | None) -> "TokenLosses | SequenceLosses":
+def loss_head_for(objective: Objective | None) -> LossHead:
+    """The head that computes an objective; without one, the stage's own loss.
+
+    Args:
+        objective: a function of logits, a HiddenLoss or a SequenceLoss.
+    """
     if objective is None:
-        return TokenLosses(default_loss)
+        return TokenLoss(default_loss)
     if isinstance(objective, SequenceLoss):
         return SequenceLosses(objective)
     if isinstance(objective, HiddenLoss):
         fn = objective.fn
-        return TokenLosses(lambda stage, hidden, targets: fn(*stage.before_head(hidden), targets))
+        return TokenLoss(lambda stage, hidden, targets: fn(*stage.before_head(hidden), targets))
     loss_fn = objective
-    return TokenLosses(lambda stage, hidden, targets: loss_fn(logits(stage, hidden), targets))
+    return TokenLoss(lambda stage, hidden, targets: loss_fn(logits(stage, hidden), targets))
 
 
 def logits(stage: Stage, hidden: Tensor) -> Tensor:
     """Of all tokens, in one piece: where operators are split, every rank gets the whole vocabulary."""
-    found = stage.logits(hidden)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    scores = stage.logits(hidden)
+    return scores.full_tensor() if isinstance(scores, DTensor) else scores
+
+
+def logits_alone(scores: Tensor, _: Targets) -> Tensor:
+    """A ``per_token`` whose values are the logits."""
+    return scores
 
 
 TOKENS, SEQUENCES = "sum over the tokens of the slice", "take the mean over sequences"
@@ -288,18 +492,18 @@ def scalar(returned: Loss, train: bool, remedy: str = TOKENS) -> tuple[Tensor, M
     return loss, metrics
 
 
-def _found(hidden: Tensor) -> Tensor:
+def _gradient_of_hidden(hidden: Tensor) -> Tensor:
     if hidden.grad is None:
         raise ValueError("the objective has no gradient with respect to the hidden states; do not detach the logits")
     return hidden.grad
 
 
-def _gradient_of(leaf: Tensor) -> Tensor:
+def _gradient_or_zeros(leaf: Tensor) -> Tensor:
     """Zeros for values that the function does not use."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _joined(parts: Sequence[Any], dim: int) -> Any:
+def _concatenate(parts: Sequence[Any], dim: int) -> Any:
     """Of trees of the same form, leaf by leaf."""
     leaves = [tree_leaves(part) for part in parts]
     form = tree_flatten(parts[0])[1]
@@ -313,16 +517,3 @@ def _first_pair(batch: Batch) -> int:
         return 0
     counted = labels[0] != IGNORE
     return int((counted[:-1] & counted[1:]).int().argmax())
-
-
-def try_out(
-    output_head: "TokenLosses | SequenceLosses", stage: Stage, batch: Batch, dtype: torch.dtype, *, train: bool
-) -> None:
-    """Calls an objective with made-up hidden states of a few tokens, to refuse what it returns before anything is
-    sent. Nothing changes by it."""
-    device = next(iter(tree_leaves(batch.targets))).device
-    few = Slice(0, 0, 0, 1, _first_pair(batch), min(2, batch.plan.seq_len))
-    hidden = torch.zeros(stage.hidden_shape(few.size, few.length), dtype=dtype, device=device)
-    output_head._autocast = Autocast.current(device)
-    with RandomState.now(device).restored(), torch.set_grad_enabled(train):
-        output_head.try_out(stage, batch, hidden.requires_grad_(train), few)

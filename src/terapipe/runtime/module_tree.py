@@ -6,74 +6,13 @@ those of real attributes. Modules of the stages are taken as they are wherever o
 only above that, where chunks of the model meet, there are modules that hold nothing but others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from terapipe.modeling.stage import Stage
-
 Named = tuple[str, Tensor]
-
-
-class ModelPart(nn.Module):
-    """The stages of one rank, as a module. What nn.Module does is right for all but the methods below."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages: dict[int, Stage] = {}  # by their numbers; not children: the tree has all that is in them
-
-    def attach_stages(self) -> None:
-        """To be called when all are there."""
-        attach_stages(self, self.stages.values())
-        self.training = any(stage.training for stage in self.stages.values())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError("a Pipeline is not called itself; call step, evaluate or next_token_logits")
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        for stage in self.stages.values():  # some of their modules may have no place in the tree
-            stage.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        for stage in self.stages.values():
-            stage.apply(fn)
-        fn(self)
-        return self
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Without the zeros that stand for weights of other ranks."""
-        return ((name, b) for name, b in super().named_buffers(*args, **kwargs) if not is_placeholder(b))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """This rank's part. With ``strict=False`` that of a whole model may be given."""
-        if assign:
-            raise ValueError("a Pipeline's parameters cannot be replaced; load with assign=False, which copies to them")
-        found = super().load_state_dict(state_dict, strict)
-        held = self.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, buffer in persistent_buffers(self.stages.values()):  # two stages may have their own copies
-                if name in held and buffer is not held[name]:
-                    buffer.copy_(held[name])
-        return found
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``cuda``, ``half``, ``to_empty`` and the like do. Other ranks, the optimizer and the buffers for
-        keys and values count on devices and dtypes as they are."""
-        for device, dtype in {(x.device, x.dtype) for x in (*self.parameters(), *self.buffers())}:
-            probe = torch.empty(0, device=device, dtype=dtype)
-            if fn(probe) is not probe:
-                raise ValueError(
-                    f"a Pipeline stays on its device and in its dtype, {device} and {dtype}; convert the model "
-                    "before, or pass device= to Pipeline"
-                )
-        return self
-
-    def share_memory(self) -> Self:
-        raise ValueError("a Pipeline's parameters cannot be moved to shared memory; share the model's before")
 
 
 def attach_stages(root: nn.Module, stages: Iterable[nn.Module]) -> None:
@@ -101,6 +40,20 @@ def persistent_buffers(stages: Iterable[nn.Module]) -> Iterator[Named]:
         for name, value in stage.state_dict(keep_vars=True).items():
             if name not in known and isinstance(value, Tensor):
                 yield name, value
+
+
+def copy_shared_buffers(values: Mapping[str, Any], stages: Iterable[nn.Module]) -> None:
+    """Copies values to the stages' own buffers of the same names. The tree holds one of each name, but two stages may
+    have copies of it.
+
+    Args:
+        values: the buffers of the tree, by name.
+        stages: those of this rank.
+    """
+    with torch.no_grad():
+        for name, buffer in persistent_buffers(stages):
+            if name in values and buffer is not values[name]:
+                buffer.copy_(values[name])
 
 
 def is_placeholder(buffer: Tensor) -> bool:
@@ -204,19 +157,3 @@ def _share_state(target: nn.Module, holders: Iterable[nn.Module], path: str) -> 
             target._parameters[name] = p
         for name in _own_names(holder) & holder._buffers.keys():
             target._buffers.setdefault(name, holder._buffers[name])
-
-
-def named_parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """``list(module.named_parameters())``, for which torch walks in generators within generators: a step asks several
-    times, and on a GPU the host has no time for that."""
-    named: dict[int, tuple[str, nn.Parameter]] = {}
-    waiting: list[tuple[str, nn.Module]] = [("", module)]
-    while waiting:
-        prefix, part = waiting.pop()
-        for name, p in part._parameters.items():
-            if p is not None and id(p) not in named:
-                named[id(p)] = prefix + name, p
-        for name, child in reversed(part._modules.items()):
-            if child is not None:
-                waiting.append((f"{prefix}{name}.", child))
-    return list(named.values())

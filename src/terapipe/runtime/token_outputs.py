@@ -1,58 +1,134 @@
-"""Values for each token as a differentiable operation: forwards of a pipeline compute them, and ``backward()`` runs its
-backwards."""
+"""Values of tokens, computed by the forwards of a pipeline and sent to all its ranks; differentiable if wanted.
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+One mechanism serves four methods of ``Pipeline``: ``token_outputs`` itself, ``log_probs`` (it without gradients),
+``hidden_states`` (the values are what the head would get) and ``next_token_logits`` (only the last place has values)::
+
+    forwards of all slices -> TokenValues on the last stage -> broadcast -> values, on every rank
+                                                                               |  any loss, the same on every rank
+    backwards of all slices <- TokenValues.set_gradients <- gradients <--------+  loss.backward()
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from terapipe.losses.objective import Targets
-from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.main_grads import is_half, summed_in_float32
-from terapipe.modeling.slice_cache import longest_document
-from terapipe.planning.slices import Plan
-from terapipe.runtime.comm.mesh import ALL
+from terapipe.modeling.stage import Stage
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
-from terapipe.runtime.forwards import Forwards
-from terapipe.runtime.gradient_sync import (
-    earlier_gradients_set_aside,
-    hooks_when_complete,
-    tensor_hooks_when_complete,
-)
-from terapipe.runtime.inputs import Batch, Documents
-from terapipe.runtime.loss_head import TokenOutputs
+from terapipe.runtime.executors import Executors
+from terapipe.runtime.gradient_sync import GradientSync
+from terapipe.runtime.inputs import Batch
+from terapipe.runtime.loss_head import PerToken, TokenValues
 from terapipe.runtime.module_states import ModuleStates
-from terapipe.runtime.module_tree import named_parameters_of
-from terapipe.runtime.preflight import Held
 from terapipe.runtime.random_state import share_random_state
-from terapipe.runtime.tied_weights import TiedWeights
-from terapipe.runtime.zero_gradients import ZeroGradients
 
-PerToken = Callable[[Tensor, Targets], Tensor | Mapping[str, Tensor]]
-Described = list[tuple[str, tuple[int, ...], torch.dtype]]  # name, shape after (rows, tokens), dtype; one "" if unnamed
+Format = list[tuple[str, tuple[int, ...], torch.dtype]]  # name, shape after (rows, tokens), dtype; one "" if unnamed
 
 
-class OutputBroadcast:
-    """Sends what the last stage computed to all ranks of its pipeline."""
+class TokenOutputs:
+    """What a pipeline needs for values of tokens, beside what it trains with.
 
-    def __init__(self, transport: Transport, last_rank: int) -> None:
-        self._transport, self._last_rank = transport, last_rank
-        self._known: dict[PerToken, Described] = {}
+    Args:
+        last_rank: that of the last stage.
+        executors: run the batches.
+        sync: is told when forwards are through.
+        transport: to the other ranks.
+    """
 
-    def __call__(self, per_token: PerToken, head: TokenOutputs, rows: int, tokens: int) -> dict[str, Tensor]:
-        """By name; of a single tensor, under an empty name."""
+    def __init__(self, last_rank: int, executors: Executors, sync: GradientSync, transport: Transport) -> None:
+        self._last_rank, self._executors, self._sync, self._transport = last_rank, executors, sync, transport
+        self._formats: dict[PerToken | None, Format] = {}
+        self._checked: set[bool] = set()  # what the last stage was asked
+        self._states: ModuleStates | None = None  # of the stages in the last forward that a backward follows
+
+    def check_logits(self, last: Stage | None, *, of_tokens: bool = True) -> None:
+        """Asks the last stage once whether it has logits. Refused on all ranks alike, before anything is sent: the
+        pipeline can go on training.
+
+        Args:
+            last: the last stage, where it is.
+            of_tokens: whether logits are to be those of a vocabulary, not of classes.
+        """
+        if of_tokens in self._checked:
+            return
+        missing = "" if last is None or last.offers("logits") else type(last).__name__
+        if of_tokens and last is not None and last.no_default_loss:
+            missing = "a sequence classifier, which predicts no tokens,"
+        name = next(filter(None, self._transport.gather(missing)), None)
+        if name:
+            raise ValueError(
+                f"logits and log-probabilities need a last stage with a method logits(hidden), as terapipe.Stage "
+                f"describes it; {name} has none"
+            )
+        self._checked |= {of_tokens, False}
+
+    def forwards(self, batch: Batch, executor: Executor, head: TokenValues, *, train: bool) -> None:
+        """Runs the forwards of a batch.
+
+        Args:
+            batch: what to run.
+            executor: that of its plan.
+            head: collects the values where the last stage is.
+            train: whether backwards follow. What they need stays in memory.
+        """
+        if train:
+            self._executors.begin(batch.plan)
+            if self._transport.tp_size > 1:
+                share_random_state(self._transport)
+            executor.forwards(batch, head)
+            return
+        with self._executors.once(executor):
+            executor.run(batch, head, train=False)
+        if not any(other.is_pending for other in self._executors.kept):  # their backwards need whole parameters
+            self._sync.finish()
+
+    def backwards(self, batch: Batch, executor: Executor, head: TokenValues, gradients: dict[str, Tensor]) -> None:
+        """Runs the backwards of a batch whose forwards have run.
+
+        Args:
+            batch: what ``forwards`` ran.
+            executor: which ran it.
+            head: which collected its values.
+            gradients: of the values, by name.
+        """
+        if self._transport.rank == self._last_rank:
+            head.set_gradients(unnamed(gradients))
+        executor.backwards(batch)
+        self._sync.finish()
+
+    def states(self, stages: Mapping[int, Stage]) -> ModuleStates:
+        """The stages' modules as they are now, for backwards, which compute parts of the forwards again.
+
+        Args:
+            stages: those of this rank.
+        """
+        if self._states is None or not self._states.is_current():
+            self._states = ModuleStates(stages.values())
+        return self._states
+
+    def broadcast(self, batch: Batch, head: TokenValues) -> dict[str, Tensor]:
+        """Sends the values from the last stage to all ranks of its pipeline. Their shapes and dtypes are told once for
+        each function that makes them.
+
+        Args:
+            batch: what was run.
+            head: which has the values.
+
+        Returns:
+            The values by name; a single tensor has an empty name.
+        """
         is_last = self._transport.rank == self._last_rank
-        found = _named(head.collected()) if is_last else {}
-        if per_token not in self._known:
-            mine = [(name, tuple(x.shape[2:]), x.dtype) for name, x in found.items()]
-            self._known[per_token] = self._transport.gather(mine)[self._last_rank]
+        here = _by_name(head.join_all()) if is_last else {}
+        if head.per_token not in self._formats:
+            mine = [(name, tuple(x.shape[2:]), x.dtype) for name, x in here.items()]
+            self._formats[head.per_token] = self._transport.gather(mine)[self._last_rank]
+        rows, tokens = batch.plan.batch_size, batch.plan.seq_len if head.place is None else 1
         values = {}
-        for name, shape, dtype in self._known[per_token]:
+        for name, shape, dtype in self._formats[head.per_token]:
             if is_last:
-                value = found[name].contiguous()
+                value = here[name].contiguous()
             else:
                 value = torch.empty(rows, tokens, *shape, dtype=dtype, device=self._transport.device)
             numbers = value.view(torch.uint8) if dtype is torch.bool else value  # gloo sends no booleans
@@ -61,11 +137,16 @@ class OutputBroadcast:
         return values
 
 
-def _named(values: Any) -> dict[str, Tensor]:
+def _by_name(values: Any) -> dict[str, Tensor]:
     return dict(values) if isinstance(values, Mapping) else {"": values}
 
 
 def unnamed(values: dict[str, Tensor]) -> Any:
+    """As the function that made the values returned them.
+
+    Args:
+        values: by name.
+    """
     return values.get("", values)
 
 
@@ -80,19 +161,23 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        given = zip(gradients, ctx.values, strict=True)
-        ctx.on_backward([torch.zeros_like(value) if gradient is None else gradient for gradient, value in given])
+        pairs = zip(gradients, ctx.values, strict=True)
+        ctx.on_backward([torch.zeros_like(value) if gradient is None else gradient for gradient, value in pairs])
         return None, None, None
 
 
 def with_backward(values: dict[str, Tensor], backward: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
-    """The values as outputs of a differentiable operation, whose backward calls the function with their gradients."""
+    """The values as outputs of a differentiable operation.
+
+    Args:
+        values: by name.
+        backward: is called with their gradients, once.
+    """
     anchor = torch.zeros((), requires_grad=True)
     names = list(values)
-
     has_run = False
 
-    def named(gradients: list[Tensor]) -> None:
+    def call_by_name(gradients: list[Tensor]) -> None:
         nonlocal has_run
         if has_run:  # refused before anything is computed or sent, so that the pipeline can be used on
             raise ValueError(
@@ -103,109 +188,5 @@ def with_backward(values: dict[str, Tensor], backward: Callable[[dict[str, Tenso
         backward(dict(zip(names, gradients, strict=True)))
         has_run = True
 
-    joined = _Differentiable.apply(anchor, list(values.values()), named)  # type: ignore[no-untyped-call]
+    joined = _Differentiable.apply(anchor, list(values.values()), call_by_name)  # type: ignore[no-untyped-call]
     return dict(zip(names, joined, strict=True))
-
-
-class TokenOutputSteps(Forwards):
-    """A part of ``Pipeline``, which sets what is declared here."""
-
-    device: torch.device
-    _tied: TiedWeights
-    _is_warm: bool
-    _broadcast_outputs: OutputBroadcast
-    zero_gradients: ZeroGradients
-    _states: ModuleStates | None = None  # of the stages in the last forward that a backward follows
-
-    def warm_up(self, plan: Plan | None = None) -> None:
-        raise NotImplementedError
-
-    def token_outputs(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        per_token: PerToken = token_log_probs,
-        documents: Documents | None = None,
-    ) -> Any:
-        """Values for each token of a batch, (rows, tokens, ...), on every rank, as a differentiable operation: any loss
-        may be computed from them, and its ``backward()`` runs the backwards of the pipeline. ::
-
-            log_probs = pipe.token_outputs(input_ids, labels)   # forwards
-            loss = my_loss(log_probs)                           # the same on every rank
-            loss.backward()                                     # gradients are in .grad
-
-        ``per_token(logits, labels)`` makes the values of a slice, a tensor or a dict of tensors, by default the
-        log-probability of each label; ``labels`` may be None if it does not need them (it then gets an empty dict).
-        Only the logits of one slice exist at a time, unless they are the values; their head runs again in the backward.
-
-        Any number of sequences of any length, cut as the plan cuts its own. All ranks must call it together, with the
-        same ``input_ids``, and call ``backward()`` together, before the next forward that needs gradients. The order of
-        the plan must have all forwards first. Gradients are summed over replicas. Under ``torch.no_grad()`` there are
-        only forwards.
-        """
-        train = torch.is_grad_enabled()
-        training = any(stage.training for stage in self.stages.values())
-        last = self.stages.get(self.plan.num_stages - 1)
-        self._generation.check(last, of_tokens=per_token is token_log_probs)
-        batch, executor = self._admission.outputs(
-            input_ids, labels, documents, train=train, training=training, held=Held.of(self)
-        )
-        if train and self.device.type == "cuda" and not self._is_warm and self._transport.size > 1:
-            self.warm_up(batch.plan)
-        head = TokenOutputs(per_token)
-        given = input_ids if input_ids is not None else labels
-        tokens = batch.plan.seq_len if given is None else given.shape[1]
-        with self.failing_together(), self._loss_parallel():
-            self._forwards(batch, executor, head, tokens, train)
-            found = self._broadcast_outputs(per_token, head, batch.plan.batch_size, batch.plan.seq_len)
-        if train:
-            if self._states is None or not self._states.is_current():
-                self._states = ModuleStates(self.stages.values())
-            states = self._states
-            found = with_backward(found, lambda gradients: self._backwards(batch, executor, head, states, gradients))
-        return unnamed({name: value[:, :tokens] for name, value in found.items()})
-
-    def _forwards(self, batch: Batch, executor: Executor, head: TokenOutputs, tokens: int, train: bool) -> None:
-        assert self._executors is not None
-        longest = longest_document(batch.documents, tokens)
-        if not train:
-            with self._executors.once(executor):
-                executor.run(batch, head, longest=longest, train=False)
-            if not any(kept.is_pending for kept in self._executors.kept):  # their backwards need whole parameters
-                self._sync.finish()
-            return
-        self._executors.begin(batch.plan)
-        if self._transport.tp_size > 1:
-            share_random_state(self._transport)
-        executor.forwards(batch, head, longest=longest)
-
-    def _backwards(
-        self,
-        batch: Batch,
-        executor: Executor,
-        head: TokenOutputs,
-        states: ModuleStates,
-        gradients: dict[str, Tensor],
-    ) -> None:
-        """``states``: of the stages' modules in the forwards, which are computed again in part."""
-        executor.check_pending(batch)
-        with self.failing_together(), states.restored(), self._gradients_added(), self._loss_parallel():
-            if self._transport.rank == self.plan.last_rank:
-                head.set_gradients(unnamed(gradients))
-            executor.backwards(batch)
-            self._sync.finish()
-
-    @contextmanager
-    def _gradients_added(self) -> Iterator[None]:
-        """Around backwards: what they find is summed over slices, replicas and tied copies, then added to ``.grad``,
-        and hooks are called. Where any rank has hooks, all wait for them: an error in one must not come out later."""
-        held = [p for _, p in named_parameters_of(self)]
-        tied = set(self._tied.parameters)
-        summed = [p for p in held if self._sync.sums_in_place or p in tied or is_half(p) or p._backward_hooks]
-        with hooks_when_complete(held), earlier_gradients_set_aside(summed), tensor_hooks_when_complete(held):
-            with summed_in_float32(held):
-                yield
-            self._tied.sum_gradients()
-            self.zero_gradients.check_parameters(held)  # before hooks, which may use gradients up
-        if self._admission.await_hooks:
-            self._transport.gather_numbers((0,), ALL)

@@ -102,6 +102,27 @@ def stage_traits(model: PipelineModel, stages: Mapping[int, Stage], tile: int) -
     return flatten(about)
 
 
+def part_traits(
+    model: PipelineModel, stages: Mapping[int, Stage], tile: int, transport: Transport
+) -> tuple[Traits, ...]:
+    """What all ranks must agree on once their stages are made, what those that hold the same stages must, and what
+    those that hold the same parts of them.
+
+    Args:
+        model: the whole model.
+        stages: those of this rank.
+        tile: lengths must be multiples of it.
+        transport: tells which part of its stages this rank holds.
+    """
+    parameters = [named for stage in stages.values() for named in stage.named_parameters()]
+    place = transport.rank * transport.tp_size + transport.tp_rank
+    return (
+        Traits(stage_traits(model, stages, tile), is_partial=True),
+        Traits(parameter_traits(parameters, trained=True), transport.rank),
+        Traits(weight_traits(parameters) if transport.dp_size > 1 else {}, place),
+    )
+
+
 def _is_layer(module: nn.Module) -> bool:
     """Of torch's own, which describe themselves: the probability of a dropout, the epsilon of a norm."""
     return type(module).__module__.startswith("torch.nn.modules.") and not any(module.children())

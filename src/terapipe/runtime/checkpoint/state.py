@@ -39,7 +39,7 @@ from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
 from terapipe.runtime.comm.failures import is_connection_error
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.tied_weights import TiedWeights
+from terapipe.runtime.gradient_sync import TiedWeights
 
 PART = "optimizer"  # of the checkpoint
 
