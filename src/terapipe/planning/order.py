@@ -27,7 +27,7 @@ def all_microbatches(work: InFlight) -> float:
 class Order:
     """An entry of ``ORDERS``. To add an order, write its ``build`` function and ``register`` it.
 
-    The last seven fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
+    The last eight fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
     results of training stay exact.
 
     Attributes:
@@ -46,6 +46,8 @@ class Order:
         in_flight: How many microbatches have live activations at the peak, of an ``InFlight``: a tuple of
             ``microbatches``, ``slices`` of each, ``ranks`` and ``chunks``.
         deferred: Whether weight halves of backwards wait, and keep memory of their own.
+        variants: The rows that a comparison shows: ``"whole"`` sequences, ``"equal"`` slices, and slices of any length
+            (``"sliced"``).
     """
 
     name: str
@@ -60,6 +62,7 @@ class Order:
     bubble: float = 1.0
     in_flight: Callable[[InFlight], float] = all_microbatches
     deferred: bool = False
+    variants: tuple[Literal["whole", "equal", "sliced"], ...] = ("whole", "sliced")
 
     def check(self, plan: "Plan") -> None:
         """Raises ValueError if the order does not support the plan."""
@@ -79,7 +82,11 @@ ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing
 
 
 def register(order: Order) -> Order:
-    """Adds an order to ``ORDERS``, so that plans may name it and the planner tries it."""
+    """Adds an order to ``ORDERS``, so that plans may name it and the planner tries it.
+
+    Args:
+        order: The order. Its name must be new.
+    """
     if order.name in ORDERS:
         raise ValueError(f"there is an order {order.name!r} already; choose another name")
     ORDERS[order.name] = order
@@ -87,6 +94,7 @@ def register(order: Order) -> Order:
 
 
 def order_named(name: str) -> Order:
+    """The order of this name. A ValueError lists the names that there are."""
     try:
         return ORDERS[name]
     except (KeyError, TypeError):

@@ -10,12 +10,12 @@ from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.auxiliary import AuxiliaryLosses
 from terapipe.runtime.comm.mesh import DP
-from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime.comm.transport import NullTransport, Transport
 from terapipe.runtime.executor import Executor
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.loss_head import LossHead
 from terapipe.runtime.messages import Wire
-from terapipe.runtime.silence import SilentTransport, SilentWire
+from terapipe.runtime.silence import SilentWire
 from terapipe.runtime.spare_caches import SpareCaches
 
 PLANS = 8  # of which executors are kept
@@ -54,9 +54,10 @@ class Executors:
 
     def run_alone(self, batch: Batch, loss_head: LossHead) -> None:
         """This rank's actions without the other ranks. Nothing of it is kept, and nothing learned from it."""
-        silent, spare = SilentTransport(self._transport.device, self._transport.rank), SpareCaches()
+        alone = NullTransport(self._transport.device, self._transport.rank, self._transport.size)
+        spare = SpareCaches()
         wire = SilentWire(self._wire.parameters)
-        self._executor(batch.plan, spare, silent, wire).run(batch, loss_head, train=True)
+        self._executor(batch.plan, spare, alone, wire).run(batch, loss_head, train=True)
         spare.keep_only(())  # now, not when the executor is collected
 
     def get(self, plan: Plan) -> Executor:
