@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.messages import Wire
+from terapipe.runtime.messages import MessageFormat
 
 
 class Nothing(dist.Work):
@@ -42,7 +42,7 @@ class SilentTransport(Transport):
         return tensor
 
 
-class SilentWire(Wire):
+class SilentFormat(MessageFormat):
     """The format of messages that go nowhere: tensors as they are. What is received is of the parameters' dtype, the
     gradient of an output of the output's. Under autocast, real messages may be of others, which nobody knows yet."""
 
@@ -53,9 +53,9 @@ class SilentWire(Wire):
     def dtype(self, boundary: int) -> torch.dtype:
         return self._sent.get(boundary, self.parameters)
 
-    def pack(self, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
+    def pack(self, tensor: Tensor, boundary: int, extra: Tensor | None = None) -> Tensor:
         self._sent[boundary] = tensor.dtype
-        return super().pack(tensor, boundary, note)
+        return super().pack(tensor, boundary, extra)
 
     def fits(self, dtype: torch.dtype, boundary: int) -> bool:
         return True
