@@ -45,6 +45,7 @@ from terapipe.search.table import CostTable, choose_by_table
 if TYPE_CHECKING:
     from terapipe.modeling.stage import PipelineModel
     from terapipe.modeling.verification import Verification
+    from terapipe.runtime.comm.transport import Transport
     from terapipe.runtime.dry_run import DryRun
 
 Costs = Profile | Cluster | CostTable | str
@@ -143,6 +144,7 @@ def profile(
     dtype: str | None = None,
     max_tokens: int | None = None,
     progress: Progress = no_progress,
+    transport: "Transport | None" = None,
 ) -> Profile:
     """Measures a model on this machine. Under torchrun all ranks must call it together; otherwise one process measures.
 
@@ -157,6 +159,7 @@ def profile(
         max_tokens: Saves time by skipping points where a microbatch has more tokens, context included. It does not
             apply to the first microbatch size.
         progress: Called with the completed share, between 0 and 1.
+        transport: Of a program that has met the other ranks before; by default they meet here.
 
     Returns:
         The measurements, the same on every rank.
@@ -169,7 +172,9 @@ def profile(
     share = layers or max(1, built.num_layers // rank_and_size()[1])
     shape = None if spec is None else spec.config
     sizes = tuple(microbatch_sizes)
-    profiler = Profiler(built, layers=share, seq_len=seq_len, sizes=sizes, shape=shape, max_tokens=max_tokens)
+    profiler = Profiler(
+        built, layers=share, seq_len=seq_len, sizes=sizes, shape=shape, max_tokens=max_tokens, transport=transport
+    )
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
 
 

@@ -10,7 +10,7 @@ So windows, biases, convolutions and recurrent states work as the model defines 
 attention backend: every slice keeps the keys and values of all tokens up to it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -24,11 +24,16 @@ from terapipe.modeling.slice_cache import SliceCache
 
 class ViewCache(SliceCache):
     """For the attention backend: shows the model a cache that reports lengths but stores nothing. ``attend`` keeps keys
-    and values."""
+    and values.
+
+    Args:
+        seq_len: Tokens of a sequence.
+        config: Of the decoder.
+    """
 
     def __init__(self, seq_len: int, config: PretrainedConfig) -> None:
         super().__init__(seq_len)
-        self._view = _StageCache(config, [_ExternalKV] * config.num_hidden_layers)
+        self._view = _StageCache(config)
         self.inputs: dict[int, Tensor] = {}  # of the stage by context of the slice, for recomputation
 
     def states(self) -> Cache:
@@ -66,11 +71,17 @@ def length_only(argument: Any) -> Any:
 
 
 class StateCache(SliceCache):
-    """The model's cache for a microbatch, on a stage that holds some of the layers."""
+    """For the cache backend: the model's own cache for a microbatch, on a stage that holds some of the layers.
 
-    def __init__(self, seq_len: int, config: PretrainedConfig, held: range) -> None:
+    Args:
+        seq_len: Tokens of a sequence.
+        config: Of the decoder.
+        numbers: Of the layers that the stage holds.
+    """
+
+    def __init__(self, seq_len: int, config: PretrainedConfig, numbers: range) -> None:
         super().__init__(seq_len)
-        self._config, self._held = config, held
+        self._config, self._numbers = config, numbers
         self._states: Any = None
         self._next = 0
 
@@ -84,14 +95,13 @@ class StateCache(SliceCache):
             raise UnsupportedModelError("slices of this model cannot be computed again; leave recomputation off")
         self._next = self.end
         if self.context == 0 or self._states is None:
-            held = [number in self._held for number in range(self._config.num_hidden_layers)]
-            self._states = _StageCache(self._config, [_StateLayer if here else _ExternalKV for here in held])
+            self._states = _StageCache(self._config, self._numbers)
         states: Cache = self._states.after(self.context)
         return states
 
     def detach_states(self) -> None:
         """Makes leaves of all state tensors. Called after a slice's forward."""
-        for number in self._held:
+        for number in self._numbers:
             for name, holder, key, tensor in _tensors(vars(self._states.layers[number])):
                 if tensor.is_floating_point() and tensor.numel():
                     holder[key] = self.set_state((number, name), tensor)
@@ -119,24 +129,41 @@ class _Length:
 class _StageCache(DynamicCache):
     """Transformers' cache for all layers of a model, on a stage that holds some of them.
 
-    A model's cache has layers of several classes (full, sliding window, recurrent, ...), and models check for these
-    with isinstance. So a layer of class C becomes an instance of a new class (mixin, C) with the same attributes:
+    A cache of transformers is a list with one object per layer, of a class by the layer's kind: full attention, a
+    sliding window, a recurrence. Models call these objects and ask for their class with isinstance. Two things about
+    them do not fit slices, and ``_SliceLayer`` overrides them:
 
-        DynamicSlidingWindowLayer  ->  class _ExternalKV(_ExternalKV, DynamicSlidingWindowLayer)
+    - With the attention backend, and for layers of other stages, nothing may be stored, but the object must tell its
+      length: models compute positions and masks from it.
+    - Recurrent states are copied in place, which autograd does not permit.
 
-    Layers with plain keys and values on this stage need no mixin. Transformers asks for the kinds of all layers in
-    every forward; they are found once, so that a forward costs the same however many layers other stages have.
+    An override alone would lose the class. So each object becomes an instance of a class that is made here, with the
+    mixin in front of the object's own class, and with the object's attributes. For a layer with a sliding window:
+
+        before    DynamicSlidingWindowLayer                          update: concatenates keys and values, cuts them
+        after     _SliceLayer(_SliceLayer, DynamicSlidingWindowLayer)    update: returns them, stores nothing
+                  isinstance(after, DynamicSlidingWindowLayer) holds; is_sliding, sliding_window are as before
+
+    The constructor of the class is not called (``object.__new__``): it may take anything, and what it would set is
+    copied. Layers with plain keys and values that this stage stores stay as transformers made them.
+
+    Transformers asks for the kinds of all layers in every forward. They are computed once, so that a forward costs the
+    same however many layers other stages have.
+
+    Args:
+        config: Of the decoder.
+        stored: The numbers of layers whose state this cache stores.
     """
 
-    def __init__(self, config: PretrainedConfig, mixins: Sequence[type]) -> None:
+    def __init__(self, config: PretrainedConfig, stored: Collection[int] = ()) -> None:
         super().__init__(config=config)
         self._length = _Length()
         layers: list[Any] = self.layers
-        for i, (layer, mixin) in enumerate(zip(layers, mixins, strict=False)):
-            if mixin is _ExternalKV:
-                layers[i] = _as_external(layer, self._length)
+        for i, layer in enumerate(layers):
+            if i not in stored:
+                layers[i] = _make_slice_layer(layer, self._length)
             elif isinstance(layer, LinearAttentionLayer):
-                layers[i] = _with_mixin(layer, mixin, {})
+                layers[i] = _make_slice_layer(layer, None)
         self._sliding: list[bool] = [getattr(layer, "is_sliding", False) for layer in layers]
         self._compileable = bool(layers) and all(layer.is_compileable for layer in layers)
 
@@ -154,32 +181,41 @@ class _StageCache(DynamicCache):
         return self._compileable
 
 
-def _with_mixin(layer: Any, mixin: type, members: dict[str, Any]) -> Any:
-    # __new__ alone: the constructor of C may take anything, and its attributes are copied.
-    changed: Any = object.__new__(type(mixin.__name__, (mixin, type(layer)), members))
-    changed.__dict__.update(vars(layer))
+def _make_slice_layer(layer: Any, length: _Length | None) -> Any:
+    """The same object of a cache, as a ``_SliceLayer``. With a ``length`` it stores nothing: attributes that say how
+    many tokens there were then become properties that ask for it."""
+    members: dict[str, Any] = {}
+    if length is not None and hasattr(layer, "cumulative_length"):
+        members["cumulative_length"] = property(lambda self: self._length.tokens)
+    if length is not None and isinstance(layer, LinearAttentionLayer):
+        states = list(layer.has_previous_state)
+        members["has_previous_state"] = property(lambda self: dict.fromkeys(states, self._length.tokens > 0))
+    changed: Any = object.__new__(type(_SliceLayer.__name__, (_SliceLayer, type(layer)), members))
+    changed.__dict__.update(vars(layer), _length=length)
     return changed
 
 
-def _as_external(layer: Any, length: _Length) -> Any:
-    """Attributes of a layer that say how many tokens there were become properties that ask the shared length."""
-    members: dict[str, Any] = {}
-    if hasattr(layer, "cumulative_length"):
-        members["cumulative_length"] = property(lambda self: self._shared.tokens)
-    if isinstance(layer, LinearAttentionLayer):
-        states = list(layer.has_previous_state)
-        members["has_previous_state"] = property(lambda self: dict.fromkeys(states, self._shared.tokens > 0))
-    external = _with_mixin(layer, _ExternalKV, members)
-    external._shared = length
-    return external
+class _SliceLayer:
+    """Mixin, see ``_StageCache``: a layer that stores nothing, or one that stores new recurrent states where
+    transformers copies them in place."""
 
+    _length: _Length | None  # None: it stores states
 
-class _StateLayer:
-    """Mixin: keeps new recurrent states, where transformers copies them in place, which autograd does not permit."""
+    def get_seq_length(self: Any, *arguments: Any) -> int:
+        if self._length is None:
+            return int(super().get_seq_length(*arguments))  # type: ignore[misc]
+        return int(self._length.tokens)
+
+    def update(self: Any, key_states: Tensor, value_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        if self._length is None:
+            return super().update(key_states, value_states, *arguments, **named)  # type: ignore[misc]
+        return key_states, value_states
 
     def update_conv_state(
         self: Any, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
+        """Appends the slice's inputs to the last ones of the slice before, and keeps as many as the kernel is wide."""
+        self._refuse_without_store()
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(
                 conv_states=conv_states.detach(), state_idx=state_idx, conv_kernel_size=conv_kernel_size
@@ -195,24 +231,12 @@ class _StateLayer:
         return full
 
     def update_recurrent_state(self: Any, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        self._refuse_without_store()
         if not self.is_recurrent_states_initialized[state_idx]:
             self.lazy_initialization(recurrent_states=recurrent_states.detach(), state_idx=state_idx)
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
-
-class _ExternalKV:
-    """Mixin: a layer that stores nothing but knows its length, for which models may ask any layer."""
-
-    _shared: _Length
-
-    def get_seq_length(self) -> int:
-        return self._shared.tokens
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def update_conv_state(self, *_: Any, **__: Any) -> Tensor:
-        raise UnsupportedModelError("a layer carries a state that is not keys and values")
-
-    update_recurrent_state = update_conv_state
+    def _refuse_without_store(self) -> None:
+        if self._length is not None:
+            raise UnsupportedModelError("a layer carries a state that is not keys and values")

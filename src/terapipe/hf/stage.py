@@ -9,12 +9,24 @@ norms) have weights of zero. With layers 2 and 3 of 6:
                    _inject: x from      _capture: the output
                    the stage before     for the next stage
 
-So whatever the model does around its layers (positions, masks, rotary embeddings), it does itself. The last stage calls
-the model a second time with one layer that passes the hidden states through, for what comes after the layers
-(head.py). Models whose loop over layers knows more of their numbers (see own_layers.py) have stubs in place of layers
-of other stages, which pass their input through.
+So whatever the model does around its layers (positions, masks, rotary embeddings), it does itself. That is why any
+decoder can be cut without code of its own here.
 
-The copy shares its tensors with the model, which is not changed: several pipelines can be made of one model.
+A stage is made in six steps, each a method:
+
+    1 _copy_model      a copy that shares the model's tensors; layers of other stages become stubs, which pass on
+    2 _empty_modules   weights of other stages' modules become zeros that take no memory
+    3 _add_hooks       _inject and _capture, and rotary embeddings that are told the length of the batch
+    4 _calls_alone     tries whether the model would call this stage's layers in the same way if there were no stubs
+    5 _make_head       on the last stage: what comes after the layers (head.py), by a second call of the model with
+                       layers that pass the hidden states through
+    6 _drop_stubs      if step 4 saw no difference; a loop over layers that knows more of their numbers keeps them
+                       (own_layers.py)
+
+Steps 1 and 2 must come before hooks, which are put on the copy; steps 4 and 5 call the model, so they need the hooks;
+and the head is made while all layers are still there, because it has to know how many there are.
+
+The model itself is not changed: several pipelines can be made of one model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +95,19 @@ class _Call:
 
 
 class DecoderStage(Stage):
+    """Some layers of a decoder. The module's docstring shows how it is made.
+
+    Args:
+        model: The whole model, of which the stage shares the tensors. It may be on the meta device, but for the
+            weights of this stage.
+        structure: Where its layers are, and which modules come before and after them.
+        first: The number of the stage's first layer.
+        last: The number after that of its last layer.
+        backend: What carries state between slices; None for a model that is only looked at.
+        routers: Losses of routers that the stage adds sums for.
+        device: Where to put it, by default where the model is.
+    """
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -93,66 +118,55 @@ class DecoderStage(Stage):
         routers: RouterLosses | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """On ``device``, by default that of the model."""
         super().__init__()
-        device = model.device if device is None else device
-        self.backend, self._routers = backend, routers
         self._depth = len(list(model.get_submodule(structure.layers).children()))
         self.structure, self.first, self.last = structure, first, last
         self.is_first, self.is_last = first == 0, last == self._depth
+        self.backend, self._routers = backend, routers
+        self.auxiliary_losses = routers.auxiliary_losses if routers else {}
         self.vocabulary = _vocabulary(model)
         self.hidden_size = int(text_config(model.config).hidden_size)
-        self.auxiliary_losses = routers.auxiliary_losses if routers else {}
         if is_classifier(model):
             self.no_default_loss = f"{type(model).__name__} predicts no tokens; take loss_fn=losses.classification()"
-        pass_input = PassThrough(structure.returns)
+        self._call: _Call | None = None  # while the model is called
+        self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
+
+        self._copy_model(model)
+        device = model.device if device is None else device
+        with device:  # zeros that take no memory would take some when moved
+            self._empty_modules()
+        self.to(device)
+        self._add_hooks()
+        every, own = self._layers_by_number()
+        calls: dict[int, Call] = {}
+        self.has_own_layers_only = self._calls_alone(every, own, calls)
+        self._head: Head | None = None
+        self.__dict__["_lone_head"] = None  # not listed a second time among modules
+        if self.is_last:
+            self._make_head(every, own, calls)
+        if self.has_own_layers_only:
+            self._drop_stubs(own)
+
+    # Making a stage, step by step
+
+    def _copy_model(self, model: PreTrainedModel) -> None:
+        pass_input = PassThrough(self.structure.returns)
 
         def own_or_stub(i: int, layer: nn.Module) -> nn.Module:
-            return layer if first <= i < last else stub(layer, pass_input)
+            return layer if self.first <= i < self.last else stub(layer, pass_input)
 
-        self.model: Any = with_layers(owned_copy(model), structure.layers, own_or_stub)
+        self.model: Any = with_layers(owned_copy(model), self.structure.layers, own_or_stub)
         if hasattr(text_config(self.model.config), FLAG):  # asked for where layers are called
             setattr(text_config(self.model.config), FLAG, False)
-        if backend == "attention":
+        if self.backend == "attention":
             self.model.set_attn_implementation(NAME)
         self.training = self.model.training
         self._late_checkpointing = LateCheckpointing(model, self.model)
         embedding: Any = self.model.get_input_embeddings()
         self._width = int(getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1])
-        with device:  # zeros that take no memory would take some when moved
-            self._empty_modules()
-        self.to(device)
         for module in self.model.modules():
             if hasattr(module, PADDING_CHECK):
                 setattr(module, PADDING_CHECK, _no_padding)
-        self._call: _Call | None = None  # while the model is called
-        self._add_hooks()
-        self._head: Head | None = None
-        self.__dict__["_lone_head"] = None  # not listed a second time among modules
-        self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
-        self.has_own_layers_only = False
-        self._leave_out_layers()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``double`` and the like call."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._dtype = next(self.parameters()).dtype
-        return self
-
-    def _add_hooks(self) -> None:
-        for module in self.model.modules():
-            if depends_on_length(module):
-                FixedLength(module, self._rope_length)
-        layers = self.blocks
-        if not self.is_first:
-            # Before hooks that the model has: they must see it.
-            layers[0].register_forward_pre_hook(self._inject, prepend=True, with_kwargs=True)
-        layers[-1].register_forward_hook(self._capture)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        layers = self.model.get_submodule(self.structure.layers)._modules
-        return [layers[str(i)] for i in range(self.first, self.last)]
 
     def _empty_modules(self) -> None:
         """Replaces parameters of other stages' modules, also those of adapters, by zeros that take no memory."""
@@ -168,28 +182,29 @@ class DecoderStage(Stage):
     def _holds(self, place: str) -> bool:
         return place == LAYERS or (self.is_first if place == BEFORE else self.is_last)
 
-    def _leave_out_layers(self) -> None:
-        """Leaves out the layers of other stages if the model then does the same with those of this one."""
+    def _add_hooks(self) -> None:
+        for module in self.model.modules():
+            if depends_on_length(module):
+                FixedLength(module, self._rope_length)
+        layers = self.blocks
+        if not self.is_first:
+            # Before hooks that the model has: they must see it.
+            layers[0].register_forward_pre_hook(self._inject, prepend=True, with_kwargs=True)
+        layers[-1].register_forward_hook(self._capture)
+
+    def _layers_by_number(self) -> tuple[dict[int, nn.Module], dict[int, nn.Module]]:
+        """All layers, of which those of other stages are stubs, and the stage's own."""
         every = {int(i): layer for i, layer in self.model.get_submodule(self.structure.layers)._modules.items()}
-        own = {i: layer for i, layer in every.items() if self.first <= i < self.last}
-        calls: dict[int, Call] = {}
-        self.has_own_layers_only = self._are_called_alike(every, own, calls)
-        if self.is_last:
-            self._head = Head(self.model, self.structure, every, self._depth)
-            if self.has_own_layers_only:
-                with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
-                    self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
-        if self.has_own_layers_only:
-            self._swap(OwnLayers(own, self._end_forward)).apply()
+        return every, {i: layer for i, layer in every.items() if self.first <= i < self.last}
 
-    def _swap(self, layers: OwnLayers) -> LayerSwap:
-        return LayerSwap(self.model, self.structure.layers, layers, self._depth)
-
-    def _are_called_alike(
+    def _calls_alone(
         self, every: Mapping[int, nn.Module], own: Mapping[int, nn.Module], calls: dict[int, Call]
     ) -> bool:
         """Whether layers are called with the same arguments if there are no others, in a first slice and a later one.
-        Puts the last of these calls into ``calls``."""
+
+        Both lists of layers are stubs that note what they are called with, so this costs what the model does around its
+        layers. Puts the last of these calls into ``calls``.
+        """
         passing, returns = PassThrough(self.structure.returns), self.structure.returns
         stubs = {i: stub(layer, passing) for i, layer in every.items()}
         alone: dict[int, Call] = {}
@@ -221,6 +236,14 @@ class DecoderStage(Stage):
         finally:
             self._call = None
 
+    def _make_head(
+        self, every: Mapping[int, nn.Module], own: Mapping[int, nn.Module], calls: Mapping[int, Call]
+    ) -> None:
+        self._head = Head(self.model, self.structure, every, self._depth)
+        if self.has_own_layers_only:
+            with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
+                self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
+
     def _use_smaller_head(self, own: Mapping[int, nn.Module], like: Tensor) -> None:
         """With one layer in place of all, if that gives the same logits."""
         few = Head(self.model, self.structure, {self.last - 1: own[self.last - 1]}, self._depth)
@@ -234,6 +257,12 @@ class DecoderStage(Stage):
             self._head = few
             with self._calling_head(hidden) as inputs:
                 few.shorten(hidden, **inputs)
+
+    def _drop_stubs(self, own: Mapping[int, nn.Module]) -> None:
+        self._swap(OwnLayers(own, self._end_forward)).apply()
+
+    def _swap(self, layers: OwnLayers) -> LayerSwap:
+        return LayerSwap(self.model, self.structure.layers, layers, self._depth)
 
     # Hooks inside the model
 
@@ -277,6 +306,17 @@ class DecoderStage(Stage):
         return call
 
     # As a Stage
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        layers = self.model.get_submodule(self.structure.layers)._modules
+        return [layers[str(i)] for i in range(self.first, self.last)]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``double`` and the like call."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._dtype = next(self.parameters()).dtype
+        return self
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         self._late_checkpointing.refuse()

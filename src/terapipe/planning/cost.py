@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from terapipe.planning.recompute import Recompute
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 Numbers = Array | NDArray[np.int64] | float
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from terapipe.planning.bounds import Ints
-from terapipe.planning.cost import Array, Cost, stage_specs
+from terapipe.planning.cost import Array, Cost, Ints, stage_specs
 from terapipe.planning.limits import check_whole_number
 from terapipe.planning.order import order_named
 from terapipe.planning.presets import GPTConfig
@@ -72,6 +71,20 @@ POINTS = 4096  # at most so many places where a sequence may be cut; more would 
 STRETCH = 2  # slices may be so much longer than the plan's are on average, or as long as its longest
 LEVELS = 64  # more than any plan has
 
+# How many slices a batch is cut into. With work W, N slices that cost s each beside their work, and a bubble of b
+# slices, a step takes about
+#
+#     W  +  N s  +  b W / N            least at  N = sqrt(b W / s)
+#
+# The plan has N0 slices for whole sequences, which are W0. Documents make W smaller, because a token sees only its own
+# document, and N falls with the square root of W / s. Not every N is used: a *level* is a factor of sqrt(2) fewer
+# slices, so few schedules are ever made. The level is log2 of (W0 / s0) / (W / s), rounded. For example, a plan has 16
+# slices, and the documents of a batch are a quarter of the work of whole sequences: log2(4) = 2 levels, 8 slices.
+#
+# If the plan has fewer slices than sqrt(b W0 / s0), because of memory or because somebody wanted it so, it keeps them
+# until they are too many: the level is then log2 of N0^2 / (b W / s). Both are whole numbers of whole numbers, so that
+# all ranks round alike.
+
 
 class DocumentPlanner:
     """Cuts batches by their documents, as ``plan`` cuts a batch of whole sequences. The same documents give the same
@@ -82,45 +95,52 @@ class DocumentPlanner:
         planner = tp.document_planner(best)  # what tp.plan returned
         loss = pipe.step(input_ids, labels, documents, plan=planner.plan_for(documents))
 
-    A slice gets the share of its microbatch's costs that it has in ``plan``; slices of equal length in ``plan`` say
-    nothing of costs, and get equal shares. The less work a batch is, the fewer slices it is cut into, in steps of a
-    factor of about 1.4, so that few schedules are ever needed. For the sake of memory no slice is longer than the
-    longest of ``plan``, or than twice its average.
+    A slice gets the share of its microbatch's costs that it has in ``plan``. If the plan's slices have equal lengths,
+    every slice gets an equal share. The less work a batch is, the fewer slices it is cut into, in steps of a factor of
+    about 1.4, so that few schedules are ever needed. For the sake of memory no slice is longer than the longest of
+    ``plan``, or than twice its average.
+
+    Args:
+        plan: The plan for a batch of whole sequences.
+        costs: What slices of packed documents cost.
+        tile: Slice lengths are multiples of it, except that of a last slice.
     """
 
     def __init__(self, plan: Plan, costs: DocumentCosts, *, tile: int = 8) -> None:
-        """``tile``: slice lengths are multiples of it, except that of a last slice."""
         check_whole_number("tile", tile)
         if costs.token < 1 or costs.slice < 0 or costs.context < 0:
             raise ValueError(f"a token costs at least 1 pair, a slice and its context at least 0, got {costs}")
         self.plan, self.costs = plan, costs
         self._step = tile * -(-plan.seq_len // (tile * POINTS))
         self._edges: Ints = np.append(np.arange(0, plan.seq_len, self._step), plan.seq_len)
-        self._schemes = [_Scheme(lengths, costs, self._edges, tile) for lengths in plan.lengths]
-        self._whole = plan.batch_size * _triangle(plan.seq_len)  # pairs
+        self._cutters = [_Cutter(lengths, costs, self._edges, tile) for lengths in plan.lengths]
+        self._whole_pairs = plan.batch_size * _pairs(plan.seq_len)
 
     def plan_for(self, documents: Sequence[Sequence[int]] | None) -> Plan:
-        """The plan for a batch. ``documents`` are the places where documents begin in each of its sequences."""
+        """The plan for a batch.
+
+        Args:
+            documents: For each sequence of the batch, the rising positions at which documents begin, 0 first. None or
+                nothing: sequences are whole, and the plan is the planner's own.
+        """
         if not documents:
             return self.plan
-        pairs = [self._pairs_before(row) for row in self._checked(documents)]
+        self._check(documents)
+        pairs = [self._pairs_before(row) for row in documents]
         counts = self.counts[self._level(sum(int(row[-1]) for row in pairs))]
         lengths, row = [], 0
-        for size, count, scheme in zip(self.plan.sizes, counts, self._schemes, strict=True):
+        for size, num_slices, cutter in zip(self.plan.sizes, counts, self._cutters, strict=True):
             costs = self.costs.token * size * self._edges + np.sum(pairs[row : row + size], axis=0)
-            lengths.append(scheme.cut(costs, count))
+            lengths.append(cutter.lengths_for(costs, num_slices))
             row += size
         return self.plan.recut(tuple(lengths))
 
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
         """The slices of each microbatch that a batch may be cut into, from most to fewest."""
-        found: list[tuple[int, ...]] = []
-        for level in range(2 * max(map(len, self.plan.lengths)).bit_length() + 1):
-            counts = tuple(scheme.count(level, self._multiple) for scheme in self._schemes)
-            if counts not in found:
-                found.append(counts)
-        return tuple(found)
+        levels = range(2 * max(map(len, self.plan.lengths)).bit_length() + 1)
+        by_level = (tuple(c.num_slices_for(level, self._multiple) for c in self._cutters) for level in levels)
+        return tuple(dict.fromkeys(by_level))
 
     @property
     def _multiple(self) -> int:
@@ -131,41 +151,37 @@ class DocumentPlanner:
         return ranks if groups else 1
 
     def _level(self, pairs: int) -> int:
-        """By how many factors of the square root of 2 a batch with so many pairs has fewer slices than the plan.
+        """The level of a batch with so many pairs: see the formula above."""
+        (work, rise), (whole, whole_rise) = self._work(pairs), self._work(self._whole_pairs)
+        bubble, per = self._bubble
+        # ``_work`` has s as a multiple of 1 / unit. The unit cancels out in the first quotient, not in the second.
+        unit = len(self.plan.sizes) * self.plan.seq_len
+        fewer = _rounded_log2(whole * rise, work * whole_rise)
+        too_many = _rounded_log2(len(self.plan.slices) ** 2 * rise * per, bubble * work * unit)
+        return min(max(0, fewer), max(0, too_many), len(self.counts) - 1)
 
-        A step takes about W + N s + b W / N with work W, N slices that cost s each, and a bubble of b slices. The best
-        N^2 is b W / s. If the plan is the best for whole sequences, N^2 falls as W / s does; if the plan has fewer
-        slices than that, because of memory or because somebody wanted it so, only when they are too many.
-        """
-        (work, rise), (whole, whole_rise) = self._work(pairs), self._work(self._whole)
-        too_many = len(self.plan.slices) ** 2 * rise, self._bubble * work
-        return min(
-            max(0, _rounded_log2(whole * rise, work * whole_rise)),
-            max(0, _rounded_log2(*too_many)),
-            len(self.counts) - 1,
-        )
-
-    def _work(self, pairs: int) -> tuple[Fraction, Fraction]:
-        """The cost of a batch with so many pairs, and by how much it rises with every slice."""
-        microbatches, seq_len = len(self.plan.sizes), self.plan.seq_len
-        rise = self.costs.slice + Fraction(self.costs.context * pairs, microbatches * seq_len)
-        return Fraction(self.costs.token * self.plan.batch_size * seq_len + pairs), rise
+    def _work(self, pairs: int) -> tuple[int, int]:
+        """W of a batch with so many pairs, and s times microbatches times tokens. A slice costs a constant, and what it
+        pays for its context, which is pairs / tokens on average."""
+        unit = len(self.plan.sizes) * self.plan.seq_len
+        work = self.costs.token * self.plan.batch_size * self.plan.seq_len + pairs
+        return work, self.costs.slice * unit + self.costs.context * pairs
 
     @cached_property
-    def _bubble(self) -> Fraction:
-        """How many slices a rank idles for, about."""
-        bubble = Fraction(order_named(self.plan.order).bubble).limit_denominator(100)
-        return bubble * (self.plan.num_ranks - 1) / self.plan.chunks
+    def _bubble(self) -> tuple[int, int]:
+        """How many slices a rank idles for, about: numerator and denominator."""
+        order = Fraction(order_named(self.plan.order).bubble).limit_denominator(100)
+        return (order * (self.plan.num_ranks - 1) / self.plan.chunks).as_integer_ratio()
 
     def _pairs_before(self, starts: Sequence[int]) -> Ints:
-        """Of a sequence's tokens up to each edge."""
+        """The pairs of a sequence's tokens up to each edge: those of whole documents, and of the one that is cut."""
         begin = np.array(starts, dtype=np.int64)
-        before = np.concatenate(([0], np.cumsum(_triangle(np.diff(begin)))))
+        before = np.concatenate(([0], np.cumsum(_pairs(np.diff(begin)))))
         document = np.searchsorted(begin, self._edges, side="right") - 1
-        found: Ints = before[document] + _triangle(self._edges - begin[document])
-        return found
+        pairs: Ints = before[document] + _pairs(self._edges - begin[document])
+        return pairs
 
-    def _checked(self, documents: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    def _check(self, documents: Sequence[Sequence[int]]) -> None:
         batch, seq_len = self.plan.batch_size, self.plan.seq_len
         for row in documents if len(documents) == batch else ((),):
             if len(row) == 0 or row[0] != 0 or any(b <= a for a, b in pairwise([*row, seq_len])):
@@ -173,11 +189,10 @@ class DocumentPlanner:
                     f"documents must be, for each of the {batch} sequences, the rising places below {seq_len} where "
                     f"documents begin, 0 first, got {documents}"
                 )
-        return documents
 
 
-class _Scheme:
-    """How the sequences of one microbatch are cut."""
+class _Cutter:
+    """Cuts the sequences of one microbatch. Lengths are multiples of a step; an *edge* is where a slice may end."""
 
     def __init__(self, lengths: Sequence[int], costs: DocumentCosts, edges: Ints, tile: int) -> None:
         self._edges: list[int] = edges.tolist()
@@ -185,61 +200,76 @@ class _Scheme:
         self._longest = max(max(lengths), STRETCH * int(edges[-1]) // len(lengths))
         # Costs up to the end of each slice of one whole document; or equal ones.
         ends = list(accumulate(lengths, initial=0))
-        self._costs = [i if equal else costs.token * end + _triangle(end) for i, end in enumerate(ends)]
+        self._costs = [i if equal else costs.token * end + _pairs(end) for i, end in enumerate(ends)]
 
     @property
     def _most(self) -> int:
         """The longest slice, in steps of the grid."""
         return -(-self._longest // self._edges[1])
 
-    def count(self, level: int, multiple: int) -> int:
+    def num_slices_for(self, level: int, multiple: int) -> int:
+        """The plan's number divided by sqrt(2) ** level, rounded up to a multiple, as far as lengths permit."""
         own, points = len(self._costs) - 1, len(self._edges) - 1
         least = -(-3 * points // (2 * self._most))  # the average slice is shorter than the longest may be
         wanted = -(-max(least, _rounded_sqrt(own * own, 1 << level)) // multiple) * multiple
         return min(wanted, own, points)
 
-    def cut(self, costs: Ints, count: int) -> tuple[int, ...]:
-        """The lengths of ``count`` slices, where ``costs`` are those up to each edge. What one slice cannot have of its
-        share, because of its length, all that follow it share."""
+    def lengths_for(self, costs: Ints, num_slices: int) -> tuple[int, ...]:
+        """The lengths of so many slices, where ``costs`` are those up to each edge.
+
+        From left to right, each slice gets its share of what is left, so what one cannot take because of its length is
+        shared by all that follow it. Equal shares of a cost of 12, of which half is in the first quarter::
+
+            edges    0     1     2     3     4
+            costs    0     6     8    10    12
+            cuts     |     |           |     |      of three slices: 12 / 3 = 4 is nearest to edge 1, 6 are spent;
+                                                    6 / 2 = 3 more are 9, between edges 2 and 3
+        """
         last = len(self._edges) - 1
-        shares = [self._share(i, count) for i in range(count + 1)]
+        shares = [self._share(i, num_slices) for i in range(num_slices + 1)]
         cuts = [0]
-        for i in range(1, count):
-            spent, left = int(costs[cuts[-1]]), count - i
-            share = shares[i] - shares[i - 1], shares[-1] - shares[i - 1]
-            wanted = _nearest(costs, spent + (int(costs[-1]) - spent) * share[0] // share[1])
+        for i in range(1, num_slices):
+            spent, left = int(costs[cuts[-1]]), num_slices - i
+            share, rest = shares[i] - shares[i - 1], shares[-1] - shares[i - 1]
+            wanted = _nearest(costs, spent + (int(costs[-1]) - spent) * share // rest)
             # What is left must suffice for the slices that are left, and must not be too much for them.
             low, high = max(cuts[-1] + 1, last - left * self._most), min(cuts[-1] + self._most, last - left)
             cuts.append(min(max(wanted, low), high))
         return tuple(self._edges[b] - self._edges[a] for a, b in pairwise([*cuts, last]))
 
-    def _share(self, number: int, count: int) -> int:
-        """What the first ``number`` of ``count`` slices have of all costs, up to a factor. Between ends of the plan's
-        slices, of which there may be another number, costs are interpolated."""
-        at, rest = divmod(number * (len(self._costs) - 1), count)
-        return self._costs[at] * (count - rest) + (self._costs[at + 1] * rest if rest else 0)
+    def _share(self, number: int, num_slices: int) -> int:
+        """What the first ``number`` of ``num_slices`` slices have of all costs, up to a factor. Between ends of the
+        plan's slices, of which there may be another number, costs are interpolated."""
+        at, rest = divmod(number * (len(self._costs) - 1), num_slices)
+        return self._costs[at] * (num_slices - rest) + (self._costs[at + 1] * rest if rest else 0)
 
 
 def _nearest(costs: Ints, target: int) -> int:
+    """The edge at which the costs are nearest to the target, at least 1."""
     above = max(1, int(np.searchsorted(costs, target)))
     return above - (target - int(costs[above - 1]) < int(costs[above]) - target)
 
 
-def _triangle(n: Number) -> Number:
+def _pairs(n: Number) -> Number:
     """The pairs of a document of ``n`` tokens."""
     return n * (n + 1) // 2
 
 
 def _rounded_sqrt(numerator: int, denominator: int) -> int:
+    """The square root of a quotient, rounded to the nearest whole number."""
     return (isqrt(4 * numerator // denominator) + 1) // 2
 
 
-def _rounded_log2(numerator: Fraction, denominator: Fraction) -> int:
-    """Of the quotient: the floor of log2(2 x^2) / 2, which is that of log2(x) + 1/2. Large for one without end."""
+def _rounded_log2(numerator: int, denominator: int) -> int:
+    """log2 of a quotient x, rounded: the floor of log2(x) + 1/2, which is half of log2(2 x^2). ``LEVELS`` without a
+    denominator; negative for 0.
+
+    The floor of log2 of a quotient is the difference of the bit lengths, or one less: for 12 / 5 it is 4 - 3 = 1, for
+    8 / 5 also 4 - 3 = 1, but 5 << 1 is more than 8, so it is 0.
+    """
     if not denominator:
         return LEVELS
-    square = 2 * (numerator / denominator) ** 2
-    above, below = square.numerator, square.denominator
+    above, below = 2 * numerator**2, denominator**2
     power = above.bit_length() - below.bit_length()
     reached = above >= below << power if power >= 0 else above << -power >= below
     return (power if reached else power - 1) >> 1

@@ -35,11 +35,18 @@ class Layout:
 
 
 def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Stage boundaries that minimize the cost of the slowest stage.
+    """Chooses stage boundaries that minimize the cost of the slowest stage. Every stage has at least one layer.
 
-    ``costs`` has one number per layer. ``first`` is the additional cost of the first stage (embedding), ``last`` that
-    of the last stage (final norm, head and loss). Ties are broken by the smallest sum of squared stage costs, which
-    prefers even stages. Every stage has at least one layer.
+    Of several such boundaries, those with the smallest sum of squared stage costs are taken: even stages.
+
+    Args:
+        costs: The cost of each layer, in any unit.
+        num_stages: The number of stages, at most that of the layers.
+        first: What the first stage costs in addition: the embedding.
+        last: What the last stage costs in addition: final norm, head and loss.
+
+    Returns:
+        ``num_stages + 1`` layer indices, as in ``Plan.boundaries``.
     """
     n = len(costs)
     if not 1 <= num_stages <= n:
@@ -51,8 +58,17 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     stage_cost[0] += first
     stage_cost[:, n] += last
     stage_cost[np.tril_indices(n + 1)] = np.inf
-    # Dynamic programming over the stages. By number of layers: the best split of so many into the stages so far, as the
-    # cost of its slowest stage, the sum of squares, and its place among all of them in lexicographic order.
+    # Dynamic programming over the stages. ``best[j]`` is the best split of the first j layers into the stages so far,
+    # and with one more stage, which takes the layers i to j,
+    #
+    #     best[j] = min over i < j of (max(slowest[i], stage_cost[i, j]), squares[i] + stage_cost[i, j]**2, boundaries)
+    #
+    # Tuples are compared from left to right, so equal splits go to the one with earlier boundaries. Five layers of
+    # cost 1 on two stages: i = 2 gives (3, 4 + 9, (0, 2, 5)), i = 3 gives (3, 9 + 4, (0, 3, 5)), and i = 2 wins.
+    #
+    # All j are computed at once, in columns. A split's boundaries are not stored: to compare them it is enough to know
+    # the ``place`` of each among all of best[0] to best[n] in lexicographic order. With one more boundary, splits are
+    # ordered by the place of what they continue, then by j.
     slowest, squares, place = np.full(n + 1, np.inf), np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
     slowest[0] = squares[0] = 0.0
     choices = []  # for each stage: by its end, its start
@@ -73,14 +89,21 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
 def balance_ranks(
     layers: int, ranks: Sequence[int], layer: float, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Stage boundaries that minimize the cost of the slowest rank, for ranks with several stages and equal layers.
+    """Chooses stage boundaries that minimize the cost of the slowest rank, for ranks with several stages.
 
-    ``ranks[k]`` is the rank of stage ``k``, ``layer`` the cost of a layer; ``first`` and ``last`` as in ``balance``.
-    Ties are broken by the smallest sum of squared stage costs. If several splits are left, stages of later chunks get
-    the larger parts, on ranks near that of the last stage, which was the fastest choice in simulated steps.
+    Of several such boundaries, those with the smallest sum of squared stage costs are taken. If several are left,
+    stages of later chunks get the larger parts, on ranks near that of the last stage, which was the fastest choice in
+    simulated steps.
 
-    Layers are handed out one by one, each where it costs least: first to find the cost of the slowest rank, then within
+    Layers are given out one by one, each where it costs least: first to learn the cost of the slowest rank, then within
     that limit. This is exact, because costs are convex and each limit is on disjoint sets of stages.
+
+    Args:
+        layers: The number of layers. All cost the same.
+        ranks: The rank of each stage.
+        layer: The cost of a layer.
+        first: As in ``balance``.
+        last: As in ``balance``.
     """
     stages, last_rank = range(len(ranks)), ranks[-1]
     if len(ranks) > layers:

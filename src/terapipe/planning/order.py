@@ -27,7 +27,7 @@ def all_microbatches(work: InFlight) -> float:
 class Order:
     """An entry of ``ORDERS``. To add an order, write its ``build`` function and ``register`` it.
 
-    The last seven fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
+    The last eight fields only guide the search. If they are wrong, planning takes longer or misses a good plan, but the
     results of training stay exact.
 
     Attributes:
@@ -46,6 +46,8 @@ class Order:
         in_flight: How many microbatches have live activations at the peak, of an ``InFlight``: a tuple of
             ``microbatches``, ``slices`` of each, ``ranks`` and ``chunks``.
         deferred: Whether weight halves of backwards wait, and keep memory of their own.
+        variants: The rows that a comparison shows: ``"whole"`` sequences, ``"equal"`` slices, and slices of any length
+            (``"sliced"``).
     """
 
     name: str
@@ -60,6 +62,7 @@ class Order:
     bubble: float = 1.0
     in_flight: Callable[[InFlight], float] = all_microbatches
     deferred: bool = False
+    variants: tuple[Literal["whole", "equal", "sliced"], ...] = ("whole", "sliced")
 
     def check(self, plan: "Plan") -> None:
         """Raises ValueError if the order does not support the plan."""

@@ -1,24 +1,34 @@
 """The exact solver for slices. It minimizes the paper's formula: the sum of all slices + (stages - 1) * the longest.
 
-`solve` cuts a batch into microbatches and each of those into slices. The longest slice is the longest of the whole
-batch, so the bubble is paid once. For a given limit on the longest slice, the best cut is a shortest path in a graph
-of cut points. The solver tries a few limits at a time, and uses the shortest paths as lower bounds to discard slices
-and limits that cannot lead to a better cut, until none is left (`_improve`).
+A cut of a sequence is a path over cut points, and a slice is an edge whose length is its seconds::
+
+    0 ------ 1 ------ 2 ------ 3      cut points, one every ``step`` tokens
+    |________|_________________|      the path 0, 1, 3: a slice of one step, then one of two
+
+Let S(t) be the smallest sum of a cut without slices longer than t. It is a shortest path, found in one pass over the
+cut points. The answer is the smallest S(t) + (stages - 1) * t over all t that are the seconds of some slice. There are
+hundreds of thousands of those, so the solver does not try them all, but whole intervals of them (`_improve`).
+
+`solve` also cuts a batch into microbatches. The longest slice is then the longest of the whole batch, so the bubble is
+paid once, and S(t) is the sum over all microbatches.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
-from terapipe.planning.bounds import Array, Graph, Ints, Solved, in_play, shortest_paths
+from terapipe.planning.cost import Array, Ints, Mask
 from terapipe.planning.limits import check_whole_number
 
 __all__ = ["Array", "Cuts", "SliceCost", "solve", "solve_table"]
 
 LIMITS = 16  # limits tried per round: enough to amortize numpy's overhead, few enough to stay in the CPU cache
+ENTRIES = 2**22  # edges * limits in a round, so that a large graph is first tried with few limits
 MOST_UNITS = 4096  # steps in a sequence; the graph would be too large with more
 COARSER = 8  # ratio of the steps of one grid and the next
 ROUNDING = 1e-12  # relative; smaller improvements may be rounding errors of a sum
@@ -154,7 +164,76 @@ def _cuts(task: _Task, points: Ints) -> Cuts:
     return Cuts(sizes, lengths, best.time)
 
 
-def _graph(task: _Task, stride: int, best: float) -> Graph:
+@dataclass(frozen=True)
+class _Graph:
+    """Slices as edges between the cut points 0 to ``units``. Every microbatch size has a chain of cut points.
+
+    Edges are sorted by end, then chain, then start. So the edges into one cut point are adjacent, one step of
+    `_shortest_paths` reads contiguous memory, and the first of equally good edges is the longest slice.
+    """
+
+    units: int
+    chains: int
+    chain: Ints  # these four are parallel, one entry per edge
+    start: Ints
+    end: Ints
+    cost: Array
+
+    @classmethod
+    def of(cls, units: int, chains: int, chain: Ints, start: Ints, end: Ints, cost: Array) -> Self:
+        """Sorts edges that are already sorted by chain, and by start among those with equal chain and end."""
+        # numpy sorts 16-bit keys with radix sort, ten times as fast.
+        order = np.argsort(end.astype(np.uint16 if units < 2**16 else np.int64), kind="stable")
+        return cls(units, chains, chain[order], start[order], end[order], cost[order])
+
+    def only(self, keep: Mask) -> "_Graph":
+        return _Graph(self.units, self.chains, self.chain[keep], self.start[keep], self.end[keep], self.cost[keep])
+
+    @cached_property
+    def tail(self) -> Ints:
+        """The row of `_shortest_paths` at which each edge starts."""
+        return self.start * self.chains + self.chain
+
+    @cached_property
+    def groups(self) -> tuple[Ints, Ints]:
+        """The rows of `_shortest_paths` that have incoming edges, and the first edge of each, then the edge count."""
+        head = self.end * self.chains + self.chain
+        first = np.flatnonzero(np.diff(head, prepend=-1))
+        return head[first], np.append(first, len(head))
+
+    def into(self, end: int, chain: int) -> slice:
+        """The edges into a cut point of a chain."""
+        heads, first = self.groups
+        at = int(np.searchsorted(heads, end * self.chains + chain))
+        return slice(int(first[at]), int(first[at + 1]))
+
+
+def _shortest_paths(graph: _Graph, limits: Array) -> Array:
+    """The distance in seconds from cut point 0 to every other, using no slice longer than the limit.
+
+    One row per (cut point, chain) and one column per limit. Edges lead forwards, so one pass over the cut points is
+    enough. Each step of the loop handles one cut point for all chains and limits at once::
+
+        distance[2] = min(distance[0] + cost[0 -> 2], distance[1] + cost[1 -> 2])
+    """
+    cost = np.where(graph.cost[:, None] <= limits, graph.cost[:, None], np.inf)
+    distance = np.full(((graph.units + 1) * graph.chains, len(limits)), np.inf)
+    distance[: graph.chains] = 0.0
+    heads, first = graph.groups
+    points = np.append(np.flatnonzero(np.diff(heads // graph.chains, prepend=-1)), len(heads)).tolist()
+    edges = first.tolist()
+    for a, b in pairwise(points):
+        low, high = edges[a], edges[b]
+        through = distance.take(graph.tail[low:high], axis=0)
+        through += cost[low:high]
+        if b - a == 1:
+            distance[heads[a]] = through.min(axis=0)
+        else:
+            distance[heads[a:b]] = np.minimum.reduceat(through, first[a:b] - low, axis=0)
+    return distance
+
+
+def _graph(task: _Task, stride: int, best: float) -> _Graph:
     """All slices between every ``stride``-th cut point (and the last), except those too long for a better cut. A cut
     takes at least ``stages`` times its longest slice, because the sum is at least that slice."""
     edges: list[tuple[Ints, Ints, Ints, Array]] = []
@@ -165,7 +244,7 @@ def _graph(task: _Task, stride: int, best: float) -> Graph:
             keep = np.flatnonzero(cost * task.stages < best)
             edges.append((np.full(len(keep), i), start[keep], end[keep], cost[keep]))
     chain, start, end, cost = (np.concatenate(column) for column in zip(*edges, strict=True))
-    return Graph.sorted(task.units, len(task.sizes), chain, start, end, cost)
+    return _Graph.of(task.units, len(task.sizes), chain, start, end, cost)
 
 
 def _pairs(units: int, spans: Ints, stride: int) -> Iterator[tuple[Ints, Ints]]:
@@ -180,37 +259,78 @@ def _pairs(units: int, spans: Ints, stride: int) -> Iterator[tuple[Ints, Ints]]:
         yield starts[column], ends[row, column]
 
 
-def _improve(graph: Graph, task: _Task, best: _Solution) -> _Solution:
+def _improve(graph: _Graph, task: _Task, best: _Solution) -> _Solution:
     """The best cut in the graph, or ``best`` if none is better.
 
-    Branch and bound over the longest slice. ``top`` marks the slices that may be the longest of a better cut. The
-    invariant: if a cut is better than ``best``, the graph has all of its slices, and its longest slice is in ``top``.
-    Each round
-    1. takes a few costs from ``top`` as limits, the largest of them included,
-    2. finds the shortest paths under each limit, and updates ``best`` with the best cut among them,
-    3. drops the slices from the graph and from ``top`` for which `in_play` gives too high a lower bound.
-    The slices at the limits leave ``top`` in every round, so the loop ends, and then ``best`` is optimal.
+    Branch and bound over intervals of the longest slice. Take all possible seconds of a slice, in ascending order, and
+    an interval of them, from ``first`` to ``last``. S falls with its limit, and (stages - 1) * t rises with t. So every
+    cut whose longest slice is in the interval takes at least::
+
+        S(limit) + (stages - 1) * seconds[first]        for any limit that is at least seconds[last]
+
+    An interval is discarded if this bound is not below the best time so far. The others are divided, the one with the
+    lowest bound first. With S known at the limits marked |, an interval falls apart into those between the marks::
+
+        first ............................ last      the old limit lies at ``last`` or beyond it
+        .......|........|........|.........          each new interval has the limit right after it, the last the old
+
+    A limit itself is settled once S is known there. So the intervals shrink, the loop ends, and ``best`` is optimal.
     """
-    top = np.full(len(graph.cost), True)
+    seconds = np.unique(graph.cost[np.isfinite(graph.cost)])
+    intervals = [_Interval(0.0, 0, len(seconds) - 1, 0.0)] if len(seconds) else []
     count = 1  # the first round only shrinks the graph, which is still large
-    while top.any():
-        limits = _spread(graph.cost[top], count)
-        from_start, to_end = shortest_paths(graph, limits), shortest_paths(graph.mirrored(), limits)
-        total = _totals(from_start[-graph.chains :], task)
-        at = int(np.argmin(total[task.batch_size] + (task.stages - 1) * limits))
-        candidate = _trace(graph, from_start[:, at], total[:, at], float(limits[at]), task)
+    while intervals:
+        divided, intervals = intervals[:count], intervals[count:]
+        marks = [_marks(interval, count // len(divided)) for interval in divided]
+        tried = np.unique(np.concatenate(marks))
+        sums, candidate = _best_under(graph, seconds[tried], task)
         best = candidate if candidate.time < best.time else best
-        solved = Solved(limits, from_start, to_end, total[[task.batch_size - size for size in task.sizes]])
-        keep, top = in_play(graph, top, solved, task.stages, best.time * (1 - ROUNDING))
-        graph, top, count = graph.only(keep), top[keep], LIMITS
+        sum_under = dict(zip(tried.tolist(), sums.tolist(), strict=True))
+        for interval, own in zip(divided, marks, strict=True):
+            intervals += _divide(interval, own.tolist(), sum_under)
+        bounded = [i._replace(bound=i.sum + (task.stages - 1) * float(seconds[i.first])) for i in intervals]
+        intervals = sorted(i for i in bounded if i.bound < best.time * (1 - ROUNDING))
+        if intervals:
+            graph = graph.only(graph.cost <= seconds[max(interval.last for interval in intervals)])
+            count = min(LIMITS, max(1, ENTRIES // len(graph.cost)))
     return best
 
 
-def _spread(costs: Array, count: int) -> Array:
-    """``count`` of the costs at evenly spaced quantiles, including the largest."""
-    indices = np.unique(np.arange(1, count + 1) * len(costs) // count - 1)
-    indices = indices[indices >= 0]
-    return np.unique(np.partition(costs, indices)[indices])
+class _Interval(NamedTuple):
+    """Possible seconds of the longest slice, by index in ascending order."""
+
+    bound: float  # every cut whose longest slice is in here takes at least this many seconds
+    first: int
+    last: int
+    sum: float  # S of a limit that is at least the last
+
+
+def _marks(interval: _Interval, count: int) -> Ints:
+    """``count`` indices evenly spread over an interval, its last included if there are several."""
+    if count == 1:
+        return np.array([(interval.first + interval.last + 1) // 2])
+    return np.unique(np.linspace(interval.first, interval.last, count + 1).astype(np.int64)[1:])
+
+
+def _divide(interval: _Interval, marks: list[int], sum_under: dict[int, float]) -> Iterator[_Interval]:
+    """What is left of an interval between the marks, where S is known."""
+    first = interval.first
+    for mark in marks:
+        if first < mark:
+            yield interval._replace(first=first, last=mark - 1, sum=sum_under[mark])
+        first = mark + 1
+    if first <= interval.last:
+        yield interval._replace(first=first)
+
+
+def _best_under(graph: _Graph, limits: Array, task: _Task) -> tuple[Array, _Solution]:
+    """S for each limit (ascending), and the best of the cuts behind them."""
+    graph = graph.only(graph.cost <= limits[-1])
+    distance = _shortest_paths(graph, limits)
+    total = _totals(distance[-graph.chains :], task)
+    sums: Array = total[task.batch_size]
+    at = int(np.argmin(sums + (task.stages - 1) * limits))
+    return sums, _trace(graph, distance[:, at], total[:, at], float(limits[at]), task)
 
 
 def _totals(ends: Array, task: _Task) -> Array:
@@ -224,7 +344,7 @@ def _totals(ends: Array, task: _Task) -> Array:
     return total
 
 
-def _trace(graph: Graph, from_start: Array, total: Array, limit: float, task: _Task) -> _Solution:
+def _trace(graph: _Graph, from_start: Array, total: Array, limit: float, task: _Task) -> _Solution:
     """The cut that has the smallest sum under one limit.
 
     Walks back from the whole batch: in each step, takes the microbatch size that ``total`` was the minimum for. Ties go
@@ -246,7 +366,7 @@ def _trace(graph: Graph, from_start: Array, total: Array, limit: float, task: _T
     return _Solution(math.fsum(costs) + (task.stages - 1) * max(costs), tuple(microbatches))
 
 
-def _trace_path(graph: Graph, from_start: Array, limit: float, chain: int) -> tuple[tuple[int, ...], list[float]]:
+def _trace_path(graph: _Graph, from_start: Array, limit: float, chain: int) -> tuple[tuple[int, ...], list[float]]:
     """Walks one microbatch's shortest path backwards. Returns its cut points and the seconds of its slices."""
     points, costs = [graph.units], []
     while points[-1]:

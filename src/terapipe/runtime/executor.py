@@ -489,11 +489,11 @@ class Executor:
     def _receive(self, action: Action) -> None:
         extra = self._auxiliary.extra_size(action.slice)
         shape, dtype = self._format.layout(self._shape(action), _boundary(action), extra)
-        self._arriving[action] = self._transport.receive(shape, dtype, self._peer(action), action)
+        self._arriving[action] = self._transport.channel.receive(shape, dtype, self._peer(action), action)
 
     def _take(self, receive: Action) -> Tensor:
         message, work = self._arriving.pop(receive)
-        self._transport.wait(work, self._peer(receive), receive)
+        self._transport.channel.wait(work, self._peer(receive), receive)
         size = self._auxiliary.extra_size(receive.slice)
         tensor, extra = self._format.unpack(message, self._shape(receive), _boundary(receive), size)
         if extra is not None and receive.op is Op.RECV_F:
@@ -525,7 +525,7 @@ class Executor:
                 f"{tuple(tensor.shape)} of {tensor.dtype}; hidden_shape() and the parameters must match its output"
             )
         message = self._format.pack(tensor, boundary, self._extra(action))
-        return action, message, self._transport.send(message, self._peer(action), action)
+        return action, message, self._transport.channel.send(message, self._peer(action), action)
 
     def _extra(self, send: Action) -> Tensor | None:
         if not self._auxiliary.extra_size(send.slice):
@@ -535,7 +535,7 @@ class Executor:
 
     def _wait_sent(self, sent: tuple[Action, Tensor, dist.Work]) -> None:
         action, _, work = sent
-        self._transport.wait(work, self._peer(action), action)
+        self._transport.channel.wait(work, self._peer(action), action)
 
     def _peer(self, transfer: Action) -> int:
         return self._peers[transfer.op, transfer.stage]

@@ -10,12 +10,11 @@ from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.auxiliary import AuxiliaryLosses
 from terapipe.runtime.comm.mesh import DP
-from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime.comm.transport import NullTransport, Transport
 from terapipe.runtime.executor import CachePool, Executor
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.loss_head import LossHead
-from terapipe.runtime.messages import MessageFormat
-from terapipe.runtime.silence import SilentFormat, SilentTransport
+from terapipe.runtime.messages import MessageFormat, NullFormat
 
 PLANS = 8  # of which executors are kept
 
@@ -73,9 +72,9 @@ class Executors:
             batch: made-up numbers.
             loss_head: what to compute at the end.
         """
-        silent, pool = SilentTransport(self._transport.device, self._transport.rank), CachePool()
-        message_format = SilentFormat(self._format.parameters)
-        self._executor(batch.plan, pool, silent, message_format).run(batch, loss_head, train=True)
+        alone = NullTransport(self._transport.device, self._transport.rank, self._transport.size)
+        pool = CachePool()
+        self._executor(batch.plan, pool, alone, NullFormat(self._format.parameters)).run(batch, loss_head, train=True)
         pool.keep_only(())  # now, not when the executor is collected
 
     def get(self, plan: Plan) -> Executor:

@@ -136,6 +136,25 @@ class MessageFormat:
         return max(self.parameters.itemsize, torch.float32.itemsize)
 
 
+class NullFormat(MessageFormat):
+    """The format of messages that go nowhere: tensors as they are. What is received is of the parameters' dtype, the
+    gradient of an output of the output's. Under autocast, real messages may be of others, which nobody knows yet."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._sent: dict[int, torch.dtype] = {}
+
+    def dtype(self, boundary: int) -> torch.dtype:
+        return self._sent.get(boundary, self.parameters)
+
+    def pack(self, tensor: Tensor, boundary: int, extra: Tensor | None = None) -> Tensor:
+        self._sent[boundary] = tensor.dtype
+        return super().pack(tensor, boundary, extra)
+
+    def fits(self, dtype: torch.dtype, boundary: int) -> bool:
+        return True
+
+
 def _padded_size(shape: Shape, dtype: torch.dtype) -> int:
     """Bytes before the extra, which begins at a multiple of its numbers' size."""
     return -(-prod(shape) * dtype.itemsize // _NUMBER) * _NUMBER

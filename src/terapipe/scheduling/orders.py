@@ -45,7 +45,7 @@ def terapipe_v(plan: Plan) -> Computations:
 def one_f_one_b(plan: Plan) -> Computations:
     """One forward, one backward in turn after a warm-up (DAPPLE, DeepSpeed, Megatron-LM). Microbatches are first in,
     first out. The slices of a microbatch are last in, first out: gradients flow from later slices to earlier ones."""
-    return [_in_turn(plan, rank, lead=plan.num_ranks - 1 - rank) for rank in range(plan.num_ranks)]
+    return [_whole_backwards(plan, rank, lead=plan.num_ranks - 1 - rank) for rank in range(plan.num_ranks)]
 
 
 def terapipe_zb(plan: Plan) -> Computations:
@@ -114,7 +114,16 @@ def _interleaved_in_flight(work: InFlight) -> float:
 
 register(Order("gpipe", "GPipe", flush, sliced=False))
 register(Order("1f1b", "1F1B", one_f_one_b, sliced=False, chunks=1, one_rank=True, in_flight=_one_f_one_b_in_flight))
-register(Order("terapipe", "TeraPipe", flush, unsliced_twin="gpipe", tried_chunks=(1, 2)))
+register(
+    Order(
+        "terapipe",
+        "TeraPipe",
+        flush,
+        unsliced_twin="gpipe",
+        tried_chunks=(1, 2),
+        variants=("whole", "equal", "sliced"),
+    )
+)
 register(
     Order(
         "terapipe-deferred",
@@ -206,23 +215,41 @@ def _flush(plan: Plan, deferred: bool = False) -> Computations:
 def _zero_bubble(plan: Plan, lead: int) -> Computations:
     """Leads of ``lead`` slices per rank still to come, and as many deferred weight halves per rank before, less one."""
     last = plan.num_ranks - 1
-    return [_in_turn(plan, rank, lead * (last - rank), lead * rank - 1) for rank in range(plan.num_ranks)]
+    first = _whole_backwards(plan, 0, lead * last)
+    return [first, *(_split_backwards(plan, r, lead * (last - r), lead * r - 1) for r in range(1, plan.num_ranks))]
 
 
-def _in_turn(plan: Plan, rank: int, lead: int, deferred: int = -1) -> list[Action]:
+def _whole_backwards(plan: Plan, rank: int, lead: int) -> list[Action]:
     """One rank's forwards and backwards in turn, each backward with ``lead`` more forwards ahead of it than needed on
-    the last stage.
+    the last stage. With a lead of 1 and two microbatches of two slices, written microbatch.slice:
 
-    ``deferred`` weight halves wait: each is done once so many input halves follow its own, right before the next
-    forward, so that they take turns. In the last microbatch all wait for the last input half and are done in a row,
-    except with recomputation, where they take more memory than the activations that they follow. With -1 backwards are
-    whole.
+        F0.0 F0.1 F1.0 | B0.1 F1.1 B0.0 | B1.1 B1.0
+        warm-up: two       in turn        drain
+        slices and lead
+    """
+    forwards = [Action(Op.F, rank, s) for s in plan.slices]
+    backwards = [Action(Op.B, rank, s) for s in _backward_order(plan)]
+    return _alternate(forwards, backwards, [n + lead for n in _forwards_before_backward(plan)])
+
+
+def _split_backwards(plan: Plan, rank: int, lead: int, deferred: int) -> list[Action]:
+    """As ``_whole_backwards``, with input and weight halves, of which ``deferred`` weight halves wait.
+
+    Each weight half is done once so many input halves follow its own, right before the next forward, so that the three
+    kinds take turns. In the last microbatch all wait for the last input half and are done in a row. Rank 2 of three,
+    with a lead of 0 and one deferred half, two microbatches of three slices (numbered 0 to 2 and 3 to 5):
+
+        input halves      I2  I1  I0  I5  I4  I3                slices of a microbatch are last in, first out
+        then weight half  .   W2  W1  .   .   W0 W5 W4 W3       one behind, up to ``turns``; the others in a row
+
+        merged with the forwards:   F0 F1 F2 I2 F3 I1 W2 F4 I0 W1 F5 I5 I4 I3 W0 W5 W4 W3
+
+    With recomputation weight halves keep more memory than the activations that they follow, so they do not wait for
+    the end.
     """
     slices, before = _backward_order(plan), [n + lead for n in _forwards_before_backward(plan)]
     forwards = [Action(Op.F, rank, s) for s in plan.slices]
-    if deferred < 0:
-        return _alternate(forwards, [Action(Op.B, rank, s) for s in slices], before)
-    turns = len(slices) - (1 if plan.recomputes else len(plan.grid[-1]))  # the last input half with one ahead
+    turns = len(slices) - (1 if plan.recomputes else len(plan.grid[-1]))  # the last input half with a W ahead of it
     halves: list[tuple[Action, int]] = []  # with the number of forwards ahead
     for j, s in enumerate(slices):
         if deferred < j <= turns:
@@ -248,19 +275,25 @@ def _running_ahead(plan: Plan, rank: int) -> list[Action]:
 
         n0 n1 n2 f0 n3 f1 n4 f2 f3 f4
 
-    In the backward the far stage comes first and has the lead. Its weight halves fill the gaps at the end.
+    In the backward the far stage comes first and has the lead. Its weight halves fill the gaps at the end. On rank 1 of
+    three, with the stages 1 and 4 (a lead of 3), i and w are halves of the far stage, I and W of the near one:
+
+        i4 i3 i2 I4 i1 I3 i0 I2 w4 I1 w3 I0 | w2 w1 w0 | W4 W3 W2 W1 W0
+        in turn                               what is    nobody waits
+                                              left       for these
+
+    Nobody waits for the input gradients of stage 0, so on rank 0 they come after all halves of the far stage.
     """
     near, far = plan.stages_of(rank)
-    count = len(plan.slices)
-    leads = [far - near + j for j in range(count)]
-    forwards = _alternate(
-        [Action(Op.F, near, s) for s in plan.slices], [Action(Op.F, far, s) for s in plan.slices], leads
-    )
-    far_halves = _halves(plan, (Op.I, far), (Op.W, far))
-    if rank == 0:  # no rank waits for the input gradients of stage 0, so they may come after the weight halves
-        leads = [len(far_halves)] * count
-    backwards = _alternate(far_halves, _halves(plan, (Op.I, near)), leads)
-    return forwards + backwards + far_halves[leads[-1] :] + _halves(plan, (Op.W, near))
+    leads = [far - near + j for j in range(len(plan.slices))]
+    near_forwards, far_forwards = ([Action(Op.F, k, s) for s in plan.slices] for k in (near, far))
+    forwards = _alternate(near_forwards, far_forwards, leads)
+    far_halves, near_inputs = _halves(plan, (Op.I, far), (Op.W, far)), _halves(plan, (Op.I, near))
+    if rank == 0:
+        backwards = far_halves + near_inputs
+    else:
+        backwards = _alternate(far_halves, near_inputs, leads) + far_halves[leads[-1] :]
+    return forwards + backwards + _halves(plan, (Op.W, near))
 
 
 def _halves(plan: Plan, *kinds: tuple[Op, int]) -> list[Action]:

@@ -31,12 +31,12 @@ def silent(share: float) -> None:
 def choose(source: Source, request: Request, progress: Progress = silent) -> PlanResult:
     """The plan with the shortest simulated step that fits the memory budget, and the best of every other row."""
     pool = candidates(source, request)
-    rows = [e for e in best_rows(pool, source, request, progress) if e.fits and e.name != EQUAL]
+    rows = [e for e in best_rows(pool, source, request, progress) if e.fits and not e.name.endswith(EQUAL)]
     chosen = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not chosen), key=preference))
     if request.distinct is None or request.fixed_slices:
         return PlanResult(chosen, runners_up, request, source)
-    limited = with_few_lengths(evaluator_of(pool, chosen), chosen, request.distinct)
+    limited = with_few_lengths(evaluator_of(chosen), chosen, request.distinct)
     if not limited.fits:
         raise ValueError(
             f"with at most {request.distinct} different slice lengths the smallest plan found needs "
@@ -88,12 +88,11 @@ class Row:
     even: bool = False  # whether all slices are equal
 
 
-PAPER, EQUAL = "terapipe", "terapipe, equal slices"
+WHOLE, EQUAL = ", whole sequences", ", equal slices"
 
 
 def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
-    """An order that can be sliced has a row for whole sequences, unless another order is the same with those. The
-    paper's order has a row with equal slices, too.
+    """The rows of each order, as its ``variants`` say, as far as there are candidates for them.
 
     Without a pipeline all orders are the same; such plans have rows of their own.
     """
@@ -102,13 +101,13 @@ def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
         name = c.order if c.evaluator.layout.pp > 1 else ""
         groups.setdefault((name, c.count > 1), []).append(c)
     for name in (*ORDERS, ""):
+        variants = order_named(name).variants if name else ("whole", "sliced")
         whole, sliced = groups.get((name, False)), groups.get((name, True))
-        if whole:
-            title = f"{name}, whole sequences" if name and order_named(name).sliced else name
-            yield Row(title, whole, False)
-        if sliced and name == PAPER and not sliced[0].evaluator.request.fixed_slices:
-            yield Row(EQUAL, sliced, True, even=True)
-        if sliced:
+        if whole and "whole" in variants:
+            yield Row(name + WHOLE if name and order_named(name).sliced else name, whole, False)
+        if sliced and "equal" in variants and not sliced[0].evaluator.request.fixed_slices:
+            yield Row(name + EQUAL, sliced, True, even=True)
+        if sliced and "sliced" in variants:
             yield Row(name, sliced, True)
 
 
@@ -116,50 +115,68 @@ def best_rows(
     pool: list[Candidate], source: Source, request: Request, progress: Progress = silent
 ) -> list[PlanEstimate]:
     """The best plan of every row. Raises ValueError if none of them fits the memory budget."""
-    rows, found = list(rows_of(pool)), dict[str, PlanEstimate]()
+    rows, best_by_title = list(rows_of(pool)), dict[str, PlanEstimate]()
     for i, row in enumerate(rows):
         progress(i / len(rows))
         if (start := best_of(row.pool, even=row.even)) is None:
             continue
-        best = _refine_even(pool, start) if row.even else finish(pool, start)
-        if row.name == PAPER and EQUAL in found:
-            best = min(best, found[EQUAL], key=preference)
+        best = _refine_even(start) if row.even else finish(start)
+        if equal := best_by_title.get(row.name + EQUAL):
+            best = min(best, equal, key=preference)
         # Refinement may have merged the slices. Whole sequences have their own row.
         best = replace(best if best.sliced == row.sliced else start, name=row.name)
-        found[best.title] = best
+        best_by_title[best.title] = best
     progress(1.0)
-    if not found:
+    estimates = list(best_by_title.values())
+    if not estimates:
         _refuse_orders(source, request)
-    if not any(estimate.fits for estimate in found.values()):
-        _refuse_budget(pool, list(found.values()))
-    return list(found.values())
+    if not any(estimate.fits for estimate in estimates):
+        _refuse_budget(pool, estimates)
+    return estimates
 
 
 def best_of(pool: list[Candidate], *, even: bool = False) -> PlanEstimate | None:
-    """The best simulated plan: the fastest that fits, or if none does, the one with the smallest peak.
+    """The best simulated plan of a row: the fastest that fits, or if none does, the one with the smallest peak.
 
-    The most promising candidate is simulated next, until a plan fits and what is hoped for is already above its time,
-    or until ``WORK`` is spent. By how much the formula erred corrects the hope for similar candidates. Of those that by
-    the rough count of bytes do not fit, only a few are looked at, the smallest first.
+    Args:
+        pool: The candidates of the row, the most promising first.
+        even: Whether all slices must be equal.
     """
     budget = pool[0].evaluator.budget if pool else None
-    groups = _groups(c for c in pool if budget is None or c.peak <= budget)
+    fitting = _groups(c for c in pool if budget is None or c.peak <= budget)
+    best = _best_of_groups(fitting, even)
+    # The count of bytes so far was rough. Some candidates that are too large by it may fit after all.
+    for candidate in _too_large(pool, budget, best):
+        best = _better(best, candidate.evaluator.unless_beaten(first_plan(candidate, even=even), best))
+    return best
+
+
+def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
+    """Simulates the candidate with the lowest hope, again and again, until a plan fits and no other hope is below its
+    time, or until ``WORK`` is spent::
+
+        hope = promise by the formula * smallest factor by which a simulation in the same group differed from it
+
+    So the first simulation of a group corrects the hope for all of that group.
+    """
     best: PlanEstimate | None = None
-    work = WORK
+    spent = 0
     while groups:
         group = min(groups, key=lambda group: group.hope)
-        if best is not None and best.fits and (work < 0 or group.hope > best.step_time):
+        if best is not None and best.fits and (spent > WORK or group.hope > best.step_time):
             break
         candidate = group.pool.pop()
         groups = [group for group in groups if group.pool]
-        work -= candidate.work
-        if own := _simulated(candidate, best, even):
+        spent += candidate.work
+        if own := _simulate(candidate, best, even):
             group.factors.append(own.step_time / candidate.promise)
-            best = own if best is None else min(best, own, key=preference)
-    for candidate in _too_large(pool, budget, best):
-        if own := candidate.evaluator.unless_beaten(first_plan(candidate, even=even), best):
-            best = own if best is None else min(best, own, key=preference)
+            best = _better(best, own)
     return best
+
+
+def _better(a: PlanEstimate | None, b: PlanEstimate | None) -> PlanEstimate | None:
+    """The preferable one of those that there are; the first if they are equal."""
+    return min((estimate for estimate in (a, b) if estimate), key=preference, default=None)
 
 
 @dataclass
@@ -194,7 +211,7 @@ def _too_large(pool: list[Candidate], budget: int | None, best: PlanEstimate | N
     return sorted(over, key=lambda candidate: candidate.peak)[:TRIES]
 
 
-def _simulated(candidate: Candidate, best: PlanEstimate | None, even: bool) -> PlanEstimate | None:
+def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> PlanEstimate | None:
     """None if memory rules it out. If the candidate leaves memory and recomputation slows it down, and it may be the
     best then, it recomputes less."""
     evaluator = candidate.evaluator
@@ -225,10 +242,10 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
     return evaluator.plan(candidate.order, candidate.size, lengths, candidate.chunks)
 
 
-def finish(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate:
+def finish(start: PlanEstimate) -> PlanEstimate:
     """Refines the slices, unless order or request fix them, and tries the other way to balance several stages per
     rank: equal ranks usually are the fastest, equal stages sometimes."""
-    evaluator = evaluator_of(pool, start)
+    evaluator = evaluator_of(start)
     if not start.fits and start.peak_bytes > NEAR * (evaluator.budget or 0):
         return start
     estimate = _uniform_recompute(evaluator, start)
@@ -240,9 +257,9 @@ def finish(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate:
     return min(start, with_less_recompute(evaluator, estimate), key=preference)
 
 
-def _refine_even(pool: Iterable[Candidate], start: PlanEstimate) -> PlanEstimate:
+def _refine_even(start: PlanEstimate) -> PlanEstimate:
     """The best number of equal slices."""
-    evaluator = evaluator_of(pool, start)
+    evaluator = evaluator_of(start)
     request, plan = evaluator.request, start.plan
 
     def evaluated(count: int) -> PlanEstimate:
@@ -260,9 +277,11 @@ def _uniform_recompute(evaluator: PlanEvaluator, estimate: PlanEstimate) -> Plan
     return evaluator.evaluate(replace(estimate.plan, recompute=evaluator.recompute))
 
 
-def evaluator_of(pool: Iterable[Candidate], estimate: PlanEstimate) -> PlanEvaluator:
-    evaluators, mode = (candidate.evaluator for candidate in pool), estimate.plan.recompute_modes[-1]
-    return next(e for e in evaluators if e.layout == estimate.layout and e.recompute == mode)
+def evaluator_of(estimate: PlanEstimate) -> PlanEvaluator:
+    """The evaluator of an estimate, with the mode of recomputation that keeps least of those in its plan. It is another
+    one than made the estimate if all slices could be given a lighter mode than they began with."""
+    assert estimate.evaluator is not None
+    return estimate.evaluator.with_recompute(estimate.plan.recompute_modes[-1])
 
 
 def _refuse_orders(source: Source, request: Request) -> NoReturn:

@@ -1,7 +1,7 @@
 """Evaluates plans: step time by simulation, peak memory by counting bytes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Self
@@ -32,6 +32,7 @@ class PlanEstimate:
     peak_bytes: int  # of the device that needs most
     fits: bool  # within the memory budget
     name: str = ""  # in a comparison
+    evaluator: "PlanEvaluator | None" = field(default=None, compare=False, repr=False)  # None: a cost table made it
 
     @property
     def title(self) -> str:
@@ -141,6 +142,10 @@ class PlanEvaluator:
         self.batch_size = request.batch_size // layout.dp
         self._grids: dict[int, Grid] = {}
 
+    def with_recompute(self, mode: Recompute) -> "PlanEvaluator":
+        """The evaluator of the same layout for plans with another mode."""
+        return self if mode == self.recompute else PlanEvaluator(self.source, self.request, self.layout, mode)
+
     @cached_property
     def tile(self) -> int:
         return self.request.tile_for(tile=self.source.tile, tp=self.layout.tp)
@@ -208,14 +213,14 @@ class PlanEvaluator:
 
     def evaluate(self, plan: Plan) -> PlanEstimate:
         """Simulates one step of the plan."""
-        return self._simulated(plan, self._peak(plan))
+        return self._simulate(plan, self._peak(plan))
 
     def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
         """The plan evaluated, or None if memory alone makes ``rival`` better: it is then not simulated."""
         peak = self._peak(plan)
         if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
             return None
-        return self._simulated(plan, peak)
+        return self._simulate(plan, peak)
 
     def _peak(self, plan: Plan) -> int:
         return max(peaks(program(plan), plan, self.memory))
@@ -223,10 +228,11 @@ class PlanEvaluator:
     def _fits(self, peak: int) -> bool:
         return self.budget is None or peak <= self.budget
 
-    def _simulated(self, plan: Plan, peak: int) -> PlanEstimate:
+    def _simulate(self, plan: Plan, peak: int) -> PlanEstimate:
         seconds, idle = makespan(plan, self.cost)
         step = seconds + self.per_step(plan)
-        return PlanEstimate(self.layout, plan, step, idle * seconds / step, peak, self._fits(peak))
+        idle_share = idle * seconds / step
+        return PlanEstimate(self.layout, plan, step, idle_share, peak, self._fits(peak), evaluator=self)
 
     def per_step(self, plan: Plan) -> float:
         """The work done once per step (gradient all-reduce, optimizer), on the rank where it takes longest."""

@@ -88,7 +88,7 @@ def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end:
     )
     model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
     model.to(dtype)
-    keys = model.load_state_dict(dict(_renamed(state, shape)), strict=False)
+    keys = model.load_state_dict(dict(_rename(state, shape)), strict=False)
     assert not keys.unexpected_keys and set(keys.missing_keys) <= ({"lm_head.weight"} if shape.tied else set())
     return model
 
@@ -108,7 +108,7 @@ _NAMES = {
 _TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 stores these with inputs first
 
 
-def _renamed(state: dict[str, Tensor], shape: GPTConfig) -> list[tuple[str, Tensor]]:
+def _rename(state: dict[str, Tensor], shape: GPTConfig) -> list[tuple[str, Tensor]]:
     renamed = []
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")

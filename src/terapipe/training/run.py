@@ -22,7 +22,8 @@ from terapipe.planning.profile import Profile
 from terapipe.runtime.checkpoint.manifest import is_whole
 from terapipe.runtime.checkpoint.reader import NOTES, read_notes
 from terapipe.runtime.comm.environment import local_device, rank_and_size, restarts
-from terapipe.runtime.comm.failures import PipelineError, Record
+from terapipe.runtime.comm.errors import PipelineError
+from terapipe.runtime.comm.failures import FailureReport
 from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.pipeline import Pipeline
@@ -57,7 +58,7 @@ def run_rank(config: RunConfig) -> int:
     with Terminal() if rank_and_size()[0] == 0 else nullcontext() as terminal:
         stop = StopSignal(terminal.restore if terminal else lambda: None)
         try:
-            world = Transport(local_device(), timeout=config.failures.timeout)
+            world = Transport.join(local_device(), timeout=config.failures.timeout)
             Run(config, world, stop).run()
         except Exception as error:
             _report_error(error, world)
@@ -79,7 +80,7 @@ def _report_error(error: Exception, world: Transport | None) -> None:
     """Tell all ranks, and print the error: without a traceback if the user can act on the message."""
     rank, several = (0, False) if world is None else (world.global_rank, world.size > 1)
     if world is not None and not isinstance(error, PipelineError):
-        world.fail(Record(rank, f"{type(error).__name__}: {error}"))
+        world.failure.fail(FailureReport(rank, f"{type(error).__name__}: {error}"))
     record(error)
     if isinstance(error, ValueError) and rank:
         return  # rank 0 has the same error, or is told of this one
@@ -162,7 +163,7 @@ class Run:
     def _from_measurements(self, model: RunModel) -> plans.RunPlan:
         said = f"measuring the model for about {self._config.plan.seconds:g} s"
         with self._console.status(said) if self._console.is_terminal else nullcontext():
-            profile = plans.measure(self._config, model)
+            profile = plans.measure(self._config, model, self._world)
         if self._is_main:
             files.write(self._config.folder / "profile.json", profile.to_json() + "\n")
         return self._from_profile(model, profile)
@@ -200,12 +201,10 @@ class Run:
 
     def _train(self, data: Data, model: RunModel, objective: RunObjective, run_plan: plans.RunPlan) -> Outcome:
         config, layout = self._config, run_plan.layout
-        timeout = config.failures.timeout
-        mesh = device_mesh(layout, timeout=timeout) if layout.dp * layout.tp > 1 else None
+        several = layout.dp * layout.tp > 1
+        transport = self._world.over(device_mesh(layout, timeout=config.failures.timeout)) if several else self._world
         objective.check(run_plan.plan)
-        pipe = Pipeline(
-            model.model, run_plan.plan, loss_fn=objective.loss_fn, mesh=mesh, shard=layout.shard, timeout=timeout
-        )
+        pipe = Pipeline(model.model, run_plan.plan, loss_fn=objective.loss_fn, shard=layout.shard, transport=transport)
         objective.prepare(pipe, data, self._start_from(pipe))
         if config.model.compile:
             self._compile(pipe)

@@ -14,6 +14,7 @@ from terapipe.planning.order import order_named
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan, even_lengths
+from terapipe.runtime.comm.transport import Transport
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.request import Request
 from terapipe.search.saved import SavedPlan
@@ -179,12 +180,14 @@ def _tile(wanted: PlanConfig, layout: Layout, tokens: int, shortest: int) -> int
     return Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=layout.tp)
 
 
-def measure(config: RunConfig, model: RunModel) -> Profile:
+def measure(config: RunConfig, model: RunModel, world: Transport) -> Profile:
     """All ranks together; each gets the first one's account."""
     sizes = (config.plan.microbatch_size,) if config.plan.microbatch_size else _sizes(config)
     seq_len, seconds = config.data.seq_len, config.plan.seconds
     # Of larger microbatches only short slices are measured: those gain by merging.
-    return api.profile(model.model, seq_len=seq_len, microbatch_sizes=sizes, seconds=seconds, max_tokens=seq_len)
+    return api.profile(
+        model.model, seq_len=seq_len, microbatch_sizes=sizes, seconds=seconds, max_tokens=seq_len, transport=world
+    )
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:

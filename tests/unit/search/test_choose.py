@@ -228,7 +228,7 @@ def test_seventy_billion_parameters_on_64_devices() -> None:
     for name in ("1f1b", "interleaved, whole sequences"):
         start = best_of(rows[name].pool)
         assert start is not None
-        seconds[name] = finish(pool, start).step_time
+        seconds[name] = finish(start).step_time
     assert seconds["1f1b"] < 13.2
     assert seconds["interleaved, whole sequences"] < 9.2
 

@@ -36,7 +36,7 @@ from terapipe.runtime.checkpoint.reader import (
 from terapipe.runtime.checkpoint.staging import Staging, State
 from terapipe.runtime.checkpoint.writer import Saving as Saving
 from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
-from terapipe.runtime.comm.failures import is_connection_error
+from terapipe.runtime.comm.errors import is_connection_error
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.gradient_sync import TiedWeights
@@ -183,10 +183,10 @@ class Checkpoint:
         self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool, *, copy: bool
     ) -> Saving:
         """With ``copy``, tensors may be changed as soon as it returns. With ``frozen``, nothing is left out."""
-        self._transport.refuse_stopped("a checkpoint")
+        self._transport.failure.refuse_stopped("a checkpoint")
         folder, channel = folder.absolute(), known_channel(self._transport)
         self._wait(channel.latest if channel is not None else None)
-        if self._transport.global_rank == min(self._transport.hosts):
+        if self._transport.global_rank == min(self._transport.ranks.hosts):
             shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
         left_out: Digests = {} if frozen else self._base.left_out(self._tensors)
         state: State = {}
@@ -219,7 +219,7 @@ class Checkpoint:
         answers = self._transport.gather((said, names, ready), ALL)
         if problem is not None:
             raise problem
-        for rank, (error, _, _) in zip(self._transport.hosts, answers, strict=True):
+        for rank, (error, _, _) in zip(self._transport.ranks.hosts, answers, strict=True):
             if error:
                 raise RuntimeError(f"rank {rank} could not begin to save: {error}")
         counts = Counter(name for _, names, _ in answers for name in names)
@@ -264,7 +264,12 @@ class Checkpoint:
     def _read(self, state: State, reader: Reader) -> None:
         try:
             with alone_is_fine():
-                load(state, storage_reader=reader, planner=TensorsOnly(), process_group=self._transport.everyone)
+                load(
+                    state,
+                    storage_reader=reader,
+                    planner=TensorsOnly(),
+                    process_group=self._transport.ranks[ALL].objects,
+                )
         except CheckpointException as error:
             causes = dict.fromkeys(reason(cause) for cause, _ in error.failures.values())
             raise ValueError(
@@ -272,7 +277,9 @@ class Checkpoint:
             ) from None
         except RuntimeError as error:
             if is_connection_error(error):
-                raise self._transport.lost(error, "loading a checkpoint", self._transport.others(ALL)) from None
+                raise self._transport.failure.lost(
+                    error, "loading a checkpoint", self._transport.ranks.others(ALL)
+                ) from None
             raise
 
 
@@ -281,7 +288,7 @@ def verify_files(folder: Path, transport: Transport) -> str:
 
     All ranks call it together and get the same answer. Each reads its share of the files.
     """
-    ranks = list(transport.hosts)
+    ranks = list(transport.ranks.hosts)
     part = ranks.index(transport.global_rank)
     with ThreadPoolExecutor(1) as thread:
         work = thread.submit(_damage, folder, part, len(ranks))

@@ -23,7 +23,7 @@ from torch.futures import Future as TorchFuture
 from terapipe.files import beside, flush, put_in_place, recover
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.checkpoint.staging import Staging
-from terapipe.runtime.comm.failures import is_connection_error
+from terapipe.runtime.comm.errors import is_connection_error
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.transport import Transport
@@ -67,7 +67,9 @@ class Saving:
             self._future.result()
         except RuntimeError as error:
             if is_connection_error(error):
-                raise self._transport.lost(error, "saving a checkpoint", self._transport.others(ALL)) from None
+                raise self._transport.failure.lost(
+                    error, "saving a checkpoint", self._transport.ranks.others(ALL)
+                ) from None
             raise
 
 
@@ -85,7 +87,7 @@ _channels: dict[tuple[object, ...], Channel] = {}
 
 
 def _key(transport: Transport) -> tuple[object, ...]:
-    return (dist.group.WORLD if dist.is_initialized() else None, *transport.hosts)
+    return (dist.group.WORLD if dist.is_initialized() else None, *transport.ranks.hosts)
 
 
 def known_channel(transport: Transport) -> Channel | None:
@@ -95,8 +97,8 @@ def known_channel(transport: Transport) -> Channel | None:
 def new_channel(transport: Transport) -> Channel:
     """All ranks make it together. On CPUs whatever the devices are: the thread must not disturb their queues."""
     group = None
-    if transport.everyone is not None:
-        ranks = list(transport.hosts)
+    if transport.ranks[ALL].objects is not None:
+        ranks = list(transport.ranks.hosts)
         group = dist.new_group(ranks, PATIENCE, "gloo", use_local_synchronization=True)
     _channels[_key(transport)] = channel = Channel(group)
     return channel
@@ -116,7 +118,7 @@ def begin(
     def work() -> None:
         try:
             channel.staging.wait()
-            transport.refuse_stopped("a checkpoint")  # of what the device has copied just now
+            transport.failure.refuse_stopped("a checkpoint")  # of what the device has copied just now
             _write(state, folder, texts, channel.group)
         except RuntimeError:
             _channels.pop(_key(transport), None)  # ranks may be out of step
