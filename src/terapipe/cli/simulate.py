@@ -23,7 +23,7 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.options import PlanOptions, names_of
 from terapipe.reporting import style, svg, text
 from terapipe.reporting.page import report
-from terapipe.reporting.plans import described
+from terapipe.reporting.plans import describe
 from terapipe.reporting.trace import trace
 from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Idle, Timeline
@@ -160,7 +160,7 @@ def _print(runs: Sequence[RunView], result: PlanResult, width: int) -> None:
         idle = ", ".join(f"{name} {style.share(value / total)}" for name, value in causes.items())
         console.print(f"{run.name}: {style.seconds(run.timeline.makespan)}; idle: {idle}")
         console.print(text.draw(run.timeline, width, scale), markup=False)
-    for name, value in described(result.estimate).items():
+    for name, value in describe(result.estimate).items():
         console.print(f"  {name:13s} {value}")
 
 
@@ -178,5 +178,5 @@ def _write(parsed: argparse.Namespace, runs: Sequence[RunView], result: PlanResu
             f"{result.estimate.title} on {result.layout}: {style.seconds(result.step_time)} per step, of which "
             f"{style.seconds(once)} once per step (optimizer, gradient all-reduce) are not drawn"
         )
-        facts = described(result.estimate)
+        facts = describe(result.estimate)
         files.write(parsed.html, report("A pipeline step", lead, runs, facts=facts, budget=result.budget))

@@ -231,7 +231,7 @@ class Executor:
         x = self._input(k, s)
         start = self._clock.mark()
         cache = self._cache(k, s)
-        cache.begin(s.context, s.length)
+        context = cache.begin(s.context, s.length, main_grads=True)
         mode = self._modes[k, s] if self._train else "none"
         if mode == "full":
             self._random[k, s] = RandomState.now(self._transport.device)
@@ -239,9 +239,8 @@ class Executor:
             out = self._sliced[k].forward(x, cache, block=mode == "block")
         if mode != "none":
             self._note_versions(k, s)
-        self._add_sums(k, s, cache.pop_sums())
+        self._add_sums(k, s, context.pop_sums())
         if k == self._last_stage:
-            cache.defer = False
             with self._sliced[k].over(cache):
                 self._loss_head.forward(s, out)
         if self._train:
@@ -264,8 +263,7 @@ class Executor:
         gradient = self._gradient(k, s) if k < self._last_stage else None
         start = self._clock.mark()
         cache = self._caches[k, s.microbatch]
-        cache.begin(s.context, s.length)
-        cache.defer = action.op is Op.I
+        context = cache.begin(s.context, s.length, defer=action.op is Op.I, main_grads=True)
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)
         if self._modes[k, s] != "none":
@@ -273,7 +271,7 @@ class Executor:
         if self._modes[k, s] == "full":  # writes the same keys and values to the cache again
             with self._random.pop((k, s)).restored(), self._autocast.on():
                 out = self._sliced[k].forward(x, cache)
-            self._sums[k, s] = cache.pop_sums()
+            self._sums[k, s] = context.pop_sums()
         assert out is not None
         if gradient is None:
             with self._sliced[k].over(cache):
@@ -292,7 +290,7 @@ class Executor:
                     "compute it under torch.no_grad()"
                 )
             self._gradients[k - 1, s] = x.grad
-        self._deferred[k, s] = cache.pop_deferred()
+        self._deferred[k, s] = context.pop_deferred()
         if s.number == 0:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
@@ -411,7 +409,6 @@ class Executor:
             cache = self._spare.take(k, self._stages[k], s.size, self._plan.seq_len)
             cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             cache.casts = self._casts
-            cache.main_grads = True
             self._caches[key] = cache
         return self._caches[key]
 

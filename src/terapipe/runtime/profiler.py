@@ -261,9 +261,7 @@ class Profiler:
 
     def _begun(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
         cache = self._cache(stage, point.size, point.context).clone()
-        cache.begin(point.context, point.length)
-        cache.defer = deferred
-        cache.main_grads = True
+        cache.begin(point.context, point.length, defer=deferred, main_grads=True)
         return cache
 
     def _fill_state_grads(self, cache: SliceCache) -> None:
@@ -333,7 +331,6 @@ class Profiler:
         for p, out in reversed(outs):
             cache.begin(p.context, p.length)
             self._backward(self._sliced[stage], cache, out, torch.ones_like(out))
-        cache.pop_deferred()
         cache.clear()
         return cache
 
@@ -441,7 +438,7 @@ def _takes(model: PipelineModel, length: int, recompute: Recompute = "none") -> 
 
 
 def _accumulate(cache: SliceCache) -> None:
-    accumulate_deferred(cache.pop_deferred())
+    accumulate_deferred(cache.current.pop_deferred())
 
 
 def reserved_memory(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from terapipe.search.saved import SavedPlan, origin
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 if TYPE_CHECKING:
-    from terapipe.search.sensitivity import Mistake
+    from terapipe.search.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class PlanResult:
             return 1.0
         return makespan(self.plan, self._known_source().cost(self.layout))[0] / makespan(self.plan, device)[0]
 
-    def sensitivity(self) -> "list[Mistake]":
+    def sensitivity(self) -> "list[Sensitivity]":
         """How much slower the plan would be if a constant of the cluster were assumed wrong."""
-        from terapipe.search.sensitivity import mistakes
+        from terapipe.search.sensitivity import sensitivities
 
         source = self._known_source()
         if not isinstance(source, ClusterSource):
             raise ValueError("the costs of a profile were measured; sensitivity is of a described cluster")
-        return list(mistakes(source, self.request))
+        return list(sensitivities(source, self.request))
 
     def saved(self, profile: str | Path | None = None) -> SavedPlan:
         """The plan with its layout and costs. ``profile`` is the path of the profile that it was made with."""

@@ -78,7 +78,7 @@ def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert not shared["fits"]
     assert shared["peak_bytes"] != whole["peak_bytes"]
     said = refused(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--tile", "2", "--chunks", "1")
-    assert "--chunks and --tile would have no effect" in said
+    assert "--tile and --chunks would have no effect" in said
 
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])
