@@ -53,7 +53,7 @@ class Damages:
     def _silent(self, told: RunConfig, damaged: dict[int, tuple[str, set[str]]], whole: list[int]) -> str:
         try:
             with redirect_stdout(io.StringIO()):
-                Run(told, Transport(torch.device("cpu")), Never()).run()  # type: ignore[arg-type]
+                Run(told, Transport.join(torch.device("cpu")), Never()).run()  # type: ignore[arg-type]
         except ValueError as error:
             said, refused = str(error), True
         except Exception as error:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from terapipe.modeling.slice_cache import SliceCache
     from terapipe.modeling.stage import AuxiliaryLoss, PipelineModel, Stage, fill_batch, next_token_labels
     from terapipe.modeling.verification import Verification
-    from terapipe.runtime.comm.failures import PipelineError
+    from terapipe.runtime.comm.errors import PipelineError
     from terapipe.runtime.comm.mesh import device_mesh
     from terapipe.runtime.dry_run import DryRun
     from terapipe.runtime.pipeline import Pipeline
@@ -40,7 +40,7 @@ _NEEDS_TORCH = {
     "DryRun": "terapipe.runtime.dry_run",
     "GPT": "terapipe.modeling.gpt",
     "Pipeline": "terapipe.runtime.pipeline",
-    "PipelineError": "terapipe.runtime.comm.failures",
+    "PipelineError": "terapipe.runtime.comm.errors",
     "PipelineModel": "terapipe.modeling.stage",
     "SliceCache": "terapipe.modeling.slice_cache",
     "Stage": "terapipe.modeling.stage",

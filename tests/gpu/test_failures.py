@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from terapipe import GPT, Layout, Pipeline, Plan, device_mesh
 from terapipe.hf import Decoder, save_pretrained
-from terapipe.runtime.checkpoint.staging import Staging
-from terapipe.runtime.comm import links, transport
+from terapipe.runtime.checkpoint.writer import Staging
+from terapipe.runtime.comm import failures, links
 from terapipe.runtime.comm.failures import Board
+from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS
 from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.watcher import Watcher
 from tests.pretend import cuda, nccl
@@ -64,7 +65,7 @@ def two_stages(**options: Any) -> Pipeline:
 
 
 def nccl_links(pipe: Pipeline) -> links.NcclLinks:
-    found = pipe.transport._links
+    found = pipe.transport.channel.links
     assert isinstance(found, links.NcclLinks)
     return found
 
@@ -130,11 +131,8 @@ def test_communicators_are_aborted_at_the_same_time() -> None:
     """One after the other, NCCL hangs; and whoever failed raised when all aborts were through, or never."""
     pair = [Stuck(), Stuck()]
     pair[0].others, pair[1].others = [pair[1]], [pair[0]]
-    before = len(links._closing)
-    links.abort(pair, torch.device("cuda", 1))
-    for thread in links._closing[before:]:
-        thread.join(LONG)
-        assert not thread.is_alive()
+    GROUPS.abort(pair, torch.device("cuda", 1))
+    assert GROUPS.await_closing(LONG)
 
 
 def waiting_for_two() -> Told:
@@ -179,7 +177,7 @@ def never_connected() -> Told:
     def hurried(store: Any, rank: int, device: torch.device, timeout: float, *rest: Any) -> Watcher:
         return Watcher(store, rank, device, 1.0, *rest)
 
-    with mock.patch.object(transport, "Watcher", hurried):
+    with mock.patch.object(failures, "Watcher", hurried):
         return told(lambda: Pipeline(GPT(TINY), PLAN, timeout=LONG))
 
 
@@ -265,7 +263,7 @@ def saved_while_failing(folder: str) -> tuple[Told, bool]:
 
     def cut(self: Staging) -> None:
         plain(self)
-        pipe.transport._cut((1,))
+        pipe.transport.failure.cut((1,))
 
     with mock.patch.object(Staging, "wait", cut):
         saving = pipe.save_in_background(f"{folder}/saved")
@@ -285,7 +283,7 @@ def heard_at_the_end() -> Told:
 
     def step() -> None:
         with pipe.failing_together():
-            pipe.transport._heard(None, (1 - dist.get_rank(),))
+            pipe.transport.failure.hear(None, (1 - dist.get_rank(),))
 
     return told(step)
 
@@ -304,8 +302,7 @@ def goes_on() -> tuple[str, float]:
     if dist.get_rank() == 1:
         nccl.fail(nccl_links(pipe).groups[0], 2, CUT, late=True)
     kind, _ = told(lambda: pipe.step(IDS, LABELS).item())
-    for thread in links._closing:
-        thread.join(LONG)
+    GROUPS.await_closing(LONG)
     Settings.heartbeat = 0.0  # eight minutes later
     time.sleep(1.0)
     return kind, two_stages().step(IDS, LABELS).item()
@@ -346,8 +343,8 @@ def memory_after_a_step() -> tuple[int, int, list[bool], int]:
         pipe.step(IDS, LABELS).item()
         pipe.zero_grad()
         after = lowest(pipe.device)
-    links.leave()
-    return before, after, [pair.is_terminated for pair in nccl_links(pipe).groups], len(links._pairs)
+    GROUPS.leave()
+    return before, after, [pair.is_terminated for pair in nccl_links(pipe).groups], len(GROUPS._pairs)
 
 
 def lowest(device: torch.device) -> int:
@@ -371,11 +368,11 @@ def test_nothing_is_left_of_a_step_and_of_a_process(fresh_ranks: Start) -> None:
 
 def options_of_groups() -> dict[str, tuple[int, bool]]:
     pipe = Pipeline(GPT(TINY), PLAN, mesh=device_mesh(Layout(2, 2, 1)), timeout=LONG + 1)  # with groups of its own
-    groups = {name: pipe.transport._groups[name] for name in ("pp", "all")} | {"pair": nccl_links(pipe).groups[0]}
+    groups = {name: pipe.transport.ranks[name].tensors for name in ("pp", "all")} | {"pair": nccl_links(pipe).groups[0]}
     return {name: (group.options.config.max_ctas, group._warns) for name, group in groups.items()}
 
 
 def test_groups_are_small_and_quiet(ranks: Start) -> None:
     """Groups that send a few numbers had NCCL's buffers for dozens of channels. Each rank warned of its pairs."""
     for options in ranks(4)(options_of_groups):
-        assert options == {"pp": (links.MAX_CTAS, False), "all": (1, False), "pair": (links.MAX_CTAS, False)}
+        assert options == {"pp": (MAX_CTAS, False), "all": (1, False), "pair": (MAX_CTAS, False)}

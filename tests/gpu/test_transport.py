@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terapipe import GPT, Pipeline, Plan
-from terapipe.runtime.checkpoint import writer
-from terapipe.runtime.comm import links
-from terapipe.runtime.comm.links import MAX_CTAS, PATIENCE, NcclLinks
+from terapipe.runtime.checkpoint.writer import CheckpointWriter
+from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS, PATIENCE
+from terapipe.runtime.comm.links import NcclLinks
 from tests.pretend import nccl
 from tests.pretend.waits import counting_waits
 from tests.support.models import TINY, make_batch
@@ -36,7 +36,7 @@ def pipeline(timeout: float = 100.0, **options: Any) -> Pipeline:
 
 
 def nccl_links(pipe: Pipeline) -> NcclLinks:
-    found = pipe.transport._links
+    found = pipe.transport.channel.links
     assert isinstance(found, NcclLinks)
     return found
 
@@ -120,7 +120,7 @@ def counting_communicators() -> Iterator[list[str]]:
 
 
 def communicators() -> tuple[int, list[str]]:
-    links._pairs.clear()
+    GROUPS._pairs.clear()
     with counting_communicators() as at_start:
         pipe = pipeline(timeout=101.0)
     with counting_communicators() as in_a_step:
@@ -151,8 +151,8 @@ def test_directions_have_communicators_of_their_own(ranks: Start) -> None:
 
 def channel_at_the_start() -> tuple[bool, str, str]:
     pipe = pipeline()
-    group = pipe.transport.everyone
-    return writer.known_channel(pipe.transport) is not None, dist.get_backend(group), dist.get_backend()
+    group = pipe.transport.ranks["all"].objects
+    return CheckpointWriter.of(pipe.transport) is not None, dist.get_backend(group), dist.get_backend()
 
 
 def test_what_checkpoints_need_is_made_at_the_start(ranks: Start) -> None:

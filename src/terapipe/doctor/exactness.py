@@ -29,7 +29,7 @@ from terapipe.planning.order import ORDERS
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.environment import rank_and_size
-from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.pipeline import Pipeline
 
 EXACT = 1e-4  # largest relative error of float32 gradients against one process

@@ -24,8 +24,9 @@ from terapipe.planning.layout import split_layers
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import FittedCost
 from terapipe.planning.slices import Plan
-from terapipe.runtime.comm import links as connections
-from terapipe.runtime.comm.environment import ensure_process_group, rank_and_size
+from terapipe.runtime.comm import groups
+from terapipe.runtime.comm.environment import rank_and_size
+from terapipe.runtime.comm.groups import GROUPS
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.profiler import Profiler, reserved_memory
@@ -220,7 +221,7 @@ def prediction(ranks: int, size: Size) -> Proof:
 
 def _prediction(size: Size) -> dict[str, float]:
     device = begin_rank()
-    ensure_process_group(device)
+    GROUPS.join(device)
     model = _model(size, dtype_on(device))
     profile = api.profile(model, seq_len=size.seq_len, seconds=size.profile_seconds)
     result = api.plan(model, profile, batch_size=1, seq_len=size.seq_len, pp=rank_and_size()[1], dp=1, tp=1)
@@ -274,7 +275,7 @@ def multiprocessors(ranks: int, size: Size) -> Proof:
 
 def _with_ctas(size: Size, ctas: int) -> float:
     begin_rank()
-    connections.MAX_CTAS = ctas
+    groups.MAX_CTAS = ctas
     pipe = Pipeline(_model(size, torch.bfloat16), _plan(size, rank_and_size()[1]))
     seconds = min(_step_times(pipe, size))
     meet()
@@ -291,7 +292,7 @@ def links_between(ranks: int, size: Size) -> Proof:
 
 def _links() -> list[dict[str, Any]]:
     device = begin_rank()
-    ensure_process_group(device)
+    GROUPS.join(device)
     rank, size = rank_and_size()
     found = links(rank, size, device, 20.0)
     meet()

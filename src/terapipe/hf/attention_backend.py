@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.slice_cache import current_slice
+from terapipe.modeling.slice_cache import current_cache
 
 NAME = "terapipe"  # of the attention implementation
 
@@ -98,7 +98,7 @@ def slice_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls as attention: from (batch, heads, tokens, head size) to (batch, tokens, heads, size)."""
-    cache = current_slice()
+    cache = current_cache()
     if cache is None:
         raise UnsupportedModelError("this attention works on slices only: call the model through a Pipeline")
     if dropout:
@@ -110,7 +110,7 @@ def slice_attention(
     seen = attention_mask or MaskSpec()
     if seen.unknown:
         raise UnsupportedModelError(f"attention has a mask that slices do not know ({seen.unknown})")
-    layer = cache.name_call(module)
+    layer = cache.current.name_call(module)
     out = attend(
         query, key, value, cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
         chunk=seen.chunk,

@@ -40,7 +40,7 @@ def save_pretrained(
         finish: Called on the first rank with the folder as it was written, before it is put in place: what it adds,
             such as a tokenizer, comes with the model or not at all.
     """
-    pipe.transport.refuse_stopped("a model in Hugging Face's format")
+    pipe.transport.failure.refuse_stopped("a model in Hugging Face's format")
     with pipe.failing_together():
         stages = {k: stage for k, stage in pipe.stages.items() if isinstance(stage, DecoderStage)}
         if len(stages) < len(pipe.stages):

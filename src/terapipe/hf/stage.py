@@ -73,7 +73,7 @@ from terapipe.hf.structure import (
 )
 from terapipe.hf.tensor_parallel import parallelize
 from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.slice_cache import SliceCache, current_slice
+from terapipe.modeling.slice_cache import SliceCache, current_cache
 from terapipe.modeling.stage import IGNORE, Stage, TensorParallel
 
 _PREFIX = "model."
@@ -274,7 +274,7 @@ class DecoderStage(Stage):
     def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Gives the first layer what the stage before sent, in place of what the model computed from zeros."""
         # A layer that is recomputed in the backward runs outside of a call; the cache has its input.
-        received = self._call.received if self._call else _input_of(current_slice())
+        received = self._call.received if self._call else _input_of(current_cache())
         if "hidden_states" in named:
             return arguments, {**named, "hidden_states": received}
         return (received, *arguments[1:]), named
@@ -333,7 +333,7 @@ class DecoderStage(Stage):
                 cache.inputs[cache.context] = x
                 with cache, suppress(LastLayerError):
                     out = self._base(**inputs)
-                if sum(cache.calls.values()) < self.last - self.first:
+                if sum(cache.current.calls.values()) < self.last - self.first:
                     raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
         finally:
             self._call = None

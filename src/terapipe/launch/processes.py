@@ -27,7 +27,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from terapipe.launch import loopback
 from terapipe.launch.stopped import ending_stopped_ranks
 from terapipe.runtime.comm.environment import growing_segments, local_device, local_rank, local_ranks, on_loopback
-from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.errors import PipelineError
 
 MOST_RANKS = 1024  # of one host: more than any has devices
 SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish their step and save

@@ -73,7 +73,7 @@ def _attend(
     kernel: Kernel | None,
 ) -> Tensor:
     """By a name of its own, so that compiling.py can keep it out of compiled code."""
-    _check(q, k, v, cache)
+    _check(q, k, v, cache.current.length)
     _check_limits(window, chunk)
     q, k, v = autocasted(q), autocasted(k), autocasted(v)
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
@@ -92,10 +92,10 @@ def _attend(
         return out if size == width else out[..., :width]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cache: SliceCache) -> None:
-    if not q.shape[2] == k.shape[2] == v.shape[2] == cache.length:
+def _check(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
+    if not q.shape[2] == k.shape[2] == v.shape[2] == length:
         raise ValueError(
-            f"queries, keys and values must have the {cache.length} tokens of the current slice, got "
+            f"queries, keys and values must have the {length} tokens of the current slice, got "
             f"{q.shape[2]}, {k.shape[2]} and {v.shape[2]}"
         )
     if q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
@@ -128,7 +128,7 @@ class _Attend(torch.autograd.Function):
         q, out, lse, sinks = ctx.saved_tensors
         store, seen, seq_len, scores, kernel, cache = ctx.call[:6]
         context, end = seen.context, seen.end
-        if cache.is_in_forward and (context > 0 or end < seq_len):
+        if cache.current.is_in_forward and (context > 0 or end < seq_len):
             raise ValueError(
                 "gradients inside a layer (torch.autograd.grad in its forward) must not go through attention: a "
                 f"token's keys and values get gradients from all later slices, and this slice holds tokens {context} "

@@ -37,8 +37,10 @@ class _Embed(torch.autograd.Function):
         weight, padding, cache = ctx.of_forward
         if not weight.requires_grad:  # frozen since the forward: autograd adds nothing then
             return None, None, None, None
-        if cache.is_own_backward and not weight._backward_hooks:
-            _add(weight, ids.flatten(), grad.reshape(-1, grad.shape[-1]), padding, to_main_grad=cache.main_grads)
+        if cache.current.is_own_backward and not weight._backward_hooks:
+            _add(
+                weight, ids.flatten(), grad.reshape(-1, grad.shape[-1]), padding, to_main_grad=cache.current.main_grads
+            )
             return None, None, None, None
         return None, _table(grad, ids, weight, padding), None, None
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.embedding import embed
 from terapipe.modeling.linear import is_split_alike, project
-from terapipe.modeling.slice_cache import slice_that_adds
+from terapipe.modeling.slice_cache import cache_that_adds
 
 _KEEPS_CLASS = "_keeps_class"
 
@@ -61,7 +61,7 @@ class _Fused(nn.Module):
 class _FusedLinear(_Fused, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        cache = slice_that_adds(weight)
+        cache = cache_that_adds(weight)
         is_split = isinstance(x, DTensor) or isinstance(weight, DTensor)
         if cache is None or (is_split and not is_split_alike(x, weight)):
             return super().forward(x)
@@ -72,7 +72,7 @@ class _FusedConv1D(_Fused):
     """Of transformers, for GPT-2: a linear layer whose weight is (inputs, outputs)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        cache = slice_that_adds(self.weight)
+        cache = cache_that_adds(self.weight)
         if cache is None or isinstance(x, DTensor) or isinstance(self.weight, DTensor):
             plain: Tensor = super().forward(x)
             return plain
@@ -83,7 +83,7 @@ class _FusedEmbedding(_Fused, nn.Embedding):
     """Also below a subclass that calls ``super().forward``, as those do that scale embeddings."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        cache = slice_that_adds(self.weight)
+        cache = cache_that_adds(self.weight)
         special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse  # more than a sum of rows
         if cache is None or special or isinstance(self.weight, DTensor):
             return super().forward(ids)

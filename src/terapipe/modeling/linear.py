@@ -104,7 +104,7 @@ def project(
     keeper: list[Any] | None = None
     if torch.is_autocast_enabled(x.device.type):
         dtype, x, bias = autocast_dtype(weight), autocasted(x), None if bias is None else autocasted(bias)
-    if cache.checkpointed and x.requires_grad:
+    if cache.current.checkpointed and x.requires_grad:
         keeper = []
         x = _Keep.apply(x, keeper)  # type: ignore[no-untyped-call]
     x = torch._C._functorch.unwrap_if_dead(x)
@@ -187,19 +187,20 @@ class _Project(torch.autograd.Function):
         if want_weight:
             inputs = x.reshape(-1, x.shape[-1])
             left, right = (inputs, rows) if inputs_first else (rows, inputs)
-            deferred = DeferredGrad(weight, left, right, cache.main_grads and weight.dtype in HALF)
+            current = cache.current
+            deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF)
             # Whether this backward is the slice's own, as ``is_own_backward`` says, without one more call.
-            if torch._C._current_graph_task_id() != cache.own_task or weight._backward_hooks:
+            if torch._C._current_graph_task_id() != current.own_task or weight._backward_hooks:
                 returned = laid_out_like(weight, deferred.product().to(weight.dtype))
-            elif cache.defer:
-                cache.deferred.append(deferred)
+            elif current.defer:
+                current.deferred.append(deferred)
             else:
                 deferred.add()
         want_rest = grad @ local if want_x else None, returned, rows.sum(0) if want_bias else None
         return *want_rest, None, None, None, None, None
 
 
-# In C alone. ``Function.apply`` prepares for transforms of torch.func, which ``slice_that_adds`` leaves to autograd:
+# In C alone. ``Function.apply`` prepares for transforms of torch.func, which ``cache_that_adds`` leaves to autograd:
 # eight calls in Python for every product of every slice.
 _apply_project: Any = super(torch.autograd.Function, _Project).apply
 

@@ -4,13 +4,14 @@ import copy
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.slice_context import SliceContext
 from terapipe.modeling.visibility import Visibility, segments
 
 
@@ -68,14 +69,14 @@ class KeyValueStore:
 _computing: list["SliceCache"] = []
 
 
-def current_slice() -> "SliceCache | None":
-    """The cache of the slice that is being computed, for modules that are not told: linear layers, embeddings, and the
-    attention of Hugging Face models."""
+def current_cache() -> "SliceCache | None":
+    """The cache whose slice is being computed, for modules that are not told: linear layers, embeddings, and the
+    attention of Hugging Face models. Its ``current`` says which slice."""
     return _computing[-1] if _computing else None
 
 
-def slice_that_adds(weight: Tensor) -> "SliceCache | None":
-    """The slice that is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
+def cache_that_adds(weight: Tensor) -> "SliceCache | None":
+    """The cache whose slice is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
 
     Weights that are computed from others (parametrizations) have no ``.grad``; tensor classes with operations of their
     own (low precision training) and the transforms of torch.func know better what to do.
@@ -90,31 +91,37 @@ def slice_that_adds(weight: Tensor) -> "SliceCache | None":
         or torch._C._are_functorch_transforms_active()
     ):
         return None
-    return _computing[-1] if _computing[-1].fuses else None
+    return _computing[-1] if _computing[-1].current.fuses else None
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
     """``torch.autograd.backward``; inside of a slice, a backward that belongs to it."""
-    cache = current_slice()
+    cache = current_cache()
     if cache is None:
         torch.autograd.backward(roots, gradients)
     else:
-        cache.run_backward(roots, gradients)
+        cache.current.run_backward(roots, gradients)
 
 
 class SliceCache:
     """What a stage keeps of one microbatch from slice to slice.
 
-    ``begin`` says which tokens the calls that follow are about; set it before a slice's forward and again before its
-    backward, which must be ``backward``. Inside of ``with cache``, it is the ``current_slice``. A cache may be used
+    ``begin`` says which tokens the calls that follow are about; call it before a slice's forward and again before its
+    backward, which must be ``backward``. Inside of ``with cache``, it is the ``current_cache``. A cache may be used
     again for another microbatch of the same size, after ``clear``: of keys and values nothing is read before it is
     written.
+
+    Args:
+        seq_len: Tokens of each sequence.
+
+    Attributes:
+        current: The slice that is being computed, see slice_context.py.
+        casts: Weights in another dtype, made once for all slices; several caches may share it.
     """
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
-        self.context = 0
-        self.length = 0
+        self.current = SliceContext(0, 0)
         self._stores: dict[Hashable, KeyValueStore] = {}
         self._left: dict[tuple[Hashable, int], Tensor] = {}  # states as the slice that begins there sees them
         self._made: dict[int, dict[Hashable, Tensor]] = {}  # ... and as the slice that ends there made them
@@ -122,61 +129,58 @@ class SliceCache:
         self._longest: int | None = None
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
         self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
-        self.calls: dict[Hashable, int] = {}  # of modules that call attention, since the cache was entered
-        self.casts: dict[Tensor, Tensor] = {}  # weights in another dtype; several caches may share it
-        self.fuses = False  # whether gradients of weights are added where they lie: see fused_layers.py
-        self.main_grads = False  # whether gradients of half-precision weights are summed in float32: see main_grads.py
-        self.defer = False  # whether backwards put off the gradients of weights ...
-        self.deferred: list[Any] = []  # ... and what they put off: see linear.py
-        self._sums: dict[str, Tensor] = {}  # of the current slice, for auxiliary losses
+        self.casts: dict[Tensor, Tensor] = {}
         # Outputs of attention with their versions, and log-sum-exps, by layer and start of the slice, for layers that
         # are computed again.
         self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor, int]] = {}
-        self.checkpointed: Literal["", "first", "again"] = ""  # which forward of a checkpointed layer is running
-        self.is_in_forward = False  # whether a slice's forward is running
-        self.own_task: int | None = None  # autograd's number of the running backward of a slice
 
-    def begin(self, context: int, length: int) -> None:
+    def begin(self, context: int, length: int, *, defer: bool = False, main_grads: bool = False) -> SliceContext:
+        """Begins a slice's forward or backward, and returns what the calls that follow read.
+
+        Args:
+            context: Tokens of the sequence before the slice.
+            length: Tokens of the slice.
+            defer: Whether the backward puts off gradients of weights.
+            main_grads: Whether gradients of half-precision weights are summed in float32.
+        """
         if length < 1 or context < 0 or context + length > self.seq_len:
             raise ValueError(
                 f"a slice must lie within its cache of {self.seq_len} tokens, got {context} to {context + length}"
             )
-        self.context, self.length = context, length
+        self.current = SliceContext(context, length, defer=defer, main_grads=main_grads)
+        return self.current
+
+    @property
+    def context(self) -> int:
+        """Tokens of the sequence before the current slice."""
+        return self.current.start
+
+    @property
+    def length(self) -> int:
+        """Tokens of the current slice."""
+        return self.current.length
 
     @property
     def end(self) -> int:
-        return self.context + self.length
+        """Where the slice after the current one begins."""
+        return self.current.end
 
     def __enter__(self) -> Self:
         _computing.append(self)
-        self.calls = {}
+        self.current.calls = {}
         return self
 
     def __exit__(self, *_: object) -> None:
         _computing.pop()
 
-    def name_call(self, module: Hashable) -> tuple[Hashable, int]:
-        """A name for attention that a module calls: the module and how often it has called it for this slice."""
-        number = self.calls.get(module, 0)
-        self.calls[module] = number + 1
-        return module, number
-
-    def pop_deferred(self) -> list[Any]:
-        """The gradients of weights that backwards put off since it was last asked."""
-        deferred, self.deferred = self.deferred, []
-        return deferred
-
     def add_sums(self, name: str, sums: Tensor) -> None:
-        """Adds a layer's sums over the current slice's tokens, a vector, to those of an auxiliary loss of the stage:
-        see auxiliary.py. A layer that is computed again adds nothing."""
-        if self.checkpointed == "again":
-            return
-        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+        """Adds a layer's sums over the current slice's tokens to those of an auxiliary loss of the stage.
 
-    def pop_sums(self) -> dict[str, Tensor]:
-        """The sums that layers have added since it was last asked."""
-        sums, self._sums = self._sums, {}
-        return sums
+        Args:
+            name: That of the loss in ``Stage.auxiliary_losses``.
+            sums: A vector of ``AuxiliaryLoss.size``.
+        """
+        self.current.add_sums(name, sums)
 
     # Layers that are computed again
 
@@ -188,11 +192,11 @@ class SliceCache:
     def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
         """Output and log-sum-exps of the layer's first forward, if this is another one. They are let go of in the
         slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before that, too."""
-        if self.checkpointed != "again":
+        if self.current.checkpointed != "again":
             return None
-        out, lse, version = self._attention[layer, self.context]
-        if self.is_own_backward:
-            del self._attention[layer, self.context]
+        out, lse, version = self._attention[layer, self.current.start]
+        if self.current.is_own_backward:
+            del self._attention[layer, self.current.start]
         if out._version != version:  # autograd would notice if it had saved it
             raise RuntimeError(
                 f"the output of attend(layer={layer!r}) was changed in place, but the layer's recomputation needs it; "
@@ -202,8 +206,8 @@ class SliceCache:
 
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
         """In the first forward of a layer that is computed again."""
-        if self.checkpointed == "first":
-            self._attention[layer, self.context] = out.detach(), lse, out._version
+        if self.current.checkpointed == "first":
+            self._attention[layer, self.current.start] = out.detach(), lse, out._version
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,63 +225,42 @@ class SliceCache:
 
     def get_state(self, name: Hashable) -> Tensor | None:
         """The state that the slice before left under this name; None at the beginning of a sequence."""
-        return self._left.get((name, self.context))
+        return self._left.get((name, self.current.start))
 
     def set_state(self, name: Hashable, state: Tensor) -> Tensor:
         """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
-        if torch.is_grad_enabled() and state.requires_grad and self.checkpointed != "again":
-            self._made.setdefault(self.end, {})[name] = state
+        if torch.is_grad_enabled() and state.requires_grad and self.current.checkpointed != "again":
+            self._made.setdefault(self.current.end, {})[name] = state
         # There may be one already, if this forward is one that a backward begins with.
-        return self._left.setdefault((name, self.end), state.detach().requires_grad_(state.is_floating_point()))
+        return self._left.setdefault((name, self.current.end), state.detach().requires_grad_(state.is_floating_point()))
 
     def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """A slice's backward, which also takes up what later slices found for the states it left to them. ``others``
         are further results of the slice with their gradients."""
         pairs = [*(((out, gradient),) if out.requires_grad else ()), *others]
         roots, gradients = [root for root, _ in pairs], [found for _, found in pairs]
-        for name, state in self._made.pop(self.end, {}).items():
-            found = self._left.pop((name, self.end)).grad
+        for name, state in self._made.pop(self.current.end, {}).items():
+            found = self._left.pop((name, self.current.end)).grad
             if found is not None:
                 roots.append(state)
                 gradients.append(found)
-        self.run_backward(roots, gradients)
-        self._sums = {}  # what layers added that were computed again within it
-
-    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-        """A backward that belongs to the slice: gradients of weights go where ``fused_layers`` adds them."""
-        # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
-        handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
-        try:
-            torch.autograd.backward(roots, gradients)
-        finally:
-            self.own_task = None
-            for handle in handles:
-                handle.remove()
-
-    def _note_task(self, _: Tensor) -> None:
-        self.own_task = torch._C._current_graph_task_id()
-
-    @property
-    def is_own_backward(self) -> bool:
-        """Whether autograd is at work for ``run_backward`` itself, not for another backward such as
-        ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
-        return torch._C._current_graph_task_id() == self.own_task
+        self.current.run_backward(roots, gradients)
 
     def clear(self) -> None:
         self._left.clear()
         self._made.clear()
-        self._sums.clear()
+        self.current = SliceContext(0, 0)
         self._attention.clear()
         self.casts = {}
 
     def next_states(self) -> list[Tensor]:
         """The states that the current slice left to the one after it."""
-        return [state for (_, place), state in self._left.items() if place == self.end]
+        return [state for (_, place), state in self._left.items() if place == self.current.end]
 
     def clone(self) -> Self:
         """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
         computed several times. Not between a forward with gradients and its backward."""
-        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts, self.calls)})
+        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts, self.current)})
 
     # Documents
 
@@ -302,19 +285,21 @@ class SliceCache:
     def visibility(self, window: int | None = None, chunk: int | None = None) -> Visibility:
         """What the current slice's tokens see: of their document all up to themselves, at most ``window`` of them, or
         those of their chunk, where chunks have ``chunk`` tokens."""
-        key = (self.context, self.length, window, chunk)
+        current = self.current
+        key = (current.start, current.length, window, chunk)
         if key not in self._visible:
-            found = segments(self._starts, self.context, self.end, chunk)
-            self._visible[key] = Visibility(self.context, self.length, found, window)
+            found = segments(self._starts, current.start, current.end, chunk)
+            self._visible[key] = Visibility(current.start, current.length, found, window)
         return self._visible[key]
 
     def positions(self, device: torch.device) -> Tensor:
         """Of the current slice's tokens in their documents: (1 or sequences, tokens)."""
+        current = self.current
         if not self.has_documents:
-            return torch.arange(self.context, self.end, device=device)[None]
+            return torch.arange(current.start, current.end, device=device)[None]
         if self._positions is None or self._positions.device != device:
             self._positions = on_device(_positions(self._starts, self.seq_len), device)
-        return self._positions[:, self.context : self.end]
+        return self._positions[:, current.start : current.end]
 
 
 class _Checkpointing(AbstractContextManager[None]):
@@ -323,14 +308,16 @@ class _Checkpointing(AbstractContextManager[None]):
 
     def __init__(self, cache: SliceCache, which: Literal["first", "again"]) -> None:
         self._cache, self._which = cache, which
-        self._before: list[Literal["", "first", "again"]] = []
+        self._before: list[tuple[SliceContext, Literal["", "first", "again"]]] = []
 
     def __enter__(self) -> None:
-        self._before.append(self._cache.checkpointed)
-        self._cache.checkpointed = self._which
+        current = self._cache.current
+        self._before.append((current, current.checkpointed))
+        current.checkpointed = self._which
 
     def __exit__(self, *_: object) -> None:
-        self._cache.checkpointed = self._before.pop()
+        current, before = self._before.pop()
+        current.checkpointed = before
 
 
 def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:

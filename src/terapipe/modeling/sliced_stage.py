@@ -25,7 +25,7 @@ class SlicedStage:
     def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
         """The cache's current slice. With ``block`` each layer keeps its input and attention's output only."""
         with self.over(cache), self._checkpointed(cache) if block else nullcontext():
-            cache.is_in_forward = True
+            cache.current.is_in_forward = True
             try:
                 out: Tensor = self.stage(x, cache)
             except RuntimeError as error:
@@ -38,7 +38,7 @@ class SlicedStage:
                     "'none'"
                 ) from error
             finally:
-                cache.is_in_forward = False
+                cache.current.is_in_forward = False
         return out
 
     def backward(
@@ -56,7 +56,7 @@ class SlicedStage:
 
     def over(self, cache: SliceCache) -> SliceCache:
         """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""
-        cache.fuses = self._fused
+        cache.current.fuses = self._fused
         return cache
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,8 +83,7 @@ class StageChain:
         for one in reversed(slices):
             for k in reversed(range(len(self._stages))):
                 one.backward(self._stages[k], self.caches[k], k, mode, gradients)
-        for cache in self.caches:
-            accumulate_deferred(cache.pop_deferred())
+        accumulate_deferred(part for one in slices for part in one.deferred)
         output, gradient = self._join(outputs, [one.inputs[0] for one in slices], size)
         return ChainResult(total + added, output, gradient, all(one.attached for one in slices))
 
@@ -118,35 +117,36 @@ class _Slice:
         self._outputs: list[Tensor] = []
         self.sums: list[Sums] = []  # of each stage
         self._random: list[RandomState] = []
+        self.deferred: list[Any] = []  # gradients of weights, of all stages
         self.attached = True
 
     def forward(self, sliced: SlicedStage, cache: SliceCache, x: Tensor, mode: Recompute) -> Tensor:
         """Returns the input of what follows: a leaf, as if it had been received from another rank."""
-        cache.begin(self.start, self.length)
+        context = cache.begin(self.start, self.length)
         self._random.append(RandomState.now(x.device))
         with torch.set_grad_enabled(mode != "full"):
             out = sliced.forward(x, cache, block=mode == "block")
         self.inputs.append(x)
         self._outputs.append(out)
-        self.sums.append(cache.pop_sums())
+        self.sums.append(context.pop_sums())
         return out.detach().requires_grad_()
 
     def backward(self, sliced: SlicedStage, cache: SliceCache, k: int, mode: Recompute, gradients: Sums) -> None:
         """``gradients`` are those of the sums for auxiliary losses."""
-        cache.begin(self.start, self.length)
+        context = cache.begin(self.start, self.length, defer=True)
         out, sums = self._outputs[k], self.sums[k]
         if mode == "full":
             with self._random[k].restored():
                 out = sliced.forward(self.inputs[k], cache)
-            sums = cache.pop_sums()
+            sums = context.pop_sums()
         self.attached &= out.requires_grad
         gradient = self.inputs[k + 1].grad
         if gradient is None:
             gradient = torch.zeros_like(out)
-        cache.defer = True
         others = [(x, gradients[name].to(x.dtype)) for name, x in sums.items() if x.requires_grad]
         if out.requires_grad or others:  # a first stage may have nothing to train
             sliced.backward(cache, out, gradient, others)
+        self.deferred += context.pop_deferred()
 
 
 def token_dim(stage: Stage, size: int) -> int:

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.slice_context import SliceContext
 from terapipe.modeling.stage import IGNORE, Stage
 from terapipe.modeling.stage_chain import ChainResult, SliceLoss, StageChain, device_of, token_dim
 from terapipe.modeling.stage_trace import Trace, find_blame
@@ -385,9 +386,9 @@ class _CacheUse:
         self._users.clear()
         self._outputs.clear()
 
-        def note_begin(context: int, length: int) -> None:
+        def note_begin(context: int, length: int, **options: bool) -> SliceContext:
             self._users.clear()  # a backward may compute layers again
-            begin(context, length)
+            return begin(context, length, **options)
 
         def note_store(name: object) -> object:
             self._note("attend", name)

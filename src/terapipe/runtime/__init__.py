@@ -1,7 +1,7 @@
 """One step on many ranks: the pipeline, what executes it, and what measures a model."""
 
 from terapipe.runtime.comm.environment import local_device, rank_and_size, under_torchrun
-from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.memory_counter import MemoryCounter

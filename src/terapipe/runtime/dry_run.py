@@ -6,16 +6,15 @@ would read a number, and so make the host wait for the device, is an error that 
 
 import time
 import traceback
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,15 +28,11 @@ from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
-from terapipe.runtime.comm.mesh import DP, PP, TP
-from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime.comm.mesh import TP
+from terapipe.runtime.comm.transport import NullTransport
 from terapipe.runtime.inputs import made_up_batch
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.silence import Nothing, SilentTransport
-from terapipe.runtime.traits import Traits
-
-T = TypeVar("T")
 
 STEPS = 2  # buffers that the first makes stay for the next
 
@@ -92,18 +87,19 @@ def dry_run(
     waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
-            pipe = _DryPipeline(model, plan, rank, layout.dp, mesh, device)
+            transport = NullTransport(device, rank, plan.num_ranks, layout.dp, mesh)
+            pipe = Pipeline(model, plan, transport=transport, verify=False)  # there are no numbers to compare
         with counter:
             counter.count(pipe)
             weights = counter.current
             try:
                 for _ in range(STEPS):
-                    pipe.train_on_nothing()
+                    pipe._train(made_up_batch(plan, rank, device))  # without the checks of a batch, which read numbers
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
         kept = blas + state * sum(to_local(p).numel() for p in pipe.parameters())
-    sent = {kind: count // STEPS for kind, count in cast(_DryTransport, pipe.transport).sent.items()}
+    sent = {kind: count // STEPS for kind, count in transport.sent.items()}
     seconds = time.perf_counter() - began
     return DryRun(rank, device.type, weights, counter.peak + kept, seconds, sent, waits)
 
@@ -153,84 +149,3 @@ def _replace_parameters(module: nn.Module, function: Any, recurse: bool = True) 
         if buffer is not None:
             module._buffers[name] = function(buffer)
     return module
-
-
-class _DryPipeline(Pipeline):
-    def __init__(
-        self, model: PipelineModel, plan: Plan, rank: int, dp: int, mesh: DeviceMesh | None, device: torch.device
-    ) -> None:
-        self._place = rank, dp, mesh
-        super().__init__(model, plan, device=device, verify=False)  # fake tensors have no numbers to compare
-
-    def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
-        """There are no other ranks, and no numbers."""
-        return ()
-
-    def train_on_nothing(self) -> None:
-        """A step. What it checks of a batch before needs numbers, and is left out."""
-        self._is_warm = True
-        self._train(made_up_batch(self.plan, self.rank, self.device))
-
-    def _make_transport(self, *_: Any) -> Transport:
-        rank, dp, mesh = self._place
-        return _DryTransport(self.device, rank, self.plan.num_ranks, dp, mesh)
-
-
-class _DryTransport(SilentTransport):
-    """What other ranks would send has the right shape and no numbers; what they would say is what this one says."""
-
-    def __init__(self, device: torch.device, rank: int, size: int, dp: int, mesh: DeviceMesh | None) -> None:
-        super().__init__(device, rank)
-        self.size, self.timeout = size, 0.0
-        self.dp_rank, self.dp_size = 0, dp
-        self.tp_rank, self.tp_size = 0, 1 if mesh is None else mesh.size()
-        self._mesh, self.mesh_dims = mesh, {TP: TP}
-        self.hosts = dict.fromkeys(range(size), "")
-        self.sent: Counter[str] = Counter()
-        self._failure, self._cut_by, self._talk, self._groups = None, (), {}, {}
-
-    def _place(self, line: str) -> tuple[int, int]:
-        return {PP: (self.rank, self.size), DP: (self.dp_rank, self.dp_size)}.get(line, (0, 1))
-
-    @property
-    def global_rank(self) -> int:
-        return self.rank
-
-    def others(self, *lines: str) -> tuple[int, ...]:
-        return ()
-
-    def name(self, place: int) -> str:
-        return f"rank {place}"
-
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        pass
-
-    def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
-        self.sent[str(why).partition("(")[0]] += 1
-        return super().send(tensor, peer, why)
-
-    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        return torch.empty_like(tensor).add_(tensor)
-
-    def broadcast(self, tensor: Tensor, source: int, why: str, over: str = PP) -> Tensor:
-        return tensor
-
-    def all_reduce(self, tensor: Tensor, over: str = "all", op: Any = dist.ReduceOp.SUM) -> Tensor:
-        return tensor
-
-    def start_sum(self, tensor: Tensor) -> dist.Work:
-        self.sent["sum of gradients"] += 1
-        return Nothing()
-
-    def finish_sum(self, work: dist.Work) -> None:
-        pass
-
-    def gather(self, value: T, over: str = PP) -> list[T]:
-        return [value] * self._place(over)[1]
-
-    def gather_numbers(self, numbers: Sequence[int], over: str = PP) -> list[list[int]]:
-        return [list(numbers)]
-
-    @contextmanager
-    def failing_together(self, at: Any = None) -> Iterator[None]:
-        yield

@@ -41,7 +41,7 @@ def gradient_sync(stages: Mapping[int, Stage], transport: Transport, *, shard: b
     """Between the replicas that ``transport`` knows of. With ``shard`` the stages' parameters become DTensors."""
     if transport.dp_size == 1:
         return GradientSync(stages)
-    return ShardedSync(stages, transport.submesh(DP)) if shard else AllReduceSync(stages, transport)
+    return ShardedSync(stages, transport.ranks.submesh(DP)) if shard else AllReduceSync(stages, transport)
 
 
 class GradientSync:
@@ -178,7 +178,7 @@ class TiedWeights:
                 first += copy
         else:
             other = self._last_rank if here == self._first_rank else self._first_rank
-            first.copy_(self._transport.exchange(first, other))
+            first.copy_(self._transport.channel.exchange(first, other))
         for copy in copies:
             copy.copy_(first)
 
@@ -490,7 +490,7 @@ def total_norm(
 def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
     """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
     places = {DP: transport.dp_rank, TP: transport.tp_rank}
-    roles = {name: role for role, name in transport.mesh_dims.items()}
+    roles = {name: role for role, name in transport.ranks.mesh_dims.items()}
     if isinstance(parameter, DTensor):
         for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if not placement.is_replicate():

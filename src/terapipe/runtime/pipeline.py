@@ -27,10 +27,10 @@ from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, PipelineModel, require_model
 from terapipe.planning.slices import Plan
 from terapipe.runtime.checkpoint.frozen import FrozenBase
-from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
-from terapipe.runtime.checkpoint.writer import ensure_channel
+from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, verify_files
+from terapipe.runtime.checkpoint.writer import CheckpointWriter, Saving
 from terapipe.runtime.comm.environment import device_of
-from terapipe.runtime.comm.mesh import ALL, DP
+from terapipe.runtime.comm.mesh import ALL, DP, PP
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import (
@@ -44,7 +44,7 @@ from terapipe.runtime.gradient_sync import (
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary, made_up_batch
 from terapipe.runtime.loss_head import LossHead, LossSetup, PerToken, TokenValues, logits, logits_alone
-from terapipe.runtime.messages import Wire
+from terapipe.runtime.messages import MessageFormat
 from terapipe.runtime.module_tree import attach_stages, copy_shared_buffers, is_placeholder, persistent_buffers
 from terapipe.runtime.preflight import ModelChecks, Preflight
 from terapipe.runtime.random_state import share_random_state
@@ -99,6 +99,7 @@ class Pipeline(nn.Module):
         device: of this process; by default its GPU, or the CPU where there is none.
         timeout: the longest, in seconds, that a rank waits for another before the step fails on all of them, or before
             those are named that do not make their Pipeline.
+        transport: of another pipeline or a profiler in this process, in place of ``mesh``, ``device`` and ``timeout``.
     """
 
     def __init__(
@@ -115,20 +116,24 @@ class Pipeline(nn.Module):
         verify: bool = True,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
+        transport: Transport | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.device = device_of(device)
-        self._transport = transport = self._make_transport(mesh, timeout, mesh_dims)
+        if transport is not None and mesh is not None:
+            raise ValueError("a transport has its mesh, got transport= and mesh=; pass transport.over(mesh)")
+        self.device = device_of(device) if transport is None else transport.device
+        transport = transport or Transport.join(self.device, mesh, timeout, mesh_dims)
+        self._transport = transport
         self._is_warm, self._is_sharded = False, shard
         self.zero_gradients = ZeroGradients()
         options = {"loss_fn": loss_fn, "shard": shard, "vary": vary, "fused_weight_grads": fused_weight_grads}
-        with transport.failing_together():
+        with transport.failure.failing_together():
             traits = Traits(model_traits(require_model(model)) | flatten({"plan": plan.to_dict(), **options}))
         refuse_differences(transport, traits)
         checks = ModelChecks(model)
         checks.size(plan, transport.size)
-        with transport.failing_together():
+        with transport.failure.failing_together():
             checks.plan(plan)
             transport.connect(_pairs(plan))
             checks.is_verified |= not verify
@@ -139,24 +144,19 @@ class Pipeline(nn.Module):
             self._base = FrozenBase(model.weight_source(), layers, transport)
             parts = self._compared_parts(model)
         refuse_differences(transport, *parts)
-        with transport.failing_together():
+        with transport.failure.failing_together():
             self._sync = gradient_sync(self.stages, transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, transport)
             attach_stages(self, self.stages.values())
             self.training = any(stage.training for stage in self.stages.values())
-            wire, done = Wire(next(self.parameters()).dtype), self._sync.stage_done
+            form, done = MessageFormat(next(self.parameters()).dtype), self._sync.stage_done
             stages, fused = self._sync.stages, fused_weight_grads
-            self._executors = Executors(plan, stages, transport, wire, checks.plan, done, fused=fused)
+            self._executors = Executors(plan, stages, transport, form, checks.plan, done, fused=fused)
             self._loss = LossSetup(loss_fn, self.stages, plan, transport, shard)
             self._preflight = self._make_preflight(checks, vary)
             self._token_outputs = TokenOutputs(plan.last_rank, self._executors, self._sync, transport)
             if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
-                ensure_channel(transport)
-
-    def _make_transport(
-        self, mesh: DeviceMesh | None, timeout: float, mesh_dims: Mapping[str, str] | None
-    ) -> Transport:
-        return Transport(self.device, mesh, timeout, mesh_dims)
+                CheckpointWriter.ensure(transport)
 
     def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
         """What ranks must agree on once their stages are made."""
@@ -206,7 +206,7 @@ class Pipeline(nn.Module):
 
     def failing_together(self) -> AbstractContextManager[None]:
         """For what all ranks do together: an error inside stops the others too, with this rank's error."""
-        return self._transport.failing_together(lambda: self._executors.current.at)
+        return self._transport.failure.failing_together(lambda: self._executors.current.at)
 
     def compare_data(self) -> None:
         """From now on every rank of a pipeline is given all of a batch, and a step is refused if they differ: for
@@ -320,7 +320,7 @@ class Pipeline(nn.Module):
 
     @property
     def _is_cold(self) -> bool:
-        return self.device.type == "cuda" and not self._is_warm and self._transport.size > 1
+        return self.device.type == "cuda" and not self._is_warm and self._transport.ranks[PP].has_peers
 
     def _warm_up(self, batch: Batch, loss_head: LossHead) -> None:
         self._is_warm = True
@@ -460,7 +460,7 @@ class Pipeline(nn.Module):
         Args:
             set_to_none: whether gradients become None instead of zeros.
         """
-        self._transport.refuse_stopped("zero_grad")
+        self._transport.failure.refuse_stopped("zero_grad")
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -470,7 +470,7 @@ class Pipeline(nn.Module):
         Args:
             norm_type: the p of the p-norm, or ``inf``.
         """
-        self._transport.refuse_stopped("a norm of gradients")
+        self._transport.failure.refuse_stopped("a norm of gradients")
         return total_norm(self.parameters(), self._tied, norm_type, self._transport, self._executors.wide)
 
     @torch.no_grad()

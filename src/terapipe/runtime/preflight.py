@@ -22,7 +22,7 @@ from terapipe.modeling.stage import IGNORE, PipelineModel, Stage, TensorParallel
 from terapipe.modeling.verification import check_stage
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.runtime.comm.failures import in_words
+from terapipe.runtime.comm.errors import describe_error
 from terapipe.runtime.comm.mesh import ALL, TP
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.executor import Executor
@@ -84,7 +84,7 @@ class ModelChecks:
         tile = 1
         if parts > 1:
             even = all(length % parts == 0 for lengths in plan.lengths for length in lengths)
-            tp = (TensorParallel(transport.submesh(TP), sequence_parallel=even),)
+            tp = (TensorParallel(transport.ranks.submesh(TP), sequence_parallel=even),)
             tile = parts if even else 1
         stages = {}
         for k in plan.stages_of(transport.rank):
@@ -370,11 +370,11 @@ def agree(transport: Transport, mine: StepTerms, error: Exception | None, descri
     """
     terms = [StepTerms(*numbers) for numbers in transport.gather_numbers(mine, ALL)]
     if any(t.refused for t in terms):
-        reasons = transport.gather("" if error is None else in_words(error), ALL)
+        reasons = transport.gather("" if error is None else describe_error(error), ALL)
         if error is not None:
             raise error
         rank = next(i for i, t in enumerate(terms) if t.refused)
-        raise ValueError(f"{transport.name(rank)} refused what it was given: {reasons[rank]}")
+        raise ValueError(f"{transport.ranks.name(rank)} refused what it was given: {reasons[rank]}")
     if len({(t.replica, t.work) for t in terms}) > len({t.replica for t in terms}):
         raise ValueError(_difference(transport, terms, transport.gather(description, ALL)))
     if {(t.replica, t.ids) for t in terms if t.ids} & {(t.replica, t.labels) for t in terms}:
@@ -389,7 +389,8 @@ def _difference(transport: Transport, terms: list[StepTerms], descriptions: list
         if mine.work != terms[first].work:
             return (
                 "all ranks of a pipeline must call the same method with the same plan, documents and shape of batch: "
-                f"{transport.name(first)} has {descriptions[first]}, {transport.name(i)} has {descriptions[i]}"
+                f"{transport.ranks.name(first)} has {descriptions[first]}, "
+                f"{transport.ranks.name(i)} has {descriptions[i]}"
             )
     raise AssertionError("no two ranks differ")
 

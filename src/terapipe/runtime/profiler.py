@@ -64,11 +64,12 @@ class Profiler:
         shape: GPTConfig | None = None,
         dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.device = local_device()
         self._timed = Stopwatch(self.device)
         self._clock: Clock = self._timed
-        self.transport = Transport(self.device)
+        self.transport = transport or Transport.join(self.device)
         self.transport.connect(list(pairwise(range(self.transport.size))))
         self._reserved = reserved_memory(self.device)
         self._autocast = Autocast.current(self.device)
@@ -260,9 +261,7 @@ class Profiler:
 
     def _begun(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
         cache = self._cache(stage, point.size, point.context).clone()
-        cache.begin(point.context, point.length)
-        cache.defer = deferred
-        cache.main_grads = True
+        cache.begin(point.context, point.length, defer=deferred, main_grads=True)
         return cache
 
     def _fill_state_grads(self, cache: SliceCache) -> None:
@@ -332,7 +331,6 @@ class Profiler:
         for p, out in reversed(outs):
             cache.begin(p.context, p.length)
             self._backward(self._sliced[stage], cache, out, torch.ones_like(out))
-        cache.pop_deferred()
         cache.clear()
         return cache
 
@@ -378,23 +376,23 @@ class Profiler:
 
     def _there_and_back(self, payload: Tensor, first: int, clock: Clock | None = None) -> float:
         """Seconds, on the first of the two ranks; by default the device's."""
-        transport, second, why = self.transport, first + 1, "a measured message"
+        transport, channel, second, why = self.transport, self.transport.channel, first + 1, "a measured message"
         shape, dtype = tuple(payload.shape), payload.dtype
 
         def exchange() -> None:
-            sent = transport.send(payload, second, why)
-            transport.wait(transport.receive(shape, dtype, second, why)[1], second, why)
-            transport.wait(sent, second, why)
+            sent = channel.send(payload, second, why)
+            channel.wait(channel.receive(shape, dtype, second, why)[1], second, why)
+            channel.wait(sent, second, why)
 
         self._together()
         if transport.rank == first:
             # When this is gone, the other rank is known to have posted its receives, as it has in a step.
-            transport.wait(transport.send(payload[:1], second, why), second, why)
+            channel.wait(channel.send(payload[:1], second, why), second, why)
             return (clock or self._timed)(exchange)[0]
         if transport.rank == second:
-            for _, work in [transport.receive(n, dtype, first, why) for n in ((1,), shape)]:
-                transport.wait(work, first, why)
-            transport.wait(transport.send(payload, first, why), first, why)
+            for _, work in [channel.receive(n, dtype, first, why) for n in ((1,), shape)]:
+                channel.wait(work, first, why)
+            channel.wait(channel.send(payload, first, why), first, why)
         return 0.0
 
     def _optimizer(self, seconds: float = inf) -> list[float]:
@@ -440,7 +438,7 @@ def _takes(model: PipelineModel, length: int, recompute: Recompute = "none") -> 
 
 
 def _accumulate(cache: SliceCache) -> None:
-    accumulate_deferred(cache.pop_deferred())
+    accumulate_deferred(cache.current.pop_deferred())
 
 
 def reserved_memory(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 
 from terapipe.modeling.stage import PipelineModel, Stage
 from terapipe.runtime.checkpoint.frozen import local_sums
-from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.mesh import ALL, DP
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import checksum
 
@@ -58,8 +58,8 @@ def _refuse_difference(transport: Transport, everyone: list[Traits]) -> None:
                 if differences[0].startswith("values of "):
                     other = "; draw weights from the same seed (torch.manual_seed) or load the same file on all ranks"
                 raise ValueError(
-                    f"all ranks must have the same model, plan and options, {transport.name(rank)} differs from "
-                    f"{transport.name(usual)} in {', '.join(differences[:SHOWN])}{more}{other}"
+                    f"all ranks must have the same model, plan and options, {transport.ranks.name(rank)} differs from "
+                    f"{transport.ranks.name(usual)} in {', '.join(differences[:SHOWN])}{more}{other}"
                 )
 
 
@@ -119,7 +119,7 @@ def part_traits(
     return (
         Traits(stage_traits(model, stages, tile), is_partial=True),
         Traits(parameter_traits(parameters, trained=True), transport.rank),
-        Traits(weight_traits(parameters) if transport.dp_size > 1 else {}, place),
+        Traits(weight_traits(parameters) if transport.ranks[DP].has_peers else {}, place),
     )
 
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from terapipe import files
 from terapipe.files import recover
 from terapipe.runtime.checkpoint.reader import NOTES
-from terapipe.runtime.checkpoint.state import Saving, verify_files
+from terapipe.runtime.checkpoint.state import verify_files
+from terapipe.runtime.checkpoint.writer import Saving
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.pipeline import Pipeline
@@ -132,11 +133,11 @@ class CheckpointFolder:
         try:
             if wait or not self._config.background:
                 pipe.save(folder, optimizer, extra=extra, notes=notes)
-                self._saved(notes)
+                self._note_saved(notes)
             else:
                 self._saving = notes, pipe.save_in_background(folder, optimizer, extra=extra, notes=notes)
         except OSError as error:
-            self._failed(step, error)
+            self._note_failure(step, error)
             return False
         return True
 
@@ -154,11 +155,11 @@ class CheckpointFolder:
         try:
             saving.result()
         except OSError as error:
-            self._failed(int(notes["step"]), error)
+            self._note_failure(int(notes["step"]), error)
         else:
-            self._saved(notes)
+            self._note_saved(notes)
 
-    def _saved(self, notes: Mapping[str, Any]) -> None:
+    def _note_saved(self, notes: Mapping[str, Any]) -> None:
         step, loss = int(notes["step"]), notes.get("eval_loss")
         self._say("checkpoint", f"saved {path_of(self.folder, step)}", step)
         if not self._is_main:
@@ -176,5 +177,5 @@ class CheckpointFolder:
         path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
 
-    def _failed(self, step: int, error: OSError) -> None:
+    def _note_failure(self, step: int, error: OSError) -> None:
         self._say("failed", f"step {step} could not be saved, training goes on: {error}")

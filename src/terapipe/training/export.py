@@ -14,7 +14,7 @@ from terapipe.modeling.gpt import GPT
 from terapipe.planning.presets import GPTConfig
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import Reader, TensorsOnly
-from terapipe.runtime.checkpoint.state import alone_is_fine
+from terapipe.runtime.checkpoint.state import without_dist_warning
 from terapipe.training.config import RunConfig
 
 
@@ -61,7 +61,7 @@ def export_gpt(
     if shape.tied:
         meta.pop("head.weight")
     state = {name: torch.empty(x.shape, dtype=dtype) for name, x in meta.items()}
-    with alone_is_fine():
+    with without_dist_warning():
         load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
     folder = folder.resolve()
     recover(folder)
@@ -88,7 +88,7 @@ def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end:
     )
     model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
     model.to(dtype)
-    keys = model.load_state_dict(dict(_renamed(state, shape)), strict=False)
+    keys = model.load_state_dict(dict(_rename(state, shape)), strict=False)
     assert not keys.unexpected_keys and set(keys.missing_keys) <= ({"lm_head.weight"} if shape.tied else set())
     return model
 
@@ -108,7 +108,7 @@ _NAMES = {
 _TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 stores these with inputs first
 
 
-def _renamed(state: dict[str, Tensor], shape: GPTConfig) -> list[tuple[str, Tensor]]:
+def _rename(state: dict[str, Tensor], shape: GPTConfig) -> list[tuple[str, Tensor]]:
     renamed = []
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")

@@ -111,14 +111,14 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], part: str) -> Itera
         if part == MODEL and isinstance(old, dict) and isinstance(new, dict):
             yield from (f"{part}.{key}{change.removeprefix(part)}" for change in _changes(old, new, part))
         elif part == DATA:
-            yield f"{named}: {_counted(old)} -> {_counted(new)}{_same_size(old, new)}"
+            yield f"{named}: {_size_of(old)} -> {_size_of(new)}{_same_size(old, new)}"
         elif key == "files":
             yield "the tokenizer's files are others"
         else:
             yield f"{named}: {old} -> {new}"
 
 
-def _counted(file: Mapping[str, Any] | None) -> str:
+def _size_of(file: Mapping[str, Any] | None) -> str:
     return f"{file['tokens']} tokens in {file['documents']} documents" if file else "none"
 
 

@@ -61,7 +61,7 @@ class Lock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
-            self._refuse_second(_locked(file), _holder(file))
+            self._refuse_second(_try_lock(file), _holder(file))
         except BaseException:
             file.close()
             raise
@@ -104,7 +104,7 @@ def taking_turns(folder: Path) -> Iterator[None]:
         yield
 
 
-def _locked(file: BinaryIO) -> bool | None:
+def _try_lock(file: BinaryIO) -> bool | None:
     """Whether this process has the lock now; None if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

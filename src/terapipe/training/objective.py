@@ -48,10 +48,10 @@ class RunObjective:
     def _loss_fn(self) -> Objective | None:
         o = self._objective
         if ":" in o.kind:
-            found = import_object(o.kind, "objective.kind")
-            if not callable(found) and not isinstance(found, HiddenLoss | SequenceLoss):
+            objective = import_object(o.kind, "objective.kind")
+            if not callable(objective) and not isinstance(objective, HiddenLoss | SequenceLoss):
                 raise ValueError(f"objective.kind: {o.kind} must be a function, a HiddenLoss or a SequenceLoss")
-            return found  # type: ignore[no-any-return]
+            return objective  # type: ignore[no-any-return]
         if o.kind == "dpo":
             return losses.dpo(beta=o.beta, label_smoothing=o.label_smoothing)
         if o.kind == "distill":
@@ -90,7 +90,7 @@ class RunObjective:
             self._teacher = self._make_teacher(pipe)
         if self._objective.kind == "dpo":
             for file in filter(None, (data.train, data.eval)):
-                self._reference[file.folder] = self._referred(pipe, file, start)
+                self._reference[file.folder] = self._reference_log_probs(pipe, file, start)
 
     def targets(self, batch: Batch, file: TokenFile) -> Targets:
         """All ranks call it, right before the step."""
@@ -114,26 +114,26 @@ class RunObjective:
 
     # The reference model
 
-    def _referred(self, pipe: Pipeline, file: TokenFile, start: Callable[[], object]) -> NDArray[np.float64]:
+    def _reference_log_probs(self, pipe: Pipeline, file: TokenFile, start: Callable[[], object]) -> NDArray[np.float64]:
         """The log-probability of each text's labels, by the model as it is now, or as an earlier start saved it."""
         path = self._config.folder / REFERENCE.format(file.folder.name)
         mark = self._mark(file)
-        saved = pipe.transport.gather(_saved(path, mark) if pipe.transport.global_rank == 0 else None, ALL)[0]
+        saved = pipe.transport.gather(_load_reference(path, mark) if pipe.transport.global_rank == 0 else None, ALL)[0]
         if saved is not None:
             return saved
         start()
-        found = np.zeros(file.num_documents)
+        log_probs = np.zeros(file.num_documents)
         loader = BatchLoader(file, self._config.data, pipe, shuffle=False, rows="pairs")
         pipe.eval()
         for batch in loader.everything():
             sums = pipe.log_probs(batch.ids, batch.labels).double().sum(1).cpu().numpy()
             for numbers, values in pipe.transport.gather((batch.numbers, sums[: len(batch.numbers)]), ALL):
                 if numbers:  # none on ranks between the first and the last stage
-                    found[list(numbers)] = values
+                    log_probs[list(numbers)] = values
         pipe.train()
         if pipe.transport.global_rank == 0:
-            files.write(path, _packed(found, mark))
-        return found
+            files.write(path, _pack_reference(log_probs, mark))
+        return log_probs
 
     def _mark(self, file: TokenFile) -> str:
         """Of all that it depends on."""
@@ -159,7 +159,7 @@ class RunObjective:
         model: PipelineModel = decoder
         cuts = balance([1.0] * model.num_layers, pipe.plan.num_stages)
         plan = Plan(pipe.plan.sizes, pipe.plan.lengths, tuple(cuts), pipe.plan.order, pipe.plan.chunks)
-        made = Pipeline(model, plan, mesh=pipe.transport.mesh, timeout=self._config.failures.timeout)
+        made = Pipeline(model, plan, transport=pipe.transport)
         made.requires_grad_(False)
         return made.eval()
 
@@ -168,15 +168,15 @@ class RunObjective:
         return self._teacher.logits(hidden)
 
 
-def _saved(path: Path, mark: str) -> NDArray[np.float64] | None:
+def _load_reference(path: Path, mark: str) -> NDArray[np.float64] | None:
     try:
-        with np.load(path) as found:
-            return found["log_probs"] if str(found["mark"]) == mark else None
+        with np.load(path) as saved:
+            return saved["log_probs"] if str(saved["mark"]) == mark else None
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # there is none, or it is damaged
         return None
 
 
-def _packed(values: NDArray[np.float64], mark: str) -> bytes:
+def _pack_reference(values: NDArray[np.float64], mark: str) -> bytes:
     content = io.BytesIO()
     np.savez(content, log_probs=values, mark=mark)
     return content.getvalue()

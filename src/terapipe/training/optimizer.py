@@ -32,7 +32,7 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config:
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=_fused(trained, config, dtensors=kind is AdamW),
+        fused=_choose_fused(trained, config, dtensors=kind is AdamW),
     )
 
 
@@ -65,7 +65,7 @@ def _height(step: int, config: LRConfig, steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress)) if config.kind == "cosine" else 1.0 - progress
 
 
-def _fused(parameters: list[nn.Parameter], config: OptimizerConfig, dtensors: bool) -> bool | None:
+def _choose_fused(parameters: list[nn.Parameter], config: OptimizerConfig, dtensors: bool) -> bool | None:
     """With None, torch chooses another implementation."""
     if config.fused == "off":
         return None

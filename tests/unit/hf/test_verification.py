@@ -19,7 +19,7 @@ from terapipe.hf.structure import find_structure
 from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
 from terapipe.hf.verify.small_model import default_config, small_config, small_model
 from terapipe.hf.verify.verification import BOUND, ModelVerifier
-from terapipe.modeling.slice_cache import SliceCache, current_slice
+from terapipe.modeling.slice_cache import SliceCache, current_cache
 from tests.unit.hf.test_rope import rope_by_length
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
@@ -113,7 +113,7 @@ class Routing(TorchFunctionMode):
         if self.known is None:
             self.found[place] = out[1].reshape(2, -1, *out[1].shape[1:])
             return out
-        cache = current_slice()
+        cache = current_cache()
         assert cache is not None
         chosen = self.known[place][:, cache.context : cache.end].reshape(out[1].shape)
         self.flipped += int((chosen.sort(-1)[0] != out[1].sort(-1)[0]).any(-1).sum())

@@ -34,7 +34,7 @@ def talk() -> set[str]:
     """Where the ranks and their launcher listen, once they have talked."""
     from terapipe.runtime.comm.transport import Transport
 
-    world = Transport(torch.device("cpu"))
+    world = Transport.join(torch.device("cpu"))
     own = world.gather((os.getpid(), os.getppid()))
     addresses = listening({pid for pids in own for pid in pids})
     world.gather(None)  # nobody ends before all have looked

@@ -141,7 +141,7 @@ def test_outputs_may_be_changed_in_place() -> None:
     x = torch.randn(2, 5, 4, requires_grad=True)
     cache.begin(0, 5)
     fuse_weight_grads(linear)
-    cache.fuses = True
+    cache.current.fuses = True
     with cache:
         out = linear(x).mul_(2.0)
     out.sum().backward()
@@ -175,7 +175,7 @@ def test_weights_with_products_of_their_own_are_left_alone() -> None:
     x = torch.randn(2, 5, 4)
     cache.begin(0, 5)
     fuse_weight_grads(linear)
-    cache.fuses = True
+    cache.current.fuses = True
     with cache:
         out = linear(x)
     out.sum().backward()
@@ -212,7 +212,7 @@ def in_slices(module: nn.Module, ids: Tensor, lengths: tuple[int, ...], *, main_
     """Forwards and backwards, as a pipeline runs them."""
     fuse_weight_grads(module)
     cache = SliceCache(ids.shape[1])
-    cache.fuses, cache.main_grads = True, main_grads
+    cache.current.fuses, cache.current.main_grads = True, main_grads
     start, outs = 0, []
     with cache:
         for length in lengths:
@@ -252,7 +252,7 @@ def test_embeddings_with_hooks_frozen_or_differentiated_twice() -> None:
     assert torch.allclose(sum(parts), module.weight.grad)  # type: ignore[arg-type]
     module.zero_grad()
     cache = SliceCache(5)
-    cache.fuses = True
+    cache.current.fuses = True
     with cache:
         out = module(ids)
         (first,) = torch.autograd.grad(out.square().sum(), module.weight, create_graph=True)

@@ -152,7 +152,7 @@ def test_gradients_of_weights_inside_a_slice(kind: str, dtype: torch.dtype | Non
     wanted, cache = of(module), SliceCache(5)
     cache.begin(0, 5)
     fuse_weight_grads(module)
-    cache.fuses = True
+    cache.current.fuses = True
     with cache:
         gradients = of(module)
     for truth, gradient in zip(wanted, gradients, strict=True):

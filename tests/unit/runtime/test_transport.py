@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.transport import Transport
 from tests.support.ranks import Ranks
 
 
 def tell_the_loss(told: Path) -> str:
-    transport = Transport(torch.device("cpu"), timeout=300.0)
+    transport = Transport.join(torch.device("cpu"), timeout=300.0)
     transport.gather(0)  # all are connected, however long that takes; only then is the wait a short one
-    for group in transport._groups.values():
-        _set_pg_timeout(timedelta(seconds=1), group)
+    for role in ("pp", "all"):
+        _set_pg_timeout(timedelta(seconds=1), transport.ranks[role].tensors)
     if transport.rank == 0:  # hangs, until the other has noticed
         while not told.exists():
             time.sleep(0.01)

@@ -206,7 +206,7 @@ def test_the_panel_is_right(tmp_path: Path) -> None:
     display = Display(console, 100, 0, 10, "a run")
     said = []
     saves = CheckpointFolder(tmp_path, CheckpointConfig(), False, lambda *row: said.append(row))
-    saves._saved({"step": 7, "best": None})
+    saves._note_saved({"step": 7, "best": None})
     display.row({"step": said[0][2], "event": "checkpoint", "message": ""})
     for step, seconds in enumerate((1.0, 1.0, 4.0), 8):
         display.row({"step": step, "seconds": seconds, "tokens_per_second": 100 / seconds})

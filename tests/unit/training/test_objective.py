@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -191,6 +192,22 @@ def teacher(folder: Path) -> Any:
     return made
 
 
+def train_counting_transports(told: RunConfig) -> int:
+    """How often a run with a teacher meets the other ranks."""
+    from terapipe.runtime.comm.transport import Transport
+
+    made: list[Transport] = []
+    plain = Transport.__init__
+
+    def count(self: Transport, *parts: Any) -> None:
+        made.append(self)
+        plain(self, *parts)
+
+    with mock.patch.object(Transport, "__init__", count):
+        train(told)
+    return len(made)
+
+
 @pytest.mark.usefixtures("quiet_models")
 def test_distillation(ranks: Callable[[int], Ranks], place: Path) -> None:
     whole = teacher(place / "teacher").eval()
@@ -205,7 +222,7 @@ def test_distillation(ranks: Callable[[int], Ranks], place: Path) -> None:
 
     options = ("objective.kind=distill", f"objective.teacher={place}/teacher", "objective.temperature=2.0")
     told = config(place, "distilled", *options, "objective.alpha=0.7", "plan.pp=2", "plan.num_slices=3")
-    ranks(2)(train, told)
+    assert ranks(2)(train_counting_transports, told) == [1, 1], "one Transport per process, for student and teacher"
     data = open_data(told.data, told.folder / "data")
     assert losses(told.folder) == pytest.approx(
         plain_curve(told, Batches(data.train, 40, "padded", True, 0), plain), rel=1e-6

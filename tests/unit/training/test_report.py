@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from terapipe import Plan
-from terapipe.training.logging.run_report import thinned, write_report
+from terapipe.training.logging.run_report import thin, write_report
 from tests.unit.reporting.runs import stages, stepped
 
 GIB = 2**30
@@ -133,12 +133,12 @@ def test_tens_of_thousands_of_steps_stay_small_and_honest(tmp_path: Path) -> Non
 
 
 def test_means_of_steps_keep_their_extremes() -> None:
-    points = thinned([(step, float(step % 7)) for step in range(1, 101)], 10)
+    points = thin([(step, float(step % 7)) for step in range(1, 101)], 10)
     assert len(points) == 10
     assert points[0] == (10, pytest.approx(2.7), 0.0, 6.0)
     assert points[-1].x == 100
-    assert [point.y for point in thinned([(1, 2.0), (5, 3.0)], 10)] == [2.0, 3.0]
-    assert thinned([], 10) == []
+    assert [point.y for point in thin([(1, 2.0), (5, 3.0)], 10)] == [2.0, 3.0]
+    assert thin([], 10) == []
 
 
 def test_what_is_not_a_finite_number_is_left_out(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def train(told: RunConfig, until: int = 0) -> None:
     from terapipe.runtime.comm.transport import Transport
     from terapipe.training.run import Run
 
-    Run(told, Transport(local_device(), timeout=300.0), After(until)).run()  # type: ignore[arg-type]
+    Run(told, Transport.join(local_device(), timeout=300.0), After(until)).run()  # type: ignore[arg-type]
 
 
 def losses(folder: Path) -> list[float]:

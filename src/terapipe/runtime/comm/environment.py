@@ -3,21 +3,10 @@
 import os
 import platform
 import socket
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
-
-from terapipe.runtime.comm.failures import PipelineError
-from terapipe.runtime.comm.roll_call import roll_call
-
-_own_world: list[Any] = []  # the default group, if it was made here, as a weak reference
 
 
 def local_rank() -> int:
@@ -55,6 +44,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def store_address() -> str:
+    """Where the processes of the job meet."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def local_device() -> torch.device:
     """The device of this process: under torchrun, each takes the GPU of its local rank, if there are GPUs."""
     if torch.cuda.is_available():
@@ -66,37 +60,6 @@ def device_of(device: torch.device | str | None) -> torch.device:
     """The one that was asked for. A GPU without a number is this process's own."""
     asked = local_device() if device is None else torch.device(device)
     return local_device() if asked == torch.device("cuda") else asked
-
-
-def ensure_process_group(device: torch.device, timeout: float = 300.0) -> bool:
-    """Joins the processes that torchrun started, if nobody has yet. False where there is only this process. Those that
-    have not come within ``timeout`` seconds are named."""
-    if not dist.is_initialized() and under_torchrun():
-        stay_on_this_host()
-        rank, size = rank_and_size()
-        # torchrun keeps its store when it restarts processes, and gloo would find the addresses of dead ones in it.
-        store = PrefixStore(f"terapipe/{restarts()}", _store_of_job(timeout))
-        roll_call(store, rank, range(size), timeout, "join the process group")
-        store.set_timeout(dist.default_pg_timeout)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with errors_left_to_us():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        _own_world[:] = [weakref.ref(dist.group.WORLD)]
-    return dist.is_initialized()
-
-
-def default_group_is_ours() -> bool:
-    return any(own() is dist.group.WORLD for own in _own_world)
-
-
-def default_group_of_others() -> Any:
-    """The communicators of a default group for GPUs that somebody else made, or None."""
-    if dist.group.WORLD is None or default_group_is_ours():
-        return None
-    try:
-        return dist.group.WORLD._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it is for CPUs alone
-        return None
 
 
 def stay_on_this_host() -> None:
@@ -135,21 +98,8 @@ def _loopback() -> dict[str, str]:
     return {variable: name for name in names for variable in wanted if variable not in os.environ}
 
 
-def _store_of_job(timeout: float) -> Store:
-    """The rank that hosts it would wait in it for the others, and name nobody: hence a world size of 1."""
-    try:
-        store: Store = next(iter(rendezvous("env://?world_size=1", timeout=timedelta(seconds=timeout))))[0]
-    except dist.DistError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-        raise PipelineError(
-            f"no store of the job answered at {place} within {timeout:g} s; rank 0, or torchrun on its host, must be "
-            f"started, and be reached there: {str(error).partition(chr(10))[0]}"
-        ) from error
-    return store
-
-
 @contextmanager
-def errors_left_to_us() -> Iterator[None]:
+def nccl_errors_raised_here() -> Iterator[None]:
     """NCCL groups made inside do not end the process by themselves when an operation fails or is aborted: every rank
     is to end with a message that names the cause, and may go on with something else.
 

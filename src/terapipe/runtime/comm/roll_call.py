@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from terapipe.runtime.comm.failures import PipelineError
+from terapipe.runtime.comm.errors import PipelineError
 
 _rounds: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how often these ranks have met for this, in this process
 

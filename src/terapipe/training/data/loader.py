@@ -85,8 +85,8 @@ class Batches:
             if weights is not None:
                 weights[row, : len(tokens) - 1] = self._weights(start + 1, stop)
         documents = self.documents(first, count)
-        found = None if weights is None else torch.from_numpy(weights)
-        return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), documents, found)
+        token_weights = None if weights is None else torch.from_numpy(weights)
+        return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), documents, token_weights)
 
     def _weights(self, start: int, stop: int) -> NDArray[np.float64]:
         """Of the documents that these tokens are of."""
@@ -155,14 +155,14 @@ class Pairs(Batches):
         numbers = self._indices(first, count)
         for row, index in enumerate(numbers):
             start, stop = self._file.document(index)
-            prompt, dropped = int(self._file.numbers[index]), self._dropped(index)
+            prompt, dropped = int(self._file.numbers[index]), self._num_dropped(index)
             tokens = self._tokens(start + dropped, min(stop, start + dropped + self._seq_len + 1))
             ids[row, : len(tokens)] = tokens[: self._seq_len]
             labels[row, : len(tokens) - 1] = tokens[1:]
             labels[row, : max(0, prompt - dropped - 1)] = IGNORE
         return Sequences(torch.from_numpy(ids), torch.from_numpy(labels), None, numbers=tuple(numbers))
 
-    def _dropped(self, index: int) -> int:
+    def _num_dropped(self, index: int) -> int:
         """Tokens at the beginning of the prompt that are dropped, of both texts alike, for the longer one to fit."""
         first = index - index % 2
         longest = max(stop - start for start, stop in map(self._file.document, (first, first + 1)))
@@ -243,11 +243,11 @@ class BatchLoader:
     def _read(self, first: int, count: int) -> Batch:
         missing = self._local_size - count
         if not (self._pipe.is_first or self._pipe.is_last):
-            return Batch(None, None, _filled(self._sequences.documents(first, count), missing))
+            return Batch(None, None, _add_fillers(self._sequences.documents(first, count), missing))
         ids, labels, documents, weights, numbers = self._sequences.read(first, count)
         if weights is not None:
             weights = torch.cat([weights, weights.new_zeros(missing, weights.shape[1])])
-        return Batch(*fill_batch(ids, labels, self._local_size), _filled(documents, missing), weights, numbers)
+        return Batch(*fill_batch(ids, labels, self._local_size), _add_fillers(documents, missing), weights, numbers)
 
     def count_labels(self, batches: Iterable[Batch]) -> int:
         """Labels in these batches over all replicas. 0 on ranks that do not compute the loss."""
@@ -256,5 +256,5 @@ class BatchLoader:
         return self._pipe.count_labels(*(batch.labels for batch in batches if batch.labels is not None))
 
 
-def _filled(documents: DocumentStarts | None, missing: int) -> DocumentStarts | None:
+def _add_fillers(documents: DocumentStarts | None, missing: int) -> DocumentStarts | None:
     return None if documents is None else documents + ((0,),) * missing

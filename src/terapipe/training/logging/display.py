@@ -258,7 +258,7 @@ class Display:
             self.say(f"step {step}  sample:")
             self.say("\n".join(f"  | {line}" for line in str(row["sample"]).split("\n")), "dim")
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         """Remaining time by the wall clock, which includes evaluations and checkpoints; empty before the first step."""
         (began, first), (now, last) = self._pace[0], self._pace[-1]
         if last <= first:
@@ -267,7 +267,7 @@ class Display:
 
     def _line(self, row: Mapping[str, Any], step: int) -> str:
         """Values are aligned with those of the line before. A column that has had a value keeps its place."""
-        row = {**row, "left": self._left()}
+        row = {**row, "left": self._time_left()}
         cells = {key: form(row[key]) for key, form in _COLUMNS.items() if row.get(key) not in (None, [], "")}
         for key, cell in cells.items():
             self._widths[key] = max(self._widths.get(key, 0), len(cell))
@@ -275,7 +275,7 @@ class Display:
         return "  ".join([f"step {step:>{len(str(self._total))}}/{self._total}", *aligned]).rstrip()
 
     def _view(self) -> RenderableType:
-        parts = [bar(self._step, self._total, self._left()), "", *values(self._known, self._console.width)]
+        parts = [bar(self._step, self._total, self._time_left()), "", *values(self._known, self._console.width)]
         if "last" in self._known:
             last = self._printable(self._known["last"]).replace("\n", " ")
             parts += ["", Text(last, style="dim", no_wrap=True, overflow="ellipsis")]

@@ -121,12 +121,12 @@ class Tracker:
     def write(self, row: Row) -> None:
         scalars = _scalars(row)
         if scalars:
-            self._guarded(lambda: self._run.log(scalars, step=row.get("step")))
+            self._guard(lambda: self._run.log(scalars, step=row.get("step")))
 
     def close(self) -> None:
-        self._guarded(self._run.finish)
+        self._guard(self._run.finish)
 
-    def _guarded(self, action: Callable[[], object]) -> None:
+    def _guard(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # errors of networks and databases, of any type

@@ -83,7 +83,7 @@ def _chart(
         return ""
     top, note = _off_scale(next(iter(series.values())), form) if zero else (math.inf, "")
     width, height, most = _SMALL if small else _WIDE
-    points = {name: thinned(values, most) for name, values in series.items()}
+    points = {name: thin(values, most) for name, values in series.items()}
     chart = curves(points, label, form, zero=zero, top=top, width=width, height=height)
     return chart + (f"<p class='note'>{escape(note)}</p>" if note else "")
 
@@ -112,7 +112,7 @@ def _thinning(rows: Rows) -> str:
     return f"<p class='note'>{note}</p>" if len(values_of(rows, "loss")) > _SMALL[2] else ""
 
 
-def thinned(values: Sequence[tuple[int, float]], most: int) -> list[Point]:
+def thin(values: Sequence[tuple[int, float]], most: int) -> list[Point]:
     """At most ``most`` points. Each is the mean of several steps, with their minimum and maximum."""
     size = math.ceil(len(values) / most)
     buckets = (values[at : at + size] for at in range(0, len(values), size or 1))
@@ -135,7 +135,7 @@ def _memory(rows: Rows) -> str:
         picked = {"fullest": ordered[-1], "middle": ordered[len(ordered) // 2], "emptiest": ordered[0]}
         ranks = {f"rank {rank}, {name}": rank for name, rank in picked.items()}
     series = {
-        name: thinned([(step, float(sizes[rank])) for step, sizes in sizes_by_step if rank < len(sizes)], _WIDE[2])
+        name: thin([(step, float(sizes[rank])) for step, sizes in sizes_by_step if rank < len(sizes)], _WIDE[2])
         for name, rank in ranks.items()
     }
     unit = memory_unit(max(size for _, sizes in sizes_by_step for size in sizes))

@@ -1,0 +1,267 @@
+"""The process groups of this process: torch's default group, those of lines of ranks, NCCL's pairs.
+
+torch keeps its groups process-wide. A group holds threads and connections, and gloo's cannot be closed. So a later
+pipeline over the same ranks takes the groups of an earlier one; they are never used at the same time.
+"""
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.rendezvous import rendezvous
+
+from terapipe.runtime.comm.environment import (
+    nccl_errors_raised_here,
+    rank_and_size,
+    restarts,
+    stay_on_this_host,
+    store_address,
+    under_torchrun,
+)
+from terapipe.runtime.comm.errors import PipelineError
+from terapipe.runtime.comm.roll_call import roll_call
+from terapipe.runtime.comm.threads import start_thread
+
+if TYPE_CHECKING:
+    from terapipe.runtime.checkpoint.writer import CheckpointWriter
+
+MAX_CTAS = 4  # of the device's multiprocessors that one transfer may hold
+PATIENCE = 4  # times the timeout: torch's own watchdog must not end a process before ours has named the cause
+LEAVE = 10.0  # seconds that the end of the process waits for communicators to be closed
+_NEVER_SENT = 1 << 16  # a tag that no message has
+
+
+class ProcessGroups:
+    """All process groups that terapipe has made in this process. There is one such object, ``GROUPS``."""
+
+    def __init__(self) -> None:
+        self.writers: dict[tuple[object, ...], CheckpointWriter] = {}  # by the ranks that save together
+        self._own_world: weakref.ref[Any] | None = None  # the default group, if it was made here
+        self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
+        self._pairs: dict[tuple[object, ...], Any] = {}  # NCCL's communicators of two ranks
+        self._closing: list[threading.Thread] = []  # in which communicators are aborted or shut down
+
+    # The default group
+
+    def join(self, device: torch.device, timeout: float = 300.0) -> bool:
+        """Joins the processes that torchrun started, unless the program has done so.
+
+        Args:
+            device: of this process. It decides whether the default group has NCCL, too.
+            timeout: seconds after which processes that have not come are named.
+
+        Returns:
+            False where there is only this process.
+        """
+        if not dist.is_initialized() and under_torchrun():
+            stay_on_this_host()
+            rank, size = rank_and_size()
+            # torchrun keeps its store when it restarts processes, and gloo would find addresses of dead ones in it.
+            store = PrefixStore(f"terapipe/{restarts()}", _store_of_job(timeout))
+            roll_call(store, rank, range(size), timeout, "join the process group")
+            store.set_timeout(dist.default_pg_timeout)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            with nccl_errors_raised_here():
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+            self._own_world = weakref.ref(dist.group.WORLD)
+        return dist.is_initialized()
+
+    @property
+    def owns_default_group(self) -> bool:
+        return self._own_world is not None and self._own_world() is dist.group.WORLD
+
+    def _nccl_of_users_group(self) -> Any:
+        """The communicators of a default group for GPUs that the program made itself, or None."""
+        if dist.group.WORLD is None or self.owns_default_group:
+            return None
+        try:
+            return dist.group.WORLD._get_backend(torch.device("cuda"))
+        except RuntimeError:  # it is for CPUs alone
+            return None
+
+    # Groups and pairs
+
+    def group(self, ranks: Collection[int], timeout: timedelta, backend: str, ctas: int = 1) -> dist.ProcessGroup:
+        """Returns the group of these ranks, which all ask for it.
+
+        torch names a group by the number of groups that a rank has: all ranks of a pipeline must make as many, in the
+        same order.
+
+        Args:
+            ranks: as torch.distributed counts them.
+            timeout: of its operations.
+            backend: ``gloo`` or ``nccl``.
+            ctas: how many multiprocessors its operations may hold on a GPU. By default NCCL has buffers for dozens of
+                them, hundreds of megabytes, and most groups send a few numbers.
+        """
+        key = (dist.group.WORLD, tuple(ranks), timeout, backend)
+        if key not in self._groups:
+            span, options = (timeout, None) if backend == "gloo" else (PATIENCE * timeout, _nccl_options(timeout, ctas))
+            with nccl_errors_raised_here(), _without_splitting():
+                group = dist.new_group(list(ranks), span, backend, options, use_local_synchronization=True)
+            self._groups[key] = group
+        return self._groups[key]
+
+    def pair(
+        self, group: dist.ProcessGroup, rank: int, source: int, target: int, device: torch.device, timeout: timedelta
+    ) -> Any:
+        """Returns NCCL's communicator for messages from one rank to another.
+
+        It is made by NCCL's class itself, not by ``new_group``: each rank makes its own pairs only, which torch's names
+        for groups do not allow.
+
+        Args:
+            group: of the pipeline's ranks; its store brings the two together.
+            rank: this process's place in the group, which is that of ``source`` or of ``target``.
+            source: place of the rank that sends.
+            target: place of the rank that receives.
+            device: of this process.
+            timeout: of its operations.
+        """
+        key = (group, source, target, timeout)
+        if key not in self._pairs:
+            name = f"terapipe from {source} to {target}"
+            options = _nccl_options(timeout, MAX_CTAS, before_computations=True)
+            options.group_name = GroupName(name)
+            options.global_ranks_in_group = dist.get_process_group_ranks(group)
+            store = PrefixStore(name, group.get_group_store())
+            with nccl_errors_raised_here():
+                backend = dist.ProcessGroupNCCL(store, int(rank == target), 2, options)
+            backend.eager_connect_single_device(device)
+            self._pairs[key] = backend
+        return self._pairs[key]
+
+    # Closing
+
+    def cut(self, gloo: Collection[dist.ProcessGroup], nccl: Collection[Any], device: torch.device) -> None:
+        """Wakes everyone who waits for this rank in one of these groups, and this rank where it waits.
+
+        NCCL's communicators can be aborted, those of a default group too that the program made itself: its monitor
+        would end the process eight minutes after NCCL has failed anywhere. gloo offers no way to close a group that
+        its peers would notice, short of leaving the process; but a receive that times out takes all of the group's
+        connections down with it::
+
+            rank 0                                rank 1, waits for rank 0 in gloo
+              irecv(tag nobody sends) --- 1 ms
+              time-out: gloo closes the pair  ->  its recv raises "connection closed": it reads the board
+
+        Args:
+            gloo: groups of gloo. Nobody gets them again from this object.
+            nccl: groups and pairs of NCCL, likewise.
+            device: of this process.
+        """
+        for cache in (self._groups, self._pairs):
+            for key in [key for key, group in cache.items() if any(group is other for other in (*gloo, *nccl))]:
+                del cache[key]
+        if device.type == "cuda":
+            aborted = {id(group): group for group in (*nccl, self._nccl_of_users_group()) if group is not None}
+            self.abort(list(aborted.values()), device)
+        for group in gloo:
+            for peer in range(group.size()):
+                if peer != dist.get_rank(group):
+                    with suppress(RuntimeError):  # from the time-out, or because this connection is down already
+                        nothing = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                        not_none(nothing).wait(timedelta(milliseconds=1))
+
+    def abort(self, communicators: Collection[Any], device: torch.device) -> None:
+        """Aborts NCCL's communicators, all at the same time, and does not wait for it.
+
+        ncclCommAbort sets a flag and waits for the kernels of its communicator. Those may be queued behind kernels that
+        wait for a message of another one::
+
+            device:   [recv of pair A, waits] [recv of pair B] [compute]
+            abort(B)  waits for recv B, which is queued behind recv A
+            abort(A)  would end recv A, but is called after abort(B) has returned: never
+
+        One thread for each sets all flags. torch's ``ProcessGroupNCCL.abort`` waits as long, whatever its timeout.
+        """
+        for communicator in communicators:
+            self._close(communicator.abort, device)
+
+    def _close(self, function: Callable[[], None], device: torch.device) -> None:
+        def close() -> None:
+            with suppress(RuntimeError):  # it may be broken in any way
+                function()
+
+        self._closing.append(start_thread(close, device, "terapipe-closing"))
+
+    def await_closing(self, seconds: float = LEAVE) -> bool:
+        """Waits until communicators that are being closed are closed. False if that takes longer."""
+        deadline = time.monotonic() + seconds
+        for thread in self._closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._closing)
+
+    def leave(self) -> None:
+        """At the end of a process on GPUs, closes the connections that were made here.
+
+        ``destroy_process_group`` does not know pairs: torch would warn of them, and abort what peers still receive.
+        What a rank that is gone holds up is left behind.
+        """
+        owns_default = dist.is_initialized() and self.owns_default_group
+        if (self._pairs or owns_default) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            device = torch.device("cuda", torch.cuda.current_device())
+            for backend in self._pairs.values():
+                self._close(backend.shutdown, device)
+            if owns_default:
+                self._close(dist.destroy_process_group, device)
+            self._pairs.clear()
+        self.await_closing()
+
+
+GROUPS = ProcessGroups()
+atexit.register(GROUPS.leave)
+
+
+def not_none(work: dist.Work | None) -> dist.Work:
+    """Returns what an operation with ``async_op`` returned; only a rank outside of its group would get None."""
+    assert work is not None
+    return work
+
+
+def _nccl_options(timeout: timedelta, ctas: int, *, before_computations: bool = False) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=before_computations)
+    options.config.max_ctas = ctas
+    options._timeout = PATIENCE * timeout
+    return options
+
+
+@contextmanager
+def _without_splitting() -> Iterator[None]:
+    """Inside, torch makes new groups by themselves.
+
+    Where the default group is bound to a device, torch would split new groups off from it, for which all ranks of the
+    job would have to call, also those that are not of this pipeline.
+    """
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if world is None or bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def _store_of_job(timeout: float) -> Store:
+    """Connects to torchrun's store. With a world size of 1, or the rank that hosts it would wait in it for the others,
+    and name nobody."""
+    try:
+        store: Store = next(iter(rendezvous("env://?world_size=1", timeout=timedelta(seconds=timeout))))[0]
+    except dist.DistError as error:
+        raise PipelineError(
+            f"no store of the job answered at {store_address()} within {timeout:g} s; rank 0, or torchrun on its host, "
+            f"must be started, and be reached there: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return store
