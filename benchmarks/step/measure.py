@@ -113,7 +113,7 @@ def measure(title: str, sequences: int, tokens: int, rounds: int, quick: bool) -
 def plans(family: Family, sequences: int, tokens: int, quick: bool) -> list[Plan]:
     """The plans that are tried: the more sequences, the fewer slices each needs."""
     folded = Plan((1,) * sequences, family.folded[sequences], (0, 1, 2, 3, 4), "terapipe-v", 2)
-    folded = folded.resized(sequences, tokens, 8)
+    folded = folded.resize(sequences, tokens, 8)
     if quick:
         return [folded]
     many, few = {1: (12, 8), 2: (8, 4), 4: (6, 3)}[sequences]

@@ -66,10 +66,10 @@ def test_too_large_a_batch_cannot_be_filled_up() -> None:
 
 @given(plan=plans(), batch=st.integers(1, 9), tokens=st.integers(1, 40), tile=st.sampled_from([1, 2, 8]))
 def test_a_plan_can_be_resized(plan: Plan, batch: int, tokens: int, tile: int) -> None:
-    resized = plan.resized(batch, tokens * tile, tile)
+    resized = plan.resize(batch, tokens * tile, tile)
     assert (resized.batch_size, resized.seq_len) == (batch, tokens * tile)
     assert all(n % tile == 0 for row in resized.lengths for n in row)
-    assert plan.resized(plan.batch_size, plan.seq_len) == plan
+    assert plan.resize(plan.batch_size, plan.seq_len) == plan
 
 
 @pytest.mark.parametrize(

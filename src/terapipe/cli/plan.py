@@ -27,7 +27,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.profile import Profile
 from terapipe.reporting.plans import explanation
 from terapipe.search.result import PlanResult
-from terapipe.search.sensitivity import Mistake
+from terapipe.search.sensitivity import Sensitivity
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def run(parsed: argparse.Namespace) -> int:
     dry = api.dry_run(parsed.model or result.model_config, result) if parsed.dry_run else None
     hosts = hosts_of(_machine(result.source), result.layout.devices)
     launch = _launch(parsed, result, hosts)
-    mistakes = result.sensitivity() if parsed.sensitivity else []
+    sensitivities = result.sensitivity() if parsed.sensitivity else []
     _write(parsed, result, launch)
     if parsed.json:
-        print(json.dumps(_as_dict(result, launch, mistakes, dry)))
+        print(json.dumps(_as_dict(result, launch, sensitivities, dry)))
         return 0
     for part in explanation(result):
         console.print(part)
@@ -103,7 +103,7 @@ def run(parsed: argparse.Namespace) -> int:
     if dry is not None:
         console.print(f"\nDry run of {dry}.", markup=False)
     _show_launch(parsed, result, launch, hosts)
-    _show_sensitivity(mistakes)
+    _show_sensitivity(sensitivities)
     return 0
 
 
@@ -155,14 +155,14 @@ def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None
 
 
 def _as_dict(
-    result: PlanResult, launch: Launch | None, mistakes: Sequence[Mistake], dry: "DryRun | None"
+    result: PlanResult, launch: Launch | None, sensitivities: Sequence[Sensitivity], dry: "DryRun | None"
 ) -> dict[str, Any]:
     data = {**result.to_dict(), "launch": launch.to_dict() if launch else None}
     if dry is not None:
         data["dry_run"] = dry.to_dict()
-    if mistakes:
+    if sensitivities:
         data["sensitivity"] = [
-            {"constant": m.constant, "factor": m.factor, "regret": m.regret, "same": m.same} for m in mistakes
+            {"constant": m.constant, "factor": m.factor, "regret": m.regret, "same": m.same} for m in sensitivities
         ]
     return data
 
@@ -182,9 +182,9 @@ def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch 
             console.print(f"Wrote {path}; submit it with: {command} {path}", markup=False)
 
 
-def _show_sensitivity(mistakes: Sequence[Mistake]) -> None:
-    if mistakes:
+def _show_sensitivity(sensitivities: Sequence[Sensitivity]) -> None:
+    if sensitivities:
         console.print("\nStep time lost if a constant is assumed wrong by a factor (* if another plan is chosen):")
-    for constant, group in groupby(mistakes, key=lambda m: m.constant):
+    for constant, group in groupby(sensitivities, key=lambda m: m.constant):
         cells = [f"x {m.factor:g}: {m.regret:+.1%}{'' if m.same else ' *'}" for m in group]
         console.print(f"  {constant:20s} " + "   ".join(cells))

@@ -27,7 +27,7 @@ from terapipe.published.reproduce import (
     sweep,
 )
 from terapipe.reporting import charts, style, svg
-from terapipe.reporting.plans import cut, runs
+from terapipe.reporting.plans import cut_title, runs
 from terapipe.search.evaluator import PlanEstimate
 
 
@@ -88,7 +88,7 @@ def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
 
 def _how(c: PlanEstimate) -> tuple[str, str, str]:
     peak = style.memory(c.peak_bytes) + ("" if c.fits else ", does not fit")
-    return peak, f"{c.layout.dp} x {c.layout.pp} x {c.layout.tp}", cut(c.plan)
+    return peak, f"{c.layout.dp} x {c.layout.pp} x {c.layout.tp}", cut_title(c.plan)
 
 
 def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
@@ -104,7 +104,7 @@ def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 def _row(name: str, estimate: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:
     layout = estimate.layout
-    how = f"{estimate.title}, {layout.dp} x {layout.pp} x {layout.tp}, {cut(estimate.plan)}"
+    how = f"{estimate.title}, {layout.dp} x {layout.pp} x {layout.tp}, {cut_title(estimate.plan)}"
     ratio = f"{estimate.step_time / best.step_time:.2f}"
     return name, style.seconds(estimate.step_time), ratio, style.memory(estimate.peak_bytes), how
 

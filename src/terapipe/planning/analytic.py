@@ -60,7 +60,7 @@ class AnalyticCost:
         return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        recomputed = self._recomputed(size, length, context)
+        recomputed = self._recompute_time(size, length, context)
         device = self.cluster.host.device
         # Input and weight gradients take the FLOPs of one forward each. Weight gradients are then accumulated.
         busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
@@ -89,7 +89,7 @@ class AnalyticCost:
         device = self.cluster.host.device
         count = parameters(self.config, stages) / self.layout.tp if self.ends else self._layer_parameters(stages)
         optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
-        return optimizer + self._all_reduce_gradients(count) + self._tied(stages)
+        return optimizer + self._all_reduce_gradients(count) + self._tied_exchange(stages)
 
     # One layer
 
@@ -134,7 +134,7 @@ class AnalyticCost:
         busy = device.layer_overhead + self._products(size, length, context)
         return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
 
-    def _recomputed(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
+    def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
         """The part of a layer's forward that its backward computes again. Selective recomputation leaves out attention,
         and ends before the last product of the layer, of which only the input is needed."""
         if self.recompute == "none":
@@ -196,7 +196,7 @@ class AnalyticCost:
             return host.intra_node.seconds(sent)
         return host.inter_node.seconds(sent * host.devices)
 
-    def _tied(self, stages: Sequence[StageSpec]) -> float:
+    def _tied_exchange(self, stages: Sequence[StageSpec]) -> float:
         """The gradient of a tied weight, exchanged between the first and the last stage's rank; sharded by tp."""
         first, last = (any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
         if not (self.ends and self.config.tied) or first == last:

@@ -73,16 +73,16 @@ def usable_memory(device: Device) -> int:
     """Bytes that a plan may use: the data sheet's, less what driver, CUDA context, NCCL and fragmentation take."""
     if not device.accelerator:
         return device.memory
-    return _unfragmented(device.memory * REPORTED - CONTEXT - COLLECTIVES)
+    return _without_fragmentation(device.memory * REPORTED - CONTEXT - COLLECTIVES)
 
 
 def usable_of_measured(free: int) -> int:
     """The same of a GPU on which ``free`` bytes were measured to be left for tensors when context and connections of a
     pipeline were there. Profiling makes no groups of replicas and tensor parallel ranks; a run may."""
-    return _unfragmented(free - LATER_GROUPS)
+    return _without_fragmentation(free - LATER_GROUPS)
 
 
-def _unfragmented(nbytes: float) -> int:
+def _without_fragmentation(nbytes: float) -> int:
     return max(0, int(nbytes * (1 - FRAGMENTED)))
 
 
@@ -108,7 +108,7 @@ class Cluster:
 
     def __init__(self, name: str, host: Host | None = None, hosts: int = 1) -> None:
         if host is None:
-            name, host, hosts = _known(name)
+            name, host, hosts = _parse_cluster(name)
         if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
             raise ValueError(f"a cluster has at least one host, got {hosts!r}")
         for field, value in (("name", name), ("host", host), ("hosts", hosts)):
@@ -176,7 +176,7 @@ HOSTS: dict[str, Host] = {
 }
 
 
-def _known(text: str) -> tuple[str, Host, int]:
+def _parse_cluster(text: str) -> tuple[str, Host, int]:
     """Parses ``HOST:COUNT``, such as ``p3.16xlarge:48``."""
     name, _, count = text.partition(":")
     if name != "cpu" and name not in HOSTS:

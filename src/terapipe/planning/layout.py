@@ -127,6 +127,12 @@ def balance_ranks(
 
 
 def split_layers(config: GPTConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
-    """Stage boundaries for a GPT, balanced by the FLOPs of its layers and its head."""
+    """Chooses stage boundaries for a GPT by the FLOPs of its layers and its head.
+
+    Args:
+        config: The shape of the model.
+        num_stages: The number of stages.
+        seq_len: Tokens in a sequence: attention takes a larger share of long ones.
+    """
     layer = config.layer_flops(seq_len)
     return balance([layer] * config.layers, num_stages, last=config.head_flops(seq_len))

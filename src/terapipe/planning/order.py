@@ -82,7 +82,11 @@ ORDERS: dict[str, Order] = {}  # filled by scheduling/orders.py, which importing
 
 
 def register(order: Order) -> Order:
-    """Adds an order to ``ORDERS``, so that plans may name it and the planner tries it."""
+    """Adds an order to ``ORDERS``, so that plans may name it and the planner tries it.
+
+    Args:
+        order: The order. Its name must be new.
+    """
     if order.name in ORDERS:
         raise ValueError(f"there is an order {order.name!r} already; choose another name")
     ORDERS[order.name] = order
@@ -90,6 +94,7 @@ def register(order: Order) -> Order:
 
 
 def order_named(name: str) -> Order:
+    """The order of this name. A ValueError lists the names that there are."""
     try:
         return ORDERS[name]
     except (KeyError, TypeError):

@@ -297,7 +297,7 @@ def _interpolate(x: Array, xs: Array, ys: Array) -> Array:
     return np.asarray(ys[at] + slope * (x - xs[at]), dtype=np.float64)
 
 
-def _issuing(points: Sequence[tuple[float, ...]]) -> float:
+def _issue_time(points: Sequence[tuple[float, ...]]) -> float:
     """Seconds of the host, which are the same for slices of all lengths: the mean of the faster half of the points.
     Behind a device that lags, the host waits until there is room in its queue, so long slices show the device's time.
     0 without measurements."""
@@ -358,12 +358,12 @@ class FittedCost:
         return {kind: Fit.of([s for s in samples if s.kind == kind]) for kind in kinds}
 
     def with_recompute(self, mode: Recompute) -> "FittedCost":
-        return self._changed(recompute=mode)
+        return self._copy_with(recompute=mode)
 
     def by_side(self) -> tuple["FittedCost", HostTime]:
-        return self._changed(hosted=False), self._host if self.hosted else HostTime()
+        return self._copy_with(hosted=False), self._host if self.hosted else HostTime()
 
-    def _changed(self, **fields: Any) -> "FittedCost":
+    def _copy_with(self, **fields: Any) -> "FittedCost":
         """A copy, with the fits of the same profile."""
         changed = replace(self, **fields)
         changed.__dict__["_fits"] = self._fits
@@ -371,7 +371,7 @@ class FittedCost:
 
     @cached_property
     def _host(self) -> HostTime:
-        kinds = {kind: _issuing([s.host for s in self.profile.samples if s.kind == kind]) for kind in KINDS}
+        kinds = {kind: _issue_time([s.host for s in self.profile.samples if s.kind == kind]) for kind in KINDS}
         per_layer = {kind: seconds / self.profile.layers for kind, seconds in kinds.items()}
         again = {"none": 0.0, "full": per_layer["forward"], "block": per_layer["block"]}[self.recompute]
         return HostTime(
@@ -381,7 +381,7 @@ class FittedCost:
             embedding=kinds["embedding"],
             embedding_backward=kinds["embedding_backward"],
             head=kinds["head"],
-            message=_issuing([t.host for t in self.profile.transfers]),
+            message=_issue_time([t.host for t in self.profile.transfers]),
         )
 
     def _seconds(self, kind: str, size: Numbers, length: Numbers, context: Numbers = 0.0) -> Array:
@@ -398,13 +398,13 @@ class FittedCost:
         return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        seconds = self._seconds("backward", size, length, context) + self._recomputed(size, length, context)
+        seconds = self._seconds("backward", size, length, context) + self._recompute_time(size, length, context)
         seconds = seconds * (stage.layers / self.profile.layers)
         if stage.first:
             seconds = seconds + self._seconds("embedding_backward", size, length)
         return np.maximum(seconds, self._host.of_backward(stage)) if self.hosted else seconds
 
-    def _recomputed(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
+    def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
         """Older profiles do not have the time of block recomputation; a forward without context takes about as
         long."""
         if self.recompute == "full":

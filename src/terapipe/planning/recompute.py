@@ -61,8 +61,8 @@ def modes_of(recompute: RecomputeModes, stage: int, num_slices: int) -> tuple[Re
 def modes_in(recompute: RecomputeModes) -> tuple[Recompute, ...]:
     """All modes that occur, the one that keeps most first."""
     entries = (recompute,) if isinstance(recompute, str) else recompute
-    found = {mode for entry in entries for mode in ((entry,) if isinstance(entry, str) else entry)}
-    return tuple(mode for mode in MODES if mode in found)
+    modes = {mode for entry in entries for mode in ((entry,) if isinstance(entry, str) else entry)}
+    return tuple(mode for mode in MODES if mode in modes)
 
 
 def for_any_slices(recompute: RecomputeModes) -> RecomputeModes:

@@ -12,7 +12,7 @@ from terapipe.planning.order import order_named
 from terapipe.planning.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
 
 FORMAT = 1
-PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/saved.py)
+PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/result.py)
 
 
 def microbatch_sizes(batch_size: int, size: int) -> tuple[int, ...]:
@@ -63,6 +63,12 @@ class Slice(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """What the ranks must agree on. Everything else is derived from it.
+
+    Five sequences of eight tokens in two microbatches, the first cut into three slices, the second into two::
+
+        sizes      lengths
+        3          4 . . . | 2 . | 2 .      slices 0.0, 0.1 and 0.2, each of three sequences
+        2          5 . . . . | 3 . .        slices 1.0 and 1.1
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
     each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
@@ -115,10 +121,17 @@ class Plan:
                 f"{self.num_stages} stages; try one of {[c for c in range(1, 9) if self.num_stages % c == 0]}"
             )
 
-    def resized(self, batch_size: int, seq_len: int, tile: int = 1) -> "Plan":
-        """This plan adapted to another batch shape. Slices keep their proportions, rounded to multiples of ``tile``.
-        Microbatch sizes repeat from the first one if there are more. The result depends on nothing but the arguments,
-        so ranks get the same plan without communication."""
+    def resize(self, batch_size: int, seq_len: int, tile: int = 1) -> "Plan":
+        """Adapts the plan to another batch shape. Slices keep their proportions. Microbatch sizes repeat from the first
+        one if there are more.
+
+        The result depends on nothing but plan and arguments, so ranks get the same plan without communication.
+
+        Args:
+            batch_size: Sequences in the other batch.
+            seq_len: Tokens in each of its sequences, a multiple of ``tile``.
+            tile: Slice lengths are rounded to multiples of it.
+        """
         if batch_size < 1 or seq_len < 1 or seq_len % tile:
             raise ValueError(
                 f"a plan can be made for at least one sequence of a positive multiple of {tile} tokens, got "
@@ -127,7 +140,7 @@ class Plan:
         sizes: list[int] = []
         while sum(sizes) < batch_size:
             sizes.append(min(self.sizes[len(sizes) % len(self.sizes)], batch_size - sum(sizes)))
-        rows = [self._scaled(self.lengths[m % len(self.lengths)], seq_len, tile) for m in range(len(sizes))]
+        rows = [self._scale_lengths(self.lengths[m % len(self.lengths)], seq_len, tile) for m in range(len(sizes))]
         return self.recut(tuple(rows), tuple(sizes))
 
     def recut(self, lengths: tuple[tuple[int, ...], ...], sizes: tuple[int, ...] | None = None) -> "Plan":
@@ -137,7 +150,7 @@ class Plan:
         recompute = self.recompute if same else for_any_slices(self.recompute)
         return replace(self, sizes=sizes or self.sizes, lengths=lengths, recompute=recompute)
 
-    def _scaled(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
+    def _scale_lengths(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
         # Integer arithmetic, so that every rank gets the same result.
         ends = {(2 * end * seq_len // self.seq_len + tile) // (2 * tile) * tile for end in accumulate(lengths)}
         edges = sorted({0, seq_len, *(end for end in ends if end < seq_len)})
@@ -156,17 +169,27 @@ class Plan:
         chunks: int = 1,
         recompute: Recompute | bool = "none",
     ) -> Self:
-        """Microbatches of ``microbatch_size`` sequences, each cut into ``num_slices`` slices of nearly equal length.
+        """A plan with microbatches of equal size, each cut into slices of nearly equal length.
 
         If sizes do not divide evenly, the last microbatch is smaller, and the first slices are one token longer.
+
+        Args:
+            batch_size: Sequences in the batch.
+            seq_len: Tokens in each sequence.
+            boundaries: The layers at which stages begin, then the number of layers: ``split_layers`` computes them.
+            num_slices: Slices of each microbatch.
+            microbatch_size: Sequences in each microbatch.
+            order: The name of an order: see ``ORDERS``.
+            chunks: Stages of each rank.
+            recompute: What backwards compute again, on all stages: ``"none"``, ``"block"`` or ``"full"``.
         """
-        given = {
+        counts = {
             "batch_size": batch_size,
             "seq_len": seq_len,
             "num_slices": num_slices,
             "microbatch_size": microbatch_size,
         }
-        for name, value in given.items():
+        for name, value in counts.items():
             check_whole_number(name, value)
         if num_slices > seq_len:
             raise ValueError(f"a slice needs at least one token, got {num_slices} slices of {seq_len} tokens")
@@ -197,9 +220,9 @@ class Plan:
 
     def rank_of(self, stage: int) -> int:
         chunk, place = divmod(stage, self.num_ranks)
-        return self._turned(place) if chunk % 2 else place
+        return self._reversed_rank(place) if chunk % 2 else place
 
-    def _turned(self, place: int) -> int:
+    def _reversed_rank(self, place: int) -> int:
         """Maps the index of a stage within an odd chunk to its rank, and back."""
         return self.num_ranks - 1 - place if order_named(self.order).placement == "v" else place
 
@@ -215,7 +238,7 @@ class Plan:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in ascending order."""
-        return tuple(c * self.num_ranks + (self._turned(rank) if c % 2 else rank) for c in range(self.chunks))
+        return tuple(c * self.num_ranks + (self._reversed_rank(rank) if c % 2 else rank) for c in range(self.chunks))
 
     @cached_property
     def grid(self) -> tuple[tuple[Slice, ...], ...]:

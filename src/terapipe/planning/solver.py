@@ -46,7 +46,7 @@ class SliceCost(Protocol):
 
 @dataclass(frozen=True)
 class Cuts:
-    """A batch cut into microbatches, and each of those into slices."""
+    """A batch cut into microbatches, and each of those into slices, as in a ``Plan``."""
 
     sizes: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
@@ -79,10 +79,16 @@ def solve(
     sizes: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Cuts:
-    """The optimal cuts of ``batch_size`` sequences of ``seq_len`` tokens for a pipeline of ``stages`` equal stages.
+    """Cuts a batch optimally for a pipeline of equal stages.
 
-    ``sizes`` are the allowed microbatch sizes, by default all. ``lengths`` are the allowed slice lengths, by default
-    all multiples of ``step``; the last slice of a sequence then also takes the remainder.
+    Args:
+        cost: Seconds of slices on one stage.
+        seq_len: Tokens in each sequence.
+        stages: Stages of the pipeline.
+        step: Slice lengths are multiples of it; the last slice of a sequence also takes the remainder.
+        batch_size: Sequences in the batch.
+        sizes: The allowed microbatch sizes. None: all.
+        lengths: The allowed slice lengths, in place of multiples of ``step``.
     """
     _positive(seq_len=seq_len, stages=stages, step=step, batch_size=batch_size)
     allowed = _sizes(sizes, batch_size)
@@ -96,7 +102,7 @@ def solve(
 
     def seconds(i: int, starts: Ints, ends: Ints) -> Array:
         context = points[starts]
-        return _checked(cost, allowed[i], (points[ends] - context).astype(np.float64), context.astype(np.float64))
+        return _seconds_of(cost, allowed[i], (points[ends] - context).astype(np.float64), context.astype(np.float64))
 
     return _cuts(_Task(seconds, units, spans, allowed, batch_size, stages), points)
 
@@ -122,19 +128,27 @@ def _refuse_long(seq_len: int, step: int) -> None:
 def solve_table(
     table: Array, *, stages: int, batch_size: int = 1, unit: int = 1, sizes: Sequence[int] | None = None
 ) -> Cuts:
-    """As ``solve``, from a table. ``table[s, k, j]`` are the seconds of a slice of ``sizes[s]`` sequences with a length
-    of ``k + 1`` units and a context of ``j`` units; a unit is ``unit`` tokens. inf where a slice is not allowed.
-    Entries beyond the end of the sequence are not read."""
+    """As ``solve``, from a table.
+
+    Args:
+        table: ``table[s, k, j]`` are the seconds of a slice of ``sizes[s]`` sequences with a length of ``k + 1`` units
+            and a context of ``j`` units. inf where a slice is not allowed. Entries beyond the end of the sequence are
+            not read.
+        stages: Stages of the pipeline.
+        batch_size: Sequences in the batch.
+        unit: Tokens in a unit.
+        sizes: The microbatch size of each row of the table. None: 1, 2, 3 and so on.
+    """
     _positive(stages=stages, batch_size=batch_size, unit=unit)
     table = np.asarray(table, dtype=np.float64)
-    given = list(range(1, batch_size + 1) if sizes is None else sizes)
-    allowed = _sizes(given, batch_size)
-    if table.ndim != 3 or 0 in table.shape or len(table) != len(given) or table.shape[1] > table.shape[2]:
+    all_sizes = list(range(1, batch_size + 1) if sizes is None else sizes)
+    allowed = _sizes(all_sizes, batch_size)
+    if table.ndim != 3 or 0 in table.shape or len(table) != len(all_sizes) or table.shape[1] > table.shape[2]:
         raise ValueError(
             "the table must have the shape (sizes, longest slice in units, units), no slice longer than all units, "
-            f"got {table.shape} for sizes {given}; give it one row for each size and one column for each context"
+            f"got {table.shape} for sizes {all_sizes}; give it one row for each size and one column for each context"
         )
-    row = [given.index(size) for size in allowed]
+    row = [all_sizes.index(size) for size in allowed]
 
     def seconds(i: int, starts: Ints, ends: Ints) -> Array:
         entries: Array = table[row[i], ends - starts - 1, starts]
@@ -334,7 +348,7 @@ def _best_under(graph: _Graph, limits: Array, task: _Task) -> tuple[Array, _Solu
 
 
 def _totals(ends: Array, task: _Task) -> Array:
-    """``total[n]`` is the smallest sum of microbatches with n sequences together, given that of one of each size."""
+    """``total[n]`` is the smallest sum of microbatches with n sequences together, from that of one of each size."""
     total = np.full((task.batch_size + 1, ends.shape[1]), np.inf)
     total[0] = 0.0
     sizes = np.array(task.sizes)
@@ -378,7 +392,7 @@ def _trace_path(graph: _Graph, from_start: Array, limit: float, chain: int) -> t
     return tuple(reversed(points)), costs
 
 
-def _checked(cost: SliceCost, size: int, length: Array, context: Array | int) -> Array:
+def _seconds_of(cost: SliceCost, size: int, length: Array, context: Array | int) -> Array:
     seconds = np.broadcast_to(np.asarray(cost(size, length, context), dtype=np.float64), length.shape)
     return _refuse_negative(seconds, size, length, context)
 
@@ -401,15 +415,15 @@ def _positive(**values: int) -> None:
 
 def _sizes(sizes: Sequence[int] | None, batch_size: int) -> tuple[int, ...]:
     """The allowed sizes that fit into the batch, ascending."""
-    given = range(1, batch_size + 1) if sizes is None else sizes
-    _positive(**{f"sizes[{i}]": size for i, size in enumerate(given)})
-    fitting = tuple(sorted({int(size) for size in given if size <= batch_size}))
+    all_sizes = range(1, batch_size + 1) if sizes is None else sizes
+    _positive(**{f"sizes[{i}]": size for i, size in enumerate(all_sizes)})
+    fitting = tuple(sorted({int(size) for size in all_sizes if size <= batch_size}))
     sums = {0}
     for n in range(1, batch_size + 1):
         if any(n - size in sums for size in fitting):
             sums.add(n)
     if batch_size not in sums:
         raise ValueError(
-            f"the sizes must add up to the batch, got sizes {list(given)} for a batch of {batch_size}; allow 1"
+            f"the sizes must add up to the batch, got sizes {list(all_sizes)} for a batch of {batch_size}; allow 1"
         )
     return fitting

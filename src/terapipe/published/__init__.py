@@ -1,1 +1,1 @@
-"""The TeraPipe paper's experiments on simulated clusters. No torch here."""
+"""Published measurements as data files, one table each with its source, and their simulation. No torch here."""

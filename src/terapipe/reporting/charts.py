@@ -234,7 +234,7 @@ def label_boxes(placed: Mapping[str, Place], obstacles: Sequence[Box] = ()) -> d
 
 
 def _candidates(x: float, y: float, wide: float) -> list[Box]:
-    found = []
+    boxes = []
     for away in (0, 14, 30, 46, 62, 78, 94):
         for left, top in (
             (x + 10 + away, y - 8),
@@ -247,8 +247,8 @@ def _candidates(x: float, y: float, wide: float) -> list[Box]:
             (x - 6 - wide - away, y + 6 + away),
         ):
             if left >= _X0 and left + wide <= _WIDTH - 4 and top >= _TOP - 24 and top + 16 <= _BOTTOM:
-                found.append(Box(left, top, left + wide, top + 16))
-    return found or [Box(x + 10, y - 8, x + 10 + wide, y + 8)]
+                boxes.append(Box(left, top, left + wide, top + 16))
+    return boxes or [Box(x + 10, y - 8, x + 10 + wide, y + 8)]
 
 
 def _label(name: str, box: Box, x: float, y: float, tone: str) -> list[str]:

@@ -98,15 +98,15 @@ def _ratios(predicted: RunView, measured: RunView, ops: Sequence[Op], has_memory
 
 def idle_bars(runs: Sequence[RunView]) -> str:
     """A bar per rank with its idle time by cause, all runs on one scale. Empty if no run knows the causes."""
-    known = [run for run in runs if run.idle]
-    most = max((sum(rank.values()) for run in known for rank in run.idle), default=0.0)
+    shown = [run for run in runs if run.idle]
+    most = max((sum(rank.values()) for run in shown for rank in run.idle), default=0.0)
     if most <= 0:
         return ""
-    found = [cause for run in known for rank in run.idle for cause, spent in rank.items() if spent > 0]
-    causes = [c for c in (*CAUSES, *dict.fromkeys(found)) if c in set(found)]
+    observed = [cause for run in shown for rank in run.idle for cause, spent in rank.items() if spent > 0]
+    causes = [c for c in (*CAUSES, *dict.fromkeys(observed)) if c in set(observed)]
     colors = {cause: CAUSES.get(cause, OTHER_CAUSE) for cause in causes}
     keys = "".join(f"<span><i style='background:{colors[c]}'></i>{escape(c)}</span>" for c in colors)
-    panels = "".join(_idle_panel(run, colors, most) for run in known)
+    panels = "".join(_idle_panel(run, colors, most) for run in shown)
     return f"<p class='legend'>{keys}</p><div class='panels'>{panels}</div>"
 
 
@@ -136,18 +136,18 @@ def _of_step(spent: float, step: float) -> str:
 
 def memory_curves(runs: Sequence[RunView], budget: int | None) -> str:
     """Memory over time, a small chart per rank on one scale; with many ranks, of some. Empty if no run knows it."""
-    known = [run for run in runs if run.memory]
-    peak = max((p for run in known for p in run.peaks), default=0.0)
+    shown = [run for run in runs if run.memory]
+    peak = max((p for run in shown for p in run.peaks), default=0.0)
     if not peak:
         return ""
-    span = max(run.timeline.makespan for run in known)
+    span = max(run.timeline.makespan for run in shown)
     near = budget is not None and budget <= 3 * peak
     top = 1.1 * max(peak, float(budget or 0) if near else 0.0)
-    ranks = _ranks_to_draw(known)
-    drawn = "".join(_memory_chart(known, i, name, span, top, budget if near else None) for i, name in ranks.items())
+    ranks = _ranks_to_draw(shown)
+    drawn = "".join(_memory_chart(shown, i, name, span, top, budget if near else None) for i, name in ranks.items())
     notes = []
-    if len(known) > 1:
-        names = enumerate(escape(run.name) for run in known)
+    if len(shown) > 1:
+        names = enumerate(escape(run.name) for run in shown)
         keys = (f"<span><i style='background:{line_color(i)}'></i>{name}</span>" for i, name in names)
         notes.append(f"<p class='legend'>{''.join(keys)}</p>")
     if budget is not None and not near:
@@ -155,27 +155,27 @@ def memory_curves(runs: Sequence[RunView], budget: int | None) -> str:
     return "".join(notes) + f"<div class='panels'>{drawn}</div>"
 
 
-def _ranks_to_draw(known: Sequence[RunView]) -> dict[int, str]:
+def _ranks_to_draw(shown: Sequence[RunView]) -> dict[int, str]:
     """Ranks and their labels: all if they are few, else the first, middle, last and fullest."""
-    num_ranks = max(len(run.memory) for run in known)
+    num_ranks = max(len(run.memory) for run in shown)
     if num_ranks <= _FEW:
         return {rank: f"rank {rank}" for rank in range(num_ranks)}
-    fullest = max(((p, -rank) for run in known for rank, p in enumerate(run.peaks)))
+    fullest = max(((p, -rank) for run in shown for rank, p in enumerate(run.peaks)))
     why = {0: "first", num_ranks // 2: "middle", num_ranks - 1: "last"}
     why[-fullest[1]] = " and ".join(filter(None, (why.get(-fullest[1]), "highest peak")))
     return {rank: f"rank {rank}, {why[rank]}" for rank in sorted(why)}
 
 
-def _memory_chart(known: Sequence[RunView], rank: int, name: str, span: float, top: float, budget: int | None) -> str:
+def _memory_chart(shown: Sequence[RunView], rank: int, name: str, span: float, top: float, budget: int | None) -> str:
     x_unit, y_unit = (_RIGHT - _LEFT) / span, (_BOTTOM - _TOP) / top
     parts = [text(0, 14, name, weight=600), *_memory_scales(span, top, x_unit, y_unit)]
     end = float(_RIGHT)
-    for index, run in reversed(list(enumerate(known))):
+    for index, run in reversed(list(enumerate(shown))):
         steps = run.memory[rank] if rank < len(run.memory) else ()
         if not steps:
             continue
-        kept = peaks_by_column(steps, span, _RIGHT - _LEFT)
-        points = [(_LEFT + t * x_unit, _BOTTOM - size * y_unit) for t, size in kept]
+        reduced = peaks_by_column(steps, span, _RIGHT - _LEFT)
+        points = [(_LEFT + t * x_unit, _BOTTOM - size * y_unit) for t, size in reduced]
         last = min(_LEFT + max(run.timeline.makespan, steps[-1][0]) * x_unit, _RIGHT)
         corners = staircase(points)
         corners.append((max(last, corners[-1][0]), corners[-1][1]))
@@ -209,13 +209,13 @@ def _memory_scales(span: float, top: float, x_unit: float, y_unit: float) -> lis
 
 def peaks_by_column(steps: Steps, span: float, columns: float) -> list[tuple[float, float]]:
     """At most two points per column of pixels, its highest and its last, so no peak is lost."""
-    kept: dict[int, list[tuple[float, float]]] = {}
+    reduced: dict[int, list[tuple[float, float]]] = {}
     for at, size in steps:
         column = int(at / span * columns)
-        same = kept.setdefault(column, [(at, size)])
+        same = reduced.setdefault(column, [(at, size)])
         highest = max([*same, (at, size)], key=lambda step: step[1])
-        kept[column] = [highest] if highest == (at, size) else [highest, (at, size)]
-    return [step for column in sorted(kept) for step in kept[column]]
+        reduced[column] = [highest] if highest == (at, size) else [highest, (at, size)]
+    return [step for column in sorted(reduced) for step in reduced[column]]
 
 
 def slice_bars(runs: Sequence[RunView]) -> str:
@@ -319,12 +319,12 @@ def _timeline(runs: Sequence[RunView]) -> str:
         "two fingers zoom, dragging pans, a double click shows the whole step; arrow keys walk from action to action."
         "</p>"
         "<noscript><p class='note'>The timeline is drawn by a script, which this browser does not run.</p></noscript>"
-        f"<script type='application/json' id='timeline-data'>{_embedded(runs)}</script>"
+        f"<script type='application/json' id='timeline-data'>{_embed(runs)}</script>"
         f"<script>\n{asset('timeline.js')}</script>"
     )
 
 
-def _embedded(runs: Sequence[RunView]) -> str:
+def _embed(runs: Sequence[RunView]) -> str:
     """The runs as compact JSON for ``timeline.js``. It is safe in a script element: ``<`` is escaped.
 
     All times are whole ticks. A bar is three numbers: its code (op, stage and slice as one number), the ticks since the
@@ -355,7 +355,7 @@ def _run_data(run: RunView, tick: float) -> dict[str, Any]:
         "idle": round(timeline.idle, 4),
         "stages": plan.num_stages,
         "lengths": [list(row) for row in plan.lengths],
-        "bars": [_packed(row, tick) for row in bars],
+        "bars": [_pack(row, tick) for row in bars],
         "transfers": _transfers(run, plan, number, tick),
     }
 
@@ -367,10 +367,10 @@ def _transfers(run: RunView, plan: Plan, number: dict[tuple[int, int], int], tic
         _, stage, s = transfer.arrival
         code = (number[s.microbatch, s.number] * plan.num_stages + stage) * len(OP_HUES) + (not transfer.is_forward)
         rows[plan.rank_of(stage)].append((code, transfer.start, transfer.end))
-    return [_packed(sorted(row, key=lambda bar: bar[1]), tick) for row in rows]
+    return [_pack(sorted(row, key=lambda bar: bar[1]), tick) for row in rows]
 
 
-def _packed(bars: Iterable[_Bar], tick: float) -> list[int]:
+def _pack(bars: Iterable[_Bar], tick: float) -> list[int]:
     packed: list[int] = []
     before = 0
     for code, start, end in bars:

@@ -38,7 +38,7 @@ def as_text(parts: Iterator[RenderableType]) -> str:
 def explanation(result: "PlanResult") -> Iterator[RenderableType]:
     estimate = result.estimate
     yield f"[bold]{estimate.title}[/] on {estimate.layout}: [bold]{style.seconds(estimate.step_time)}[/] per step"
-    for name, value in (described(estimate) | {"budget": budget_title(result)}).items():
+    for name, value in (describe(estimate) | {"budget": budget_title(result)}).items():
         if value:
             yield f"  {name:13s} {value}"
     if why := reasons(result):
@@ -49,7 +49,7 @@ def explanation(result: "PlanResult") -> Iterator[RenderableType]:
         yield table(result.runners_up, estimate)
 
 
-def described(estimate: "PlanEstimate") -> dict[str, str]:
+def describe(estimate: "PlanEstimate") -> dict[str, str]:
     plan = estimate.plan
     out = {
         "order": plan.order,
@@ -173,11 +173,11 @@ def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
         style.memory(e.peak_bytes) if e.peak_bytes else "?",
         "yes" if e.fits else "no",
         f"{e.layout.dp} x {e.layout.pp} x {e.layout.tp}",
-        cut(e.plan),
+        cut_title(e.plan),
     )
 
 
-def cut(plan: Plan) -> str:
+def cut_title(plan: Plan) -> str:
     """Microbatches and slices, in a few words."""
     slices = microbatches(plan)
     if len(plan.lengths[0]) > 1:

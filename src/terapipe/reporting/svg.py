@@ -141,9 +141,9 @@ def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
             parts.append(text(_LEFT - 12, top + row / 2 + 4, f"rank {rank}", anchor="end", tone="faint"))
         parts.append(box(_LEFT, top, end, row, fill="url(#idle)", round_=min(3, row / 4)))
         pending = dict.fromkeys(OP_HUES, 0.0)
-        for group in _grouped(events, unit):
+        for group in _group(events, unit):
             single = len(group) == 1
-            parts.append(_bar(group[0], timeline, top, row, unit) if single else _mixed(group, pending, top, row, unit))
+            parts.append(_bar(group[0], timeline, top, row, unit) if single else _mix(group, pending, top, row, unit))
     return parts, y + ranks * pitch
 
 
@@ -151,7 +151,7 @@ def _height(ranks: int) -> float:
     return max(_THIN, min(_TALL, _BLOCK / ranks))
 
 
-def _grouped(events: Sequence[Event], unit: float) -> Iterator[list[Event]]:
+def _group(events: Sequence[Event], unit: float) -> Iterator[list[Event]]:
     """Groups of events that are too narrow to see, each drawn as one bar: a large run would make gigabytes of SVG."""
     group: list[Event] = []
     for event in events:
@@ -182,7 +182,7 @@ def _bar(event: Event, timeline: Timeline, y: float, row: float, unit: float) ->
     return f"<g><title>{title}</title>{bar}{inside}</g>"
 
 
-def _mixed(group: Sequence[Event], pending: dict[Op, float], y: float, row: float, unit: float) -> str:
+def _mix(group: Sequence[Event], pending: dict[Op, float], y: float, row: float, unit: float) -> str:
     """One bar for several events. Each op accumulates its share of time in ``pending``, and the op with most pending
     time gives the color, so along a row the colors have the right proportions."""
     busy = sum(e.end - e.start for e in group)

@@ -22,7 +22,7 @@ def trace(runs: Sequence[RunView]) -> str:
 
 
 def _process(pid: int, run: RunView) -> Iterator[Record]:
-    yield _named("process_name", pid, 0, run.name)
+    yield _name_event("process_name", pid, 0, run.name)
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     lanes = _lanes(run)
     ranks = run.timeline.plan.num_ranks
@@ -33,7 +33,7 @@ def _process(pid: int, run: RunView) -> Iterator[Record]:
         if lane % _LANES
     }
     for tid in sorted(threads):
-        yield _named("thread_name", pid, tid, threads[tid])
+        yield _name_event("thread_name", pid, tid, threads[tid])
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
     for event, tid in lanes.items():
         yield _duration(pid, tid, event)
@@ -102,7 +102,7 @@ def _memory(pid: int, run: RunView) -> Iterator[Record]:
             }
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> Record:
+def _name_event(kind: str, pid: int, tid: int, name: str) -> Record:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 

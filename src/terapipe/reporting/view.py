@@ -64,15 +64,15 @@ class Transfer(NamedTuple):
     @property
     def start(self) -> float:
         """The start of the send: a receive is posted long before its data is sent."""
-        known = self.send or self.receive
-        assert known is not None
-        return known.start
+        event = self.send or self.receive
+        assert event is not None
+        return event.start
 
     @property
     def end(self) -> float:
-        known = self.receive or self.send
-        assert known is not None
-        return max(known.end, self.start)
+        event = self.receive or self.send
+        assert event is not None
+        return max(event.end, self.start)
 
 
 def transfers(timeline: Timeline) -> Iterator[Transfer]:

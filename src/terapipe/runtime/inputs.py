@@ -183,7 +183,7 @@ class Inputs:
                 f"with vary='replan' every rank must be given input_ids or labels, (batch, tokens), rank {self._rank} "
                 f"got {None if given is None else tuple(given.shape)}"
             )
-        return self._plan.resized(given.shape[0], given.shape[1], self._tile)
+        return self._plan.resize(given.shape[0], given.shape[1], self._tile)
 
     def batch(self, name: str, tensor: Any, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
         shape = (plan.batch_size, plan.seq_len)
@@ -222,7 +222,7 @@ class Inputs:
         plan, rest = self._plan, 0
         if resize and given is not None and given.ndim == 2 and given.shape != (plan.batch_size, plan.seq_len):
             rest = -given.shape[1] % self._tile
-            plan = plan.resized(given.shape[0], given.shape[1] + rest, self._tile)
+            plan = plan.resize(given.shape[0], given.shape[1] + rest, self._tile)
             input_ids = None if input_ids is None else F.pad(input_ids, (0, rest))
             labels = None if labels is None else F.pad(labels, (0, rest), value=IGNORE)
         if input_ids is not None and labels is not None:

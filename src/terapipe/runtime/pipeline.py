@@ -27,8 +27,8 @@ from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, PipelineModel, require_model
 from terapipe.planning.slices import Plan
 from terapipe.runtime.checkpoint.frozen import FrozenBase
-from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
-from terapipe.runtime.checkpoint.writer import ensure_channel
+from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, verify_files
+from terapipe.runtime.checkpoint.writer import CheckpointWriter, Saving
 from terapipe.runtime.comm.environment import device_of
 from terapipe.runtime.comm.mesh import ALL, DP, PP
 from terapipe.runtime.comm.transport import Transport
@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
             self._preflight = self._make_preflight(checks, vary)
             self._token_outputs = TokenOutputs(plan.last_rank, self._executors, self._sync, transport)
             if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
-                ensure_channel(transport)
+                CheckpointWriter.ensure(transport)
 
     def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
         """What ranks must agree on once their stages are made."""

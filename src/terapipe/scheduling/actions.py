@@ -55,7 +55,7 @@ class Action(NamedTuple):
             ) from None
 
 
-class Need(NamedTuple):
+class Dependency(NamedTuple):
     """A dependency, relative to the action that has it. It is ignored where it would lie outside the plan."""
 
     op: Op
@@ -63,27 +63,37 @@ class Need(NamedTuple):
     slice: int = 0  # offset, within the same microbatch
 
 
-_BACKWARD = (Need(Op.F), Need(Op.B, stage=+1), Need(Op.B, slice=+1))
+_BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slice=+1))
 
-# The dependency rule. Validation, simulation and execution all derive from this table.
+# The dependency rule. Validation, simulation and execution all derive from this table. For two slices on two stages:
+#
+#     stage 0   F0 ---> F1          B0 <--- B1        F: from the stage before, and after the slice before
+#               |       |           ^       ^         B: from the stage after, and after the slice after
+#     stage 1   F0 ---> F1 -------> B0 <--- B1
+#
 # Only the dependencies with a slice offset are special to slicing: a forward reads the keys and values of earlier
 # slices, and a backward needs the gradients that later slices add to its keys and values.
 # A dependency on a backward names B. If the backward is split, its I completes it (see `completes`).
-NEEDS: dict[Op, tuple[Need, ...]] = {
-    Op.F: (Need(Op.F, stage=-1), Need(Op.F, slice=-1)),
+NEEDS: dict[Op, tuple[Dependency, ...]] = {
+    Op.F: (Dependency(Op.F, stage=-1), Dependency(Op.F, slice=-1)),
     Op.B: _BACKWARD,
     Op.I: _BACKWARD,
-    Op.W: (Need(Op.B),),
-    Op.SEND_F: (Need(Op.F),),
-    Op.SEND_B: (Need(Op.B),),
-    Op.RECV_F: (Need(Op.SEND_F, stage=-1),),
-    Op.RECV_B: (Need(Op.SEND_B, stage=+1),),
+    Op.W: (Dependency(Op.B),),
+    Op.SEND_F: (Dependency(Op.F),),
+    Op.SEND_B: (Dependency(Op.B),),
+    Op.RECV_F: (Dependency(Op.SEND_F, stage=-1),),
+    Op.RECV_B: (Dependency(Op.SEND_B, stage=+1),),
 }
 ARRIVAL = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}  # replaces a dependency that is computed on another rank
 
 
 def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
-    """The actions that must finish before ``action`` starts."""
+    """The actions that must finish before an action starts: ``NEEDS``, with indices in place of offsets.
+
+    Args:
+        action: The action.
+        plan: The plan that it is of, for its stages and slices.
+    """
     op, k, s = action
     row = plan.grid[s.microbatch]
     needed = []
@@ -117,7 +127,7 @@ def completes(action: Action) -> Action:
     return Action(Op.B, action.stage, action.slice) if action.op is Op.I else action
 
 
-def required(stage: int, plan: Plan) -> tuple[Op, ...]:
+def required_ops(stage: int, plan: Plan) -> tuple[Op, ...]:
     """The ops that a complete schedule has for every slice on one stage, with ``B`` standing for a split backward."""
     ops = [Op.F, Op.B]
     if stage > 0 and plan.rank_of(stage) != plan.rank_of(stage - 1):

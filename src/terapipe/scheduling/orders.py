@@ -190,7 +190,11 @@ register(
 
 
 def computations(plan: Plan) -> Computations:
-    """The computations of each rank, by the plan's order."""
+    """The computations of each rank, by the plan's order, without transfers.
+
+    Args:
+        plan: The plan. Its order says whether it supports it.
+    """
     order = order_named(plan.order)
     order.check(plan)
     ranks: Computations = order.build(plan)
@@ -198,7 +202,11 @@ def computations(plan: Plan) -> Computations:
 
 
 def schedule(plan: Plan) -> Schedule:
-    """The Schedule of a plan by its order, with transfers. It depends on the number of slices, not on their lengths."""
+    """The Schedule of a plan by its order, with transfers. It depends on the number of slices, not on their lengths.
+
+    Args:
+        plan: The plan.
+    """
     return with_transfers(plan, computations(plan))
 
 

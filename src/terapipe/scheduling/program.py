@@ -17,8 +17,8 @@ OPS = tuple(Op)
 CODE = {op: code for code, op in enumerate(OPS)}
 
 
-class Places(NamedTuple):
-    """Where actions stand in tables by stage, op and slice."""
+class Indices(NamedTuple):
+    """The indices of actions in tables by stage, op and slice: three parallel arrays."""
 
     stages: Ints
     ops: Ints  # as in ``OPS``
@@ -26,9 +26,15 @@ class Places(NamedTuple):
 
 
 class Numbering:
-    """Numbers the actions of a plan: ``(op * num_stages + stage) * width + slice``, ``width`` being the slices.
+    """Numbers the actions of a plan, so that lists of hundreds of thousands of actions are handled as arrays.
 
-    A number divided by ``width`` is the row: all actions of one op on one stage. Tables "by row" are indexed so.
+    An action's number is ``(op * num_stages + stage) * width + slice``, with ``width`` slices in the plan. For two
+    stages and three slices::
+
+        op F:  stage 0   0  1  2       row 0      A *row* is all actions of one op on one stage. A number divided by
+               stage 1   3  4  5       row 1      ``width`` is its row. Tables "by row" are indexed so: what holds for
+        op B:  stage 0   6  7  8       row 2      one slice of a row holds for all, shifted by the slice.
+               stage 1   9 10 11       row 3
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -44,13 +50,13 @@ class Numbering:
         stages, width = self.plan.num_stages, self.width
         base = {op: code * stages for op, code in CODE.items()}
         index = self._index
-        found = ((base[op] + k) * width + index[s] if 0 <= k < stages and s in index else -1 for op, k, s in actions)
-        return np.fromiter(found, np.int64, len(actions))
+        numbers = ((base[op] + k) * width + index[s] if 0 <= k < stages and s in index else -1 for op, k, s in actions)
+        return np.fromiter(numbers, np.int64, len(actions))
 
     def actions(self, numbers: Ints) -> list[Action]:
-        stages, ops, slices = (column.tolist() for column in self.places(numbers))
-        known = self.plan.slices
-        rows = zip([OPS[op] for op in ops], stages, [known[i] for i in slices], strict=True)
+        stages, ops, slices = (column.tolist() for column in self.indices(numbers))
+        all_slices = self.plan.slices
+        rows = zip([OPS[op] for op in ops], stages, [all_slices[i] for i in slices], strict=True)
         return list(map(partial(tuple.__new__, Action), rows))  # as Action._make, but without a Python call for each
 
     def action(self, number: int) -> Action:
@@ -64,12 +70,12 @@ class Numbering:
         """The number of the first slice's action. Those of the other slices follow."""
         return (CODE[op] * self.plan.num_stages + stage) * self.width
 
-    def places(self, numbers: Ints) -> Places:
+    def indices(self, numbers: Ints) -> Indices:
         rows, slices = np.divmod(numbers, self.width)
         ops, stages = np.divmod(rows, self.plan.num_stages)
-        return Places(stages, ops, slices)
+        return Indices(stages, ops, slices)
 
-    def completed(self, numbers: Ints) -> Ints:
+    def completes(self, numbers: Ints) -> Ints:
         """As ``actions.completes``: the ``B`` for an ``I``, else the number itself."""
         first = self.first(Op.I, 0)
         is_input_half = (numbers >= first) & (numbers < first + self.plan.num_stages * self.width)
@@ -77,7 +83,7 @@ class Numbering:
 
     def ranks(self, numbers: Ints) -> Ints:
         """The rank that performs each action."""
-        return self._rank_by_stage[self.places(numbers).stages]
+        return self._rank_by_stage[self.indices(numbers).stages]
 
     def counterparts(self, numbers: Ints) -> Ints:
         """The other end of each transfer, -1 for computations."""
@@ -96,12 +102,12 @@ class Numbering:
     def _look_up(self, table: list[tuple[Ints, Ints]], numbers: Ints) -> list[Ints]:
         rows, slices = np.divmod(numbers, self.width)
         first_of_microbatch, last_of_microbatch = self._edges
-        found = []
+        numbers_needed = []
         for firsts, offsets in table:
             first, offset = firsts[rows], offsets[rows]
             outside = (offset < 0) & first_of_microbatch[slices] | (offset > 0) & last_of_microbatch[slices]
-            found.append(np.where((first < 0) | outside, -1, first + slices + offset))
-        return found
+            numbers_needed.append(np.where((first < 0) | outside, -1, first + slices + offset))
+        return numbers_needed
 
     @cached_property
     def _index(self) -> dict[tuple[int, ...], int]:
@@ -157,12 +163,12 @@ class Numbering:
 
 def _computations_needed(action: Action, plan: Plan) -> list[Action]:
     """The dependencies, with the computation whose result is transferred in place of a transfer."""
-    found = []
+    computations = []
     for need in dependencies(action, plan):
         while need.op not in COMPUTE:  # a receive depends on its send, a send on what it sends
             (need,) = dependencies(need, plan)
-        found.append(need)
-    return found
+        computations.append(need)
+    return computations
 
 
 COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
@@ -205,10 +211,10 @@ class Program:
         return self._starts
 
     @cached_property
-    def listed_places(self) -> Places:
+    def listed_indices(self) -> Indices:
         """Indices of all computations, one rank's list after the other, for tables by stage, op (as in
         ``COMPUTATIONS``) and slice."""
-        return _places(self.numbering, np.concatenate(self.lists))
+        return _indices(self.numbering, np.concatenate(self.lists))
 
     # In topological order
 
@@ -237,9 +243,9 @@ class Program:
         return self.numbering.actions(self.numbers)
 
     @cached_property
-    def places(self) -> Places:
+    def indices(self) -> Indices:
         """Indices for tables by stage, op (as in ``COMPUTATIONS``) and slice."""
-        return _places(self.numbering, self.numbers)
+        return _indices(self.numbering, self.numbers)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -283,21 +289,26 @@ class Program:
         return self.ranks.tolist(), self.needs.tolist(), self.links[1].tolist()
 
 
-def compiled(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
-    """The program of these lists of computations, one for each rank."""
+def compile_program(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
+    """The program of lists of computations.
+
+    Args:
+        plan: The plan whose slices and stages the computations are of.
+        lists: The computations of each rank, in order.
+    """
     numbering = Numbering(plan)
     numbers = [numbering.numbers(actions) for actions in lists]
-    for actions, found in zip(lists, numbers, strict=True):
-        if found.min(initial=0) < 0:
+    for actions, own in zip(lists, numbers, strict=True):
+        if own.min(initial=0) < 0:
             raise ValueError(
-                f"{actions[int(np.argmin(found))]} is not in the plan; list the plan's own slices and stages"
+                f"{actions[int(np.argmin(own))]} is not in the plan; list the plan's own slices and stages"
             )
     return Program(numbering, numbers)
 
 
-def _places(numbering: Numbering, numbers: Ints) -> Places:
-    stages, ops, slices = numbering.places(numbers)
-    return Places(stages, _COLUMN[ops], slices)
+def _indices(numbering: Numbering, numbers: Ints) -> Indices:
+    stages, ops, slices = numbering.indices(numbers)
+    return Indices(stages, _COLUMN[ops], slices)
 
 
 def _needs(numbering: Numbering, numbers: Ints, ranks: Ints) -> Ints:
@@ -306,7 +317,7 @@ def _needs(numbering: Numbering, numbers: Ints, ranks: Ints) -> Ints:
     what it depends on, or its own rank does so later."""
     own, never = np.arange(len(numbers)), len(numbers)
     index = np.full(numbering.count, never)  # by number
-    index[numbering.completed(numbers)] = own
+    index[numbering.completes(numbers)] = own
     needs = np.full(len(numbers), -1)
     for needed in numbering.computations_needed(numbers):
         at = np.where(needed < 0, -1, index[needed])
@@ -426,8 +437,13 @@ def run(
 
 
 def _room(program: Program, host: Sequence[float]) -> list[int]:
-    """For each computation the last one of its rank that must have ended before it can be issued, or -1: from what
-    comes after that, there is room in the queue."""
+    """For each computation the last one of its rank that must have ended before it can be issued, or -1.
+
+    The queue holds ``QUEUE`` seconds of the host's work. So the host is never further ahead of the device than that::
+
+        host     |--1--|--2--|--3--|--4--|
+                     <--- QUEUE -->            1 began earlier than that before 4, so 4 waits until 1 has ended
+    """
     room, taken = np.full(len(host), -1), np.asarray(host, dtype=np.float64)
     for rank in range(program.num_ranks):
         own = np.flatnonzero(program.ranks == rank)  # in the order of its list

@@ -24,15 +24,20 @@ from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, Times, compiled, run
+from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, Times, compile_program, run
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import Shape
 
-Indices = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """The Timeline of one step, without the work that is done once per step (optimizer, gradient all-reduce)."""
+    """Simulates one step, without the work that is done once per step (optimizer, gradient all-reduce).
+
+    Args:
+        schedule: The actions of every rank.
+        cost: Seconds of computations and transfers.
+    """
     with _gc_disabled():
         return _simulate(schedule, cost)
 
@@ -52,19 +57,26 @@ def _gc_disabled() -> Iterator[None]:
 def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     plan = schedule.plan
     lists = [[a for a in rank if a.op in COMPUTE] for rank in schedule.ranks]
-    built = compiled(plan, lists)
-    times, delays = _timed(built, plan, cost)
+    built = compile_program(plan, lists)
+    times, delays = _time(built, plan, cost)
     return Timeline(plan, tuple(_events(built, times, delays)))
 
 
 def makespan(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Makespan and idle share, the same as those of ``simulate(schedule(plan), cost)``, but much faster."""
-    times, _ = _timed(program(plan), plan, cost)
+    """Makespan in seconds and idle share, those of ``simulate(schedule(plan), cost)``, but much faster.
+
+    The search asks this for thousands of plans. Programs are cached by shape, and no events are made.
+
+    Args:
+        plan: The plan to simulate, in its own order.
+        cost: Seconds of computations and transfers.
+    """
+    times, _ = _time(program(plan), plan, cost)
     span, busy = times.makespan, sum(end - start for start, end in zip(times.starts, times.ends, strict=True))
     return span, 1.0 - busy / (span * plan.num_ranks) if span else 0.0
 
 
-def _timed(program: Program, plan: Plan, cost: Cost) -> tuple[Times, list[float]]:
+def _time(program: Program, plan: Plan, cost: Cost) -> tuple[Times, list[float]]:
     """When everything happens, and the seconds of the transfer of each computation's result."""
     delays = _delays(program, plan, cost)
     seconds, host = _durations(program, plan, cost), _host_seconds(program, plan, cost)
@@ -80,13 +92,13 @@ def program(plan: Plan) -> Program:
 def _program(shape: Shape) -> Program:
     plan = shape.plan()
     with _gc_disabled():
-        return compiled(plan, computations(plan))
+        return compile_program(plan, computations(plan))
 
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
     """The seconds of each computation on its device."""
     tables = _by_stage(plan, lambda spec, mode: _table(plan, spec, by_side(with_recompute(cost, mode))[0]))
-    seconds: list[float] = tables[program.places].tolist()
+    seconds: list[float] = tables[program.indices].tolist()
     return seconds
 
 
@@ -98,7 +110,7 @@ def _host_seconds(program: Program, plan: Plan, cost: Cost) -> list[float] | Non
         return None
     tables = _by_stage(plan, lambda spec, mode: _host_table(plan, spec, by_side(with_recompute(cost, mode))[1]))
     messages = (program.needs >= 0).astype(np.float64) + (program.links[1] >= 0)
-    seconds: list[float] = (tables[program.places] + messages * host.message).tolist()
+    seconds: list[float] = (tables[program.indices] + messages * host.message).tolist()
     return seconds
 
 
@@ -149,7 +161,7 @@ def _delays(program: Program, plan: Plan, cost: Cost) -> list[float]:
     pairs, links = program.links
     rows = [np.broadcast_to(cost.transfer(*pair, size, length), size.shape) for pair in pairs]
     table = np.stack([*rows, np.zeros_like(size)])  # links are -1 without a transfer: the last row
-    delays: list[float] = table[links, program.places[2]].tolist()
+    delays: list[float] = table[links, program.indices[2]].tolist()
     return delays
 
 
@@ -183,9 +195,24 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
 
 
 def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
-    """Peak bytes of each rank."""
+    """Peak bytes of each rank.
+
+    Memory depends on the order of a rank's list alone, not on times. So it is a running sum over that list: each
+    computation has a change that stays, and an extra while it runs::
+
+        list      F0     F1     B1     B0
+        change    +4     +4     -4     -4       activations and KV cache
+        extra      5      5      2      2       workspace, and in a forward already what it will keep
+        before     0      4      8      4       sum of the changes so far
+        sum        5      9     10      6       the peak is 10, in B1
+
+    Args:
+        program: The computations of every rank.
+        plan: The plan, for the lengths of its slices and its modes of recomputation.
+        memory: The bytes of slices and stages.
+    """
     during, change = _tables(plan, memory)
-    places, starts = program.listed_places, program.starts[:-1]
+    places, starts = program.listed_indices, program.starts[:-1]
     gradients = _gradient_changes(places.stages, places.ops, plan, memory)
     changes = change[places] + gradients
     extras = during[places] + np.maximum(gradients, 0.0)
@@ -196,7 +223,7 @@ def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     return [round(state + peak) for state, peak in zip(_model_state(plan, memory), most.tolist(), strict=True)]
 
 
-def _gradient_changes(stages: Indices, ops: Indices, plan: Plan, memory: Memory) -> Array:
+def _gradient_changes(stages: Ints, ops: Ints, plan: Plan, memory: Memory) -> Array:
     """By how much the gradients of weights grow in each computation: at a stage's first B or W (on the last stage at
     the first F, which computes the head's), and at its last computation."""
     specs, changes = stage_specs(plan.boundaries), np.zeros(len(stages))
@@ -221,7 +248,12 @@ def _last_growth(gradients: GradientBytes) -> float:
 
 
 def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]]:
-    """Bytes of each rank over time, as a step function: (second, bytes from then on)."""
+    """Bytes of each rank over time, as a step function: (second, bytes from then on).
+
+    Args:
+        timeline: A step, simulated or measured.
+        memory: The bytes of slices and stages.
+    """
     plan = timeline.plan
     during, change = _tables(plan, memory)
     index = {s: i for i, s in enumerate(plan.slices)}
@@ -240,9 +272,9 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
 
 def _model_state(plan: Plan, memory: Memory) -> list[float]:
     stages = stage_specs(plan.boundaries)
-    held = {stage: memory.model_state(stage) + memory.gradients(stage).before for stage in set(stages)}
+    state = {stage: memory.model_state(stage) + memory.gradients(stage).before for stage in set(stages)}
     per_rank = memory.per_rank()
-    return [per_rank + sum(held[stages[k]] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+    return [per_rank + sum(state[stages[k]] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
 
 
 def _tables(plan: Plan, memory: Memory) -> tuple[Array, Array]:

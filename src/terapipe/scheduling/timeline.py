@@ -92,7 +92,7 @@ class Timeline:
         """An SVG picture with a row per rank, also written to ``path``."""
         from terapipe.reporting.svg import timelines
 
-        return _written(path, timelines(self._with(name, others)))
+        return _write(path, timelines(self._with(name, others)))
 
     def to_png(
         self, path: Path | str | None = None, *, name: str = "step", others: Mapping[str, "Timeline"] = {}
@@ -100,7 +100,7 @@ class Timeline:
         """The picture of ``to_svg`` as PNG, also written to ``path``. Needs the extra ``png``."""
         from terapipe.reporting.svg import to_png
 
-        return _written(path, to_png(self.to_svg(name=name, others=others)))
+        return _write(path, to_png(self.to_svg(name=name, others=others)))
 
     def to_perfetto(
         self, path: Path | str | None = None, *, name: str = "step", others: Mapping[str, "Timeline"] = {}
@@ -109,7 +109,7 @@ class Timeline:
         from terapipe.reporting.trace import trace
         from terapipe.reporting.view import RunView
 
-        return _written(path, trace([RunView.of(*run) for run in self._with(name, others).items()]))
+        return _write(path, trace([RunView.of(*run) for run in self._with(name, others).items()]))
 
     def to_html(
         self,
@@ -136,7 +136,7 @@ class Timeline:
         runs = [RunView.of(*run, memory) for run in self._with(name, others).items()]
         time, idle = seconds(self.makespan), share(self.idle)
         lead = f"{self.plan.order} on {self.plan.num_ranks} ranks: {time} per step, {idle} idle"
-        return _written(path, report(title, lead, runs, budget=budget))
+        return _write(path, report(title, lead, runs, budget=budget))
 
     def _with(self, name: str, others: Mapping[str, "Timeline"]) -> dict[str, "Timeline"]:
         if name in others:
@@ -144,7 +144,7 @@ class Timeline:
         return {name: self, **others}
 
 
-def _written(path: Path | str | None, content: Content) -> Content:
+def _write(path: Path | str | None, content: Content) -> Content:
     """The content, also written to the path if there is one."""
     if path is not None:
         from terapipe.files import write

@@ -7,7 +7,7 @@ import numpy as np
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
-from terapipe.scheduling.program import CODE, COMPUTATIONS, ENDS, Ints, Program, compiled, run
+from terapipe.scheduling.program import CODE, COMPUTATIONS, ENDS, Ints, Program, compile_program, run
 
 AHEAD = 2  # computations between a receive and the one that needs it, if the order of transfers permits
 EARLY = 3  # additional computations, in `with_early_receives`
@@ -15,11 +15,11 @@ EARLY = 3  # additional computations, in `with_early_receives`
 
 def with_transfers(plan: Plan, computations: Sequence[Sequence[Action]]) -> Schedule:
     """The Schedule in which each rank performs its computations in the given order."""
-    program = compiled(plan, computations)
-    return Schedule(plan, tuple(tuple(program.numbering.actions(numbers)) for numbers in listed_transfers(program)))
+    program = compile_program(plan, computations)
+    return Schedule(plan, tuple(tuple(program.numbering.actions(numbers)) for numbers in list_transfers(program)))
 
 
-def listed_transfers(program: Program) -> list[Ints]:
+def list_transfers(program: Program) -> list[Ints]:
     """The numbers of each rank's actions: its computations in the given order, and its sends and receives.
 
     All transfers are put into one global order: that of an ideal run. Each rank lists its sends and receives in this
@@ -45,7 +45,7 @@ def _transfers(program: Program) -> tuple[Ints, Ints]:
     """The producer and the consumer of every transfer, ordered as in an ideal run: a forward takes one unit of time, a
     backward two, a transfer none. Slice lengths play no part, so plans that differ only in them have equal schedules.
     """
-    stages, ops, slices = program.places
+    stages, ops, slices = program.indices
     seconds = _DURATIONS[ops].tolist()
     ends = run(program, seconds, [0.0] * len(seconds), [LinkBehavior()] * len(program.links[0])).ends
     consumers = np.flatnonzero(program.needs >= 0)
@@ -63,7 +63,7 @@ _SENDS, _RECEIVES, _OFFSETS = np.array(
 
 def _numbers(program: Program, producers: Ints) -> tuple[Ints, Ints]:
     """The sends of these computations' results, and the receives."""
-    stages, ops, slices = (column[producers] for column in program.places)
+    stages, ops, slices = (column[producers] for column in program.indices)
     number = program.numbering.number
     return number(_SENDS[ops], stages, slices), number(_RECEIVES[ops], stages + _OFFSETS[ops], slices)
 

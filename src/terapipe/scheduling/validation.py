@@ -8,10 +8,10 @@ import numpy as np
 
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import Action, Op, Schedule, required
+from terapipe.scheduling.actions import Action, Op, Schedule, required_ops
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import Ints, Numbering, compiled
-from terapipe.scheduling.transfers import listed_transfers
+from terapipe.scheduling.program import Ints, Numbering, compile_program
+from terapipe.scheduling.transfers import list_transfers
 
 Lists = Sequence[Ints]  # the actions of each rank, as numbers (see Numbering)
 
@@ -22,6 +22,9 @@ def validate(schedule: Schedule) -> None:
 
     The deadlock check assumes that every transfer blocks both ends until it is done. So a runtime with asynchronous
     transfers cannot deadlock either, with or without message tags. Run time is linear in the number of actions.
+
+    Args:
+        schedule: The actions of every rank.
     """
     ranks = schedule.plan.num_ranks
     if len(schedule.ranks) != ranks:
@@ -45,8 +48,8 @@ def validate_numbers(lists: Lists, numbering: Numbering) -> None:
 
 def _check_complete(rank: int, numbers: Ints, numbering: Numbering) -> None:
     """Refuses a rank's list in which an action is missing, repeated or another rank's."""
-    plan, completed = numbering.plan, numbering.completed(numbers)
-    firsts = [numbering.first(op, k) for k in plan.stages_of(rank) for op in required(k, plan)]
+    plan, completed = numbering.plan, numbering.completes(numbers)
+    firsts = [numbering.first(op, k) for k in plan.stages_of(rank) for op in required_ops(k, plan)]
     from_i_to_w = numbering.first(Op.W, 0) - numbering.first(Op.I, 0)
     weight_halves = numbers[numbers != completed] + from_i_to_w  # one for every input half
     expected = np.concatenate((*(first + np.arange(numbering.width) for first in firsts), weight_halves))
@@ -99,7 +102,7 @@ class _BlockingRun:
         entries = np.empty(
             numbering.count, dtype=np.int64
         )  # by number; complete lists have every one that is looked up
-        entries[numbering.completed(self._numbers)] = np.arange(len(self._numbers))
+        entries[numbering.completes(self._numbers)] = np.arange(len(self._numbers))
         self._others = self._entries_of(numbering.counterparts(self._numbers), entries)
         self._unmet = self._unmet_dependencies(entries)
 
@@ -188,7 +191,12 @@ class Shape(NamedTuple):
 
 
 def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
-    """The actions of ``rank``. Raises ValueError if the schedule is incomplete or could deadlock."""
+    """The actions of one rank, by the plan's order. Raises ValueError if the schedule is incomplete or could deadlock.
+
+    Args:
+        plan: The plan. Plans that differ in lengths only are validated once.
+        rank: The pipeline rank.
+    """
     grid = plan.grid
     return tuple(Action(op, k, grid[s.microbatch][s.number]) for op, k, s in _of_shape(Shape.of(plan), rank))
 
@@ -197,8 +205,8 @@ def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
 def _of_shape(shape: Shape, rank: int) -> tuple[Action, ...]:
     """The lists of other ranks are numbers, and become actions for none of them."""
     plan = shape.plan()
-    program = compiled(plan, computations(plan))
-    lists = listed_transfers(program)
+    program = compile_program(plan, computations(plan))
+    lists = list_transfers(program)
     validate_numbers(lists, program.numbering)
     return tuple(program.numbering.actions(lists[rank]))
 

@@ -3,8 +3,7 @@
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request
 from terapipe.search.result import Comparison, PlanResult
-from terapipe.search.saved import SavedPlan
-from terapipe.search.sensitivity import Mistake, mistakes
+from terapipe.search.sensitivity import Sensitivity, sensitivities
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
@@ -12,15 +11,14 @@ __all__ = [
     "ClusterSource",
     "Comparison",
     "CostTable",
-    "Mistake",
     "PlanEstimate",
     "PlanEvaluator",
     "PlanResult",
     "ProfileSource",
     "Request",
-    "SavedPlan",
+    "Sensitivity",
     "Source",
     "choose_by_table",
-    "mistakes",
     "pareto_front",
+    "sensitivities",
 ]

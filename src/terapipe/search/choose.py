@@ -29,7 +29,16 @@ def silent(share: float) -> None:
 
 
 def choose(source: Source, request: Request, progress: Progress = silent) -> PlanResult:
-    """The plan with the shortest simulated step that fits the memory budget, and the best of every other row."""
+    """Chooses the plan with the shortest simulated step that fits the memory budget.
+
+    Args:
+        source: Model and devices: what computations and transfers cost.
+        request: The batch, and what the user has fixed.
+        progress: Is called with the share of the work that is done.
+
+    Returns:
+        The chosen plan, with the best of every other row of a comparison as runners-up.
+    """
     pool = candidates(source, request)
     rows = [e for e in best_rows(pool, source, request, progress) if e.fits and not e.name.endswith(EQUAL)]
     chosen = pick(rows)
@@ -57,10 +66,15 @@ def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
 def compare(
     source: Source, request: Request, *, same_layout: bool = False, progress: Progress = silent
 ) -> list[PlanEstimate]:
-    """The best plan of every order, with whole sequences and with slices, each in the layout that suits it best; or
-    with ``same_layout`` all in the layout that the planner would choose.
+    """Finds the best plan of every order, with whole sequences and with slices.
 
     If no plan of an order fits the memory budget, the one with the smallest peak is returned, with ``fits`` False.
+
+    Args:
+        source: Model and devices: what computations and transfers cost.
+        request: The batch, and what the user has fixed. Orders and slices must be free.
+        same_layout: Whether all plans are in the layout that the planner would choose, instead of each in its own best.
+        progress: Is called with the share of the work that is done.
     """
     if request.order or request.fixed_slices or request.chunks or request.distinct:
         raise ValueError(
@@ -262,11 +276,11 @@ def _refine_even(start: PlanEstimate) -> PlanEstimate:
     evaluator = evaluator_of(start)
     request, plan = evaluator.request, start.plan
 
-    def evaluated(count: int) -> PlanEstimate:
+    def evaluate(count: int) -> PlanEstimate:
         lengths = even_lengths(request.seq_len, count, evaluator.tile)
         return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths, plan.chunks))
 
-    best = hill_climb(evaluated, len(plan.lengths[0]), request.seq_len // evaluator.tile)
+    best = hill_climb(evaluate, len(plan.lengths[0]), request.seq_len // evaluator.tile)
     return min(start, with_less_recompute(evaluator, best), key=preference)
 
 

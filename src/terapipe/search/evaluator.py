@@ -86,7 +86,7 @@ def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Seconds of all slices between at most ``UNITS`` evenly spaced cut points."""
+    """Seconds of all slices between at most ``UNITS`` evenly spaced cut points, and cuts by these seconds."""
 
     ends: list[int]  # tokens at which slices may end
     rows: list[Array]  # for each start, the seconds of slices by their end; made monotonic for binary search
@@ -102,10 +102,14 @@ class Grid:
 
     def equal_time(self, count: int) -> Lengths:
         """At most ``count`` slices of about the same time."""
-        return self.shaped((1,) * count)
+        return self.cut_by_shares((1,) * count)
 
-    def shaped(self, shares: Sequence[float]) -> Lengths:
-        """At most ``len(shares)`` slices with times in about these proportions. Bisects over the scale of the times."""
+    def cut_by_shares(self, shares: Sequence[float]) -> Lengths:
+        """At most ``len(shares)`` slices with times in about these proportions.
+
+        Bisects over the scale: with a large one, the first slices take the whole sequence; with a small one, the slices
+        do not reach its end. The smallest scale that reaches it gives the most even times.
+        """
         low, high = 0.0, float(self.rows[0][-1])
         best: Lengths = (self.ends[-1],)
         for _ in range(24):
@@ -133,7 +137,14 @@ class Grid:
 
 
 class PlanEvaluator:
-    """Builds plans for one layout with one mode of recomputation, and evaluates plans, which may mix modes."""
+    """Builds plans for one layout with one mode of recomputation, and evaluates plans, which may mix modes.
+
+    Args:
+        source: Model and devices: what computations and transfers cost.
+        request: The batch, and what the user has fixed.
+        layout: Replicas, pipeline ranks and tensor parallel ranks.
+        recompute: The mode of plans that are built here.
+    """
 
     def __init__(self, source: Source, request: Request, layout: Layout, recompute: Recompute) -> None:
         self.source, self.request, self.layout, self.recompute = source, request, layout, recompute
@@ -156,14 +167,14 @@ class PlanEvaluator:
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
         """Stages balanced by time, including embedding and head."""
-        return _balanced(self.source.layers, self.layout.pp * chunks, *self._parts)
+        return _balance(self.source.layers, self.layout.pp * chunks, *self._parts)
 
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
         """Ranks balanced by time, each with all of its stages."""
         if chunks == 1:
             return self.boundaries()
         stages = Plan((1,), ((1,),), tuple(range(self.layout.pp * chunks + 1)), order, chunks)
-        return _balanced_ranks(self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts)
+        return _balance_ranks(self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts)
 
     @cached_property
     def _parts(self) -> tuple[float, float, float]:
@@ -216,7 +227,7 @@ class PlanEvaluator:
         return self._simulate(plan, self._peak(plan))
 
     def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
-        """The plan evaluated, or None if memory alone makes ``rival`` better: it is then not simulated."""
+        """The plan evaluate, or None if memory alone makes ``rival`` better: it is then not simulated."""
         peak = self._peak(plan)
         if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
             return None
@@ -242,10 +253,10 @@ class PlanEvaluator:
 
 
 @lru_cache(maxsize=1024)
-def _balanced(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
+def _balance(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
     return balance([layer] * layers, stages, first=first, last=last)
 
 
 @lru_cache(maxsize=1024)
-def _balanced_ranks(layers: int, ranks: tuple[int, ...], layer: float, first: float, last: float) -> tuple[int, ...]:
+def _balance_ranks(layers: int, ranks: tuple[int, ...], layer: float, first: float, last: float) -> tuple[int, ...]:
     return balance_ranks(layers, ranks, layer, first=first, last=last)

@@ -26,21 +26,23 @@ def refine(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     size, count = plan.sizes[0], len(plan.lengths[0])
     grid = evaluator.grid(size)
 
-    def evaluated(lengths: Lengths) -> PlanEstimate:
+    def evaluate(lengths: Lengths) -> PlanEstimate:
         return evaluator.evaluate(evaluator.plan(plan.order, size, lengths, plan.chunks))
 
     most = request.seq_len // evaluator.tile
-    estimates = [start, hill_climb(lambda n: evaluated(grid.equal_time(n)), count, most)]
-    estimates.append(hill_climb(lambda n: evaluated(even_lengths(request.seq_len, n, evaluator.tile)), count, most))
+    estimates = [start, hill_climb(lambda n: evaluate(grid.equal_time(n)), count, most)]
+    estimates.append(hill_climb(lambda n: evaluate(even_lengths(request.seq_len, n, evaluator.tile)), count, most))
     if order_named(plan.order).placement == "v":
-        estimates += [hill_climb(partial(_ramped, evaluator, start, widest), count, most) for widest in (2, 4, 8)]
+        estimates += [
+            hill_climb(partial(_evaluate_ramp, evaluator, start, widest), count, most) for widest in (2, 4, 8)
+        ]
     for cuts in _solutions(evaluator, size):
         estimates.append(evaluator.evaluate(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))
     alike = [e for e in estimates if len(set(e.plan.lengths)) == 1]  # `shift_cuts` cuts all microbatches alike
     return min([*estimates, shift_cuts(evaluator, min(alike, key=preference))], key=preference)
 
 
-def _ramped(evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count: int) -> PlanEstimate:
+def _evaluate_ramp(evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count: int) -> PlanEstimate:
     """For V-shaped orders: short slices first and last, where ranks idle, and long ones between.
 
     Slice times grow by a constant factor up to ``widest`` times the first one, then shrink again. With two ranks
@@ -54,20 +56,20 @@ def _ramped(evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count:
     # K / (K - 1) times as long as the slice before it without keeping the last rank waiting.
     growth = plan.num_ranks / max(1, plan.num_ranks - 1)
     if len(plan.sizes) == 1:
-        return evaluator.evaluate(replace(plan, lengths=(grid.shaped(ramped(count, growth, widest)),)))
-    rising = ramped(2 * count, growth, widest)[:count]
+        return evaluator.evaluate(replace(plan, lengths=(grid.cut_by_shares(ramp(count, growth, widest)),)))
+    rising = ramp(2 * count, growth, widest)[:count]
     plateau = grid.equal_time(max(1, round(sum(rising) / rising[-1] / growth)))
-    rows = (grid.shaped(rising), *(plateau,) * (len(plan.sizes) - 2), grid.shaped(rising[::-1]))
+    rows = (grid.cut_by_shares(rising), *(plateau,) * (len(plan.sizes) - 2), grid.cut_by_shares(rising[::-1]))
     return evaluator.evaluate(replace(plan, lengths=rows))
 
 
-def hill_climb(evaluated: Callable[[int], PlanEstimate], start: int, most: int) -> PlanEstimate:
+def hill_climb(evaluate: Callable[[int], PlanEstimate], start: int, most: int) -> PlanEstimate:
     """A locally optimal number of slices between 1 and ``most``, searched from ``start`` with shrinking steps."""
     seen: dict[int, PlanEstimate] = {}
 
     def key(n: int) -> tuple[bool, float]:
         if n not in seen:
-            seen[n] = evaluated(n)
+            seen[n] = evaluate(n)
         return preference(seen[n])
 
     best, stride = min(start, most), max(1, start // 3)
@@ -92,15 +94,15 @@ def formula(evaluator: PlanEvaluator, plan: Plan, lengths: Lengths) -> float:
 
 def _solutions(evaluator: PlanEvaluator, size: int) -> list[Cuts]:
     """The solver's cuts with microbatches of this size, and for small batches also with any sizes."""
-    solutions = [solved(evaluator, [size, evaluator.batch_size % size or size])]
+    solutions = [solve_for(evaluator, [size, evaluator.batch_size % size or size])]
     if evaluator.request.microbatch_size is None and 1 < evaluator.batch_size <= 96:
         solutions.append(
-            solved(evaluator, [n for n in range(1, evaluator.batch_size + 1) if n <= 8 or n & (n - 1) == 0])
+            solve_for(evaluator, [n for n in range(1, evaluator.batch_size + 1) if n <= 8 or n & (n - 1) == 0])
         )
     return solutions
 
 
-def solved(evaluator: PlanEvaluator, sizes: list[int], lengths: Lengths | None = None) -> Cuts:
+def solve_for(evaluator: PlanEvaluator, sizes: list[int], lengths: Lengths | None = None) -> Cuts:
     return solve(
         evaluator.seconds,
         seq_len=evaluator.request.seq_len,
@@ -122,15 +124,15 @@ def shift_cuts(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     if len(plan.lengths[0]) == 1:
         return start
 
-    def evaluated(lengths: Lengths) -> PlanEstimate:
+    def evaluate(lengths: Lengths) -> PlanEstimate:
         return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes)))
 
     def seconds(lengths: Lengths) -> float:
-        estimate = evaluated(lengths)
+        estimate = evaluate(lengths)
         return estimate.step_time if estimate.fits or not start.fits else inf
 
     tries = WORK // (2 * len(plan.slices) * plan.num_stages)
-    return min(start, evaluated(improve(plan.lengths[0], seconds, evaluator.tile, tries)), key=preference)
+    return min(start, evaluate(improve(plan.lengths[0], seconds, evaluator.tile, tries)), key=preference)
 
 
 def with_few_lengths(evaluator: PlanEvaluator, start: PlanEstimate, distinct: int) -> PlanEstimate:
@@ -173,27 +175,38 @@ def _few(evaluator: PlanEvaluator, size: int, free: list[int], distinct: int) ->
             continue
         seen.add(lengths)
         try:
-            cuts = solved(evaluator, sizes, lengths)
+            cuts = solve_for(evaluator, sizes, lengths)
         except ValueError:  # these lengths do not add up to a sequence
             continue
         if best is None or cuts.time < best.time:
             best = cuts
             changes = [(i, by * step) for i in range(len(lengths)) for by in (-1, 1, -2, 2, -4, 4)]
-            queue = [_changed(lengths, i, by) for i, by in changes] + queue
+            queue = [_change(lengths, i, by) for i, by in changes] + queue
     return best
 
 
-def _changed(lengths: Lengths, place: int, by: int) -> Lengths:
+def _change(lengths: Lengths, place: int, by: int) -> Lengths:
     return tuple(length + by if i == place else length for i, length in enumerate(lengths))
 
 
-def ramped(count: int, growth: float, most: float) -> tuple[float, ...]:
-    """Shares that grow by a factor from both ends, up to ``most``: ``ramped(6, 2, 4)`` is 1 2 4 4 2 1."""
+def ramp(count: int, growth: float, most: float) -> tuple[float, ...]:
+    """Shares that grow by a factor from both ends, up to ``most``: ``ramp(6, 2, 4)`` is 1 2 4 4 2 1."""
     return tuple(min(growth ** min(i, count - 1 - i), most) for i in range(count))
 
 
 def improve(lengths: Lengths, objective: Callable[[Lengths], float], tile: int, tries: int) -> Lengths:
-    """Local search: moves single cuts, in smaller and smaller steps, while the objective falls and tries are left."""
+    """Local search: moves single cuts, in smaller and smaller steps, while the objective falls and tries are left.
+
+    With a stride of 8, each cut moves both ways::
+
+        32 32 32  ->  24 40 32    40 24 32    32 24 40    32 40 24
+
+    Args:
+        lengths: The slices to begin with.
+        objective: What is to be small, for example the seconds of a simulated step.
+        tile: The smallest stride.
+        tries: How often the objective may be asked.
+    """
     best = objective(lengths)
     stride = max(tile, max(lengths) // 4 // tile * tile)
     while tries > 0 and len(lengths) > 1:
@@ -229,8 +242,16 @@ def _moves(lengths: Sequence[int], stride: int) -> list[Lengths]:
 def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     """The plan in which slices recompute less, if that is faster and fits. Not if the request fixes the mode.
 
-    On each rank by itself, as many slices as its memory permits take the next mode, which keeps more. The order in
-    which slices are asked is the same for all ranks, see ``_by_gain``.
+    On each rank, as many slices as fit are moved to the lighter mode, starting from the last slice of each microbatch
+    (`_by_gain`): it has the longest context, so its recomputation takes longest. Two steps are tried: from "full" to
+    "block", and on from there to "none". With memory for three of six slices, two microbatches of three::
+
+        before    full full full | full full full
+        after     full full none | full none none
+
+    Args:
+        evaluator: For the layout of the plan, with the mode that it begins with.
+        start: The plan, with one mode everywhere or several.
     """
     if evaluator.budget is None or evaluator.request.recompute is not None or not start.fits:
         return start
@@ -239,12 +260,12 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
     for count in range(1, len(lighter) + 1):
         plan = start.plan
         for mode in reversed(lighter[:count]):
-            plan = _relaxed(evaluator, plan, mode)
+            plan = _relax(evaluator, plan, mode)
             best = min(best, evaluator.evaluate(plan), key=preference)
     return best
 
 
-def _relaxed(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
+def _relax(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
     """As many slices on each rank take this mode as fit. Ranks do not share memory, so all are searched at once."""
     places = _by_gain(plan)
     low, high = [0] * plan.num_ranks, [len(places)] * plan.num_ranks

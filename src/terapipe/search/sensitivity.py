@@ -13,8 +13,8 @@ from terapipe.search.source import ClusterSource
 FACTORS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
 
 
-class Mistake(NamedTuple):
-    """The outcome if a constant is assumed to be ``factor`` times its true value."""
+class Sensitivity(NamedTuple):
+    """How much a plan suffers if a constant of the cluster is assumed to be ``factor`` times its true value."""
 
     constant: str
     factor: float
@@ -23,8 +23,13 @@ class Mistake(NamedTuple):
     same: bool  # whether the choice agrees in layout, order, chunks, recomputation and whether it slices
 
 
-def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
-    """Every constant with every factor, one at a time."""
+def sensitivities(source: ClusterSource, request: Request) -> Iterator[Sensitivity]:
+    """Plans with every constant multiplied by every factor, one at a time, and what that costs.
+
+    Args:
+        source: A described cluster, whose constants are taken as true.
+        request: The batch, and what the user has fixed.
+    """
     right = choose(source, request).estimate
     for constant in CONSTANTS:
         for factor in FACTORS:
@@ -32,7 +37,7 @@ def mistakes(source: ClusterSource, request: Request) -> Iterator[Mistake]:
             wrong = replace(source, cluster=replace(source.cluster, host=host))
             misled = choose(wrong, request).estimate
             evaluated = PlanEvaluator(source, request, misled.layout, "none").evaluate(misled.plan)
-            yield Mistake(
+            yield Sensitivity(
                 constant, factor, evaluated, evaluated.step_time / right.step_time - 1, _kind(evaluated) == _kind(right)
             )
 

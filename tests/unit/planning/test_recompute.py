@@ -54,8 +54,8 @@ def test_bad_modes_are_refused(given: object, said: str) -> None:
 
 def test_other_slices_take_the_mode_that_keeps_least() -> None:
     plan = replace(PLAN, recompute=(("none", "block", "none"), "none"))
-    assert plan.resized(2, 34).recompute == plan.recompute
-    assert plan.resized(1, 17).recompute == ("block", "none")
+    assert plan.resize(2, 34).recompute == plan.recompute
+    assert plan.resize(1, 17).recompute == ("block", "none")
 
 
 def test_each_slice_costs_what_its_mode_does() -> None:

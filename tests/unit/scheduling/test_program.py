@@ -8,7 +8,7 @@ from terapipe import Action, Op, Plan, dependencies, schedule
 from terapipe.scheduling import validation
 from terapipe.scheduling.actions import COMPUTE, completes, counterpart
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import Ints, Numbering, compiled
+from terapipe.scheduling.program import Ints, Numbering, compile_program
 from tests.support.plans import examples, plans, uniform
 
 
@@ -25,7 +25,7 @@ def test_numbers_say_what_actions_say(plan: Plan) -> None:
     numbers = numbering.numbers(actions)
     assert numbering.actions(numbers) == actions
     assert len(set(numbers.tolist())) == len(actions)
-    assert numbering.actions(numbering.completed(numbers)) == list(map(completes, actions))
+    assert numbering.actions(numbering.completes(numbers)) == list(map(completes, actions))
     assert numbering.ranks(numbers).tolist() == [plan.rank_of(action.stage) for action in actions]
     others, needs = numbering.counterparts(numbers), numbering.dependencies(numbers)
     for i, action in enumerate(actions):
@@ -37,7 +37,7 @@ def test_numbers_say_what_actions_say(plan: Plan) -> None:
 @given(plan=plans(max_ranks=4, max_microbatches=3, max_slices=4))
 def test_a_program_waits_for_what_the_rule_says(plan: Plan) -> None:
     """In its order everything comes after what it depends on, and a need is the computation that a receive is of."""
-    program = compiled(plan, computations(plan))
+    program = compile_program(plan, computations(plan))
     place = {completes(action): i for i, action in enumerate(program.actions)}
     for i, action in enumerate(program.actions):
         needed = dependencies(action, plan)
@@ -54,7 +54,7 @@ def test_what_is_not_in_the_plan_has_no_number() -> None:
     strange = [Action(Op.F, 2, plan.slices[0]), Action(Op.F, 0, plan.slices[0]._replace(length=9))]
     assert Numbering(plan).numbers(strange).tolist() == [-1, -1]
     with pytest.raises(ValueError, match=r"F\(stage 2, .*\) is not in the plan"):
-        compiled(plan, [strange, []])
+        compile_program(plan, [strange, []])
 
 
 def test_a_rank_makes_actions_of_its_own_list_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from terapipe.search import evaluator as evaluator_module
 from terapipe.search.candidates import candidates
 from terapipe.search.choose import best_of, choose, compare, finish, rows_of
 from terapipe.search.evaluator import Grid, PlanEvaluator, pareto_front, preference
-from terapipe.search.refine import improve, ramped
+from terapipe.search.refine import improve, ramp
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import ClusterSource
 from tests.support.costs import SimpleCost, SimpleMemory, SimpleSource
@@ -245,10 +245,10 @@ def test_equal_time_slices_are_equal_in_time() -> None:
 
 def test_shaped_slices_take_times_in_these_proportions() -> None:
     grid = Grid.of(lambda length, context: length, 2048, 1)
-    assert ramped(7, 2, 4) == (1, 2, 4, 4, 4, 2, 1)
-    assert ramped(4, 1.5, 8) == (1, 1.5, 1.5, 1)
-    assert grid.shaped((1, 2, 4, 1)) == (256, 512, 1024, 256)
-    dearer = Grid.of(lambda length, context: length * (1 + context / 512), 2048, 1).shaped((1, 2, 2, 1))
+    assert ramp(7, 2, 4) == (1, 2, 4, 4, 4, 2, 1)
+    assert ramp(4, 1.5, 8) == (1, 1.5, 1.5, 1)
+    assert grid.cut_by_shares((1, 2, 4, 1)) == (256, 512, 1024, 256)
+    dearer = Grid.of(lambda length, context: length * (1 + context / 512), 2048, 1).cut_by_shares((1, 2, 2, 1))
     times = [n * (1 + sum(dearer[:i]) / 512) for i, n in enumerate(dearer)]
     assert times[1] / times[0] == pytest.approx(2, rel=0.05)
     assert times[2] / times[1] == pytest.approx(1, rel=0.05)
