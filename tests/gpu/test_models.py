@@ -140,7 +140,7 @@ def test_batches_of_one_shape_keep_their_buffers() -> None:
     pipe = Pipeline(GPT(CONFIG), Plan((2,), ((24, 40),), (0, 4)), vary="replan")
     pipe.step(IDS, next_token_labels(IDS))
     pipe.step(IDS[:, :40], next_token_labels(IDS[:, :40]))
-    assert pipe._executors.spare.shapes == {(2, 40)}
+    assert pipe._executors.pool.shapes == {(2, 40)}
 
 
 def test_float16_is_refused_by_name() -> None:

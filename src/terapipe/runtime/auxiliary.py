@@ -40,7 +40,7 @@ class AuxiliaryLosses:
         self.loss: Tensor | None = None
         self.metrics: Sums = {}
 
-    def note_size(self, s: Slice) -> int:
+    def extra_size(self, s: Slice) -> int:
         """How many numbers travel with a slice, in both directions."""
         return self.size if s.end == self._plan.seq_len else 0
 

@@ -27,8 +27,8 @@ from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.stage import IGNORE, PipelineModel, require_model
 from terapipe.planning.slices import Plan
 from terapipe.runtime.checkpoint.frozen import FrozenBase
-from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, Saving, verify_files
-from terapipe.runtime.checkpoint.writer import ensure_channel
+from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, verify_files
+from terapipe.runtime.checkpoint.writer import CheckpointWriter, Saving
 from terapipe.runtime.comm.environment import device_of
 from terapipe.runtime.comm.mesh import ALL, DP, PP
 from terapipe.runtime.comm.transport import Transport
@@ -44,7 +44,7 @@ from terapipe.runtime.gradient_sync import (
 )
 from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary, made_up_batch
 from terapipe.runtime.loss_head import LossHead, LossSetup, PerToken, TokenValues, logits, logits_alone
-from terapipe.runtime.messages import Wire
+from terapipe.runtime.messages import MessageFormat
 from terapipe.runtime.module_tree import attach_stages, copy_shared_buffers, is_placeholder, persistent_buffers
 from terapipe.runtime.preflight import ModelChecks, Preflight
 from terapipe.runtime.random_state import share_random_state
@@ -149,14 +149,14 @@ class Pipeline(nn.Module):
             self._tied = TiedWeights(model.tied, self.stages, plan, transport)
             attach_stages(self, self.stages.values())
             self.training = any(stage.training for stage in self.stages.values())
-            wire, done = Wire(next(self.parameters()).dtype), self._sync.stage_done
+            form, done = MessageFormat(next(self.parameters()).dtype), self._sync.stage_done
             stages, fused = self._sync.stages, fused_weight_grads
-            self._executors = Executors(plan, stages, transport, wire, checks.plan, done, fused=fused)
+            self._executors = Executors(plan, stages, transport, form, checks.plan, done, fused=fused)
             self._loss = LossSetup(loss_fn, self.stages, plan, transport, shard)
             self._preflight = self._make_preflight(checks, vary)
             self._token_outputs = TokenOutputs(plan.last_rank, self._executors, self._sync, transport)
             if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
-                ensure_channel(transport)
+                CheckpointWriter.ensure(transport)
 
     def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
         """What ranks must agree on once their stages are made."""

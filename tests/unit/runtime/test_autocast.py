@@ -16,7 +16,7 @@ from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.stage import IGNORE
-from terapipe.runtime.messages import Wire
+from terapipe.runtime.messages import MessageFormat
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
 
@@ -234,15 +234,15 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
 
     GPT.stage = narrowed  # type: ignore[method-assign, assignment]
     sent: list[torch.dtype] = []
-    pack = Wire.pack
+    pack = MessageFormat.pack
 
-    def noted(self: Wire, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
-        if type(self) is Wire:  # not that of a warm-up
+    def noted(self: MessageFormat, tensor: Tensor, boundary: int, extra: Tensor | None = None) -> Tensor:
+        if type(self) is MessageFormat:  # not that of a warm-up
             sent.append(tensor.dtype)
-            sent.append(pack(self, tensor, boundary, note).dtype)
-        return pack(self, tensor, boundary, note)
+            sent.append(pack(self, tensor, boundary, extra).dtype)
+        return pack(self, tensor, boundary, extra)
 
-    Wire.pack = noted  # type: ignore[method-assign]
+    MessageFormat.pack = noted  # type: ignore[method-assign]
     try:
         pipe = Pipeline(model, plan_for(order, recompute=False), timeout=300.0)
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -251,7 +251,7 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
         pipe.zero_grad()
         loss = pipe.step(*batch()).item()
     finally:
-        GPT.stage, Wire.pack = stage, pack  # type: ignore[method-assign]
+        GPT.stage, MessageFormat.pack = stage, pack  # type: ignore[method-assign]
     same = [torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1]]
     return sent, [*same, results[0][0] == results[1][0], loss != results[0][0]]
 
@@ -280,7 +280,7 @@ def test_hidden_states_are_sent_in_the_dtype_that_they_have(
 def warmed_up(order: str) -> tuple[Result, Result, bool]:
     """A step after a warm-up under autocast, one without, and whether the wire knows more after the warm-up."""
     pipes = [Pipeline(split_model("gpt", torch.float32), plan_for(order, recompute=False)) for _ in range(2)]
-    wire = pipes[0]._executors._wire
+    wire = pipes[0]._executors._format
     with torch.autocast(DEVICE, torch.bfloat16):
         pipes[0].warm_up()
     learned = any(wire._learned.values())
@@ -364,15 +364,15 @@ def test_backwards_and_sums_are_not_autocast(monkeypatch: pytest.MonkeyPatch) ->
     pipe = Pipeline(make_model(TINY, torch.float32), Plan((3,), ((9, 20),), (0, 4), "terapipe-deferred"))
     seen: dict[str, set[bool]] = {"forward": set(), "backward": set(), "weights": set()}
 
-    def note(where: str) -> None:
+    def extra(where: str) -> None:
         seen[where].add(torch.is_autocast_enabled(DEVICE))
 
     layer = pipe.get_submodule("layers.1.norm1")
-    layer.register_forward_pre_hook(lambda *_: note("forward"))
-    layer.register_full_backward_pre_hook(lambda *_: note("backward"))
+    layer.register_forward_pre_hook(lambda *_: extra("forward"))
+    layer.register_full_backward_pre_hook(lambda *_: extra("backward"))
 
     def noted(deferred: Iterator[Any]) -> None:
-        note("weights")
+        extra("weights")
         accumulate_deferred(deferred)
 
     monkeypatch.setattr("terapipe.runtime.executor.accumulate_deferred", noted)
