@@ -38,7 +38,6 @@ from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
 from terapipe.search.result import Comparison, PlanResult, timed
-from terapipe.search.saved import SavedPlan
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
@@ -249,7 +248,7 @@ def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
 
 
 def estimate(
-    plan: "Plan | PlanResult | SavedPlan",
+    plan: Plan | PlanResult,
     costs: Costs | None = None,
     *,
     model: Any = None,
@@ -263,8 +262,8 @@ def estimate(
     A result of ``plan`` or a saved plan has its layout and costs; ``layout`` and ``costs`` replace them. A Plan alone
     is for one replica, unless ``layout`` says otherwise.
     """
-    given, saved_layout, saved_source, budget = _parts(plan)
-    layout = layout or saved_layout or Layout(1, given.num_ranks, 1)
+    result = plan if isinstance(plan, PlanResult) else PlanResult.of_plan(plan, layout or Layout(1, plan.num_ranks, 1))
+    given, layout = result.plan, layout or result.layout
     if layout.pp != given.num_ranks:
         raise ValueError(f"the plan is for {given.num_ranks} pipeline ranks, the layout has pp {layout.pp}")
     request = Request(
@@ -275,17 +274,17 @@ def estimate(
         tp=layout.tp,
         shard=layout.shard,
         tile=1,
-        memory=budget if memory is None else memory,
+        memory=result.request.memory if memory is None else memory,
     )
     options = CostOptions(layers_only=layers_only, autocast=autocast)
-    source = saved_source() if costs is None else source_of(model_spec(model), costs, request, options)
+    source = result.known_source() if costs is None else source_of(model_spec(model), costs, request, options)
     _check_fit(given, layout, source)
     evaluator = PlanEvaluator(source, request, layout, given.recompute_modes[-1])
     return timed(lambda: PlanResult(evaluator.evaluate(given), (), request, source))
 
 
 def simulate(
-    plan: "Plan | PlanResult | SavedPlan",
+    plan: Plan | PlanResult,
     costs: Costs | None = None,
     *,
     model: Any = None,
@@ -296,7 +295,7 @@ def simulate(
 
 
 def document_planner(
-    plan: "Plan | PlanResult | SavedPlan",
+    plan: Plan | PlanResult,
     costs: Costs | None = None,
     *,
     model: Any = None,
@@ -318,9 +317,7 @@ def document_planner(
     return DocumentPlanner(known.plan, DocumentCosts.of(cost, known.plan), tile=tile)
 
 
-def dry_run(
-    model: Any, plan: "Plan | PlanResult | SavedPlan", *, layout: Layout | None = None, rank: int | None = None
-) -> "DryRun":
+def dry_run(model: Any, plan: Plan | PlanResult, *, layout: Layout | None = None, rank: int | None = None) -> "DryRun":
     """Executes one rank's whole step on fake tensors, at real size, without memory or other ranks: whether shapes and
     dtypes fit, what would make the host wait for the device, and how many bytes are alive at most.
 
@@ -330,9 +327,9 @@ def dry_run(
     """
     import terapipe.runtime.dry_run as dry
 
-    given, saved_layout, _, _ = _parts(plan)
-    layout = layout or saved_layout or Layout(1, given.num_ranks, 1)
-    memory = plan.memory if isinstance(plan, PlanResult) else None
+    result = plan if isinstance(plan, PlanResult) else PlanResult.of_plan(plan, layout or Layout(1, plan.num_ranks, 1))
+    given, layout = result.plan, layout or result.layout
+    memory = None if result.source is None else result.memory
     if getattr(memory, "autocast", False):
         raise ValueError("a dry run computes in the dtype of the weights; plan without autocast for it")
     predicted = peaks(program(given), given, memory) if memory is not None else None
@@ -340,8 +337,7 @@ def dry_run(
         rank = given.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
     if not 0 <= rank < given.num_ranks:
         raise ValueError(f"the pipeline has ranks 0 to {given.num_ranks - 1}, got {rank}")
-    dtype = plan.source.dtype if isinstance(plan, PlanResult) and plan.source else None
-    built = _model_object(model, given.seq_len, dtype)
+    built = _model_object(model, given.seq_len, result.dtype)
     device = {name: getattr(memory, name) for name in ("state", "attention", "blas") if hasattr(memory, name)}
     found = dry.dry_run(built, given, layout, rank, **device)
     return replace(found, predicted=None if predicted is None else predicted[rank])
@@ -351,17 +347,6 @@ def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str, attention: str, b
     """The bytes of every pipeline rank, by the planner, without optimizer state. ``attention`` is the kernel, ``blas``
     the bytes of cuBLAS's workspaces."""
     return peaks(program(plan), plan, ShapeMemory(config, ELEMENT[dtype], 0, attention=attention, blas=blas))
-
-
-def _parts(
-    plan: "Plan | PlanResult | SavedPlan",
-) -> tuple[Plan, Layout | None, Callable[[], Source], int | None]:
-    """Plan, layout, source of the costs and memory budget."""
-    if isinstance(plan, PlanResult):
-        return plan.plan, plan.layout, plan._known_source, plan.request.budget
-    if isinstance(plan, SavedPlan):
-        return plan.plan, plan.layout, plan.source, plan.budget
-    return plan, None, SavedPlan(plan).source, None
 
 
 def _check_fit(plan: Plan, layout: Layout, source: Source) -> None:

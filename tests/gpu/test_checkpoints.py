@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
-from terapipe.runtime.checkpoint.staging import Staging
+from terapipe.runtime.checkpoint.writer import Staging
 from tests.pretend.waits import counting_waits
 
 GPU = torch.device("cuda", 0)

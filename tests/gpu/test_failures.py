@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from terapipe import GPT, Layout, Pipeline, Plan, device_mesh
 from terapipe.hf import Decoder, save_pretrained
-from terapipe.runtime.checkpoint.staging import Staging
+from terapipe.runtime.checkpoint.writer import Staging
 from terapipe.runtime.comm import failures, links
 from terapipe.runtime.comm.failures import Board
 from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS

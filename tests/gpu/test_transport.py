@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terapipe import GPT, Pipeline, Plan
-from terapipe.runtime.checkpoint import writer
+from terapipe.runtime.checkpoint.writer import CheckpointWriter
 from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS, PATIENCE
 from terapipe.runtime.comm.links import NcclLinks
 from tests.pretend import nccl
@@ -152,7 +152,7 @@ def test_directions_have_communicators_of_their_own(ranks: Start) -> None:
 def channel_at_the_start() -> tuple[bool, str, str]:
     pipe = pipeline()
     group = pipe.transport.ranks["all"].objects
-    return writer.known_channel(pipe.transport) is not None, dist.get_backend(group), dist.get_backend()
+    return CheckpointWriter.of(pipe.transport) is not None, dist.get_backend(group), dist.get_backend()
 
 
 def test_what_checkpoints_need_is_made_at_the_start(ranks: Start) -> None:
@@ -207,6 +207,7 @@ def posted_for_long() -> float:
     return pipe.step(IDS, LABELS).item()
 
 
+@pytest.mark.gpu_seldom
 def test_steps_may_be_longer_than_the_timeout(fresh_ranks: Start) -> None:
     first, last = fresh_ranks(2)(posted_for_long)
     assert first == last

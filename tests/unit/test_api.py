@@ -85,7 +85,7 @@ def test_a_profile_is_planned_with_its_own_ranks_and_dtype() -> None:
     assert four.layout == tp.Layout(1, 2, 2)
     assert "tensor parallelism was not measured" in str(four)
     half = replace(profile, machine={**profile.machine, "dtype": "bfloat16"})
-    assert tp.plan(None, half, batch_size=1, seq_len=2048).saved().dtype == "bfloat16"
+    assert tp.plan(None, half, batch_size=1, seq_len=2048).dtype == "bfloat16"
     with pytest.raises(ValueError, match="another model"):
         tp.plan("gpt3-1b", profile, batch_size=1, seq_len=2048)
 

@@ -21,6 +21,7 @@ from terapipe.cli.options import (
 )
 from terapipe.planning.layout import Layout
 from terapipe.planning.options import PlanOptions, names_of
+from terapipe.planning.slices import Plan
 from terapipe.reporting import style, svg, text
 from terapipe.reporting.page import report
 from terapipe.reporting.plans import describe
@@ -28,10 +29,10 @@ from terapipe.reporting.trace import trace
 from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Idle, Timeline
 from terapipe.search.result import PlanResult
-from terapipe.search.saved import SavedPlan
 
 WIDTH = 100
-LAYOUT = ("dp", "pp", "tp", "shard")  # options that must agree with a saved plan, and tell the layout of a bare one
+# Options that a saved plan fixes. Those of the layout must agree with it, and tell the layout of a bare plan.
+FIXED = [name for name in names_of(PlanOptions) if name not in ("dp", "pp", "tp", "shard", "memory")]
 MOST_COLUMNS = 10_000
 
 
@@ -69,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.width is not None and not 1 <= parsed.width <= MOST_COLUMNS:
         raise ValueError(f"--width is a number of columns between 1 and {MOST_COLUMNS}, got {parsed.width}")
     check_outputs(parsed)
-    result, saved = _estimated(parsed)
+    result, saved = _estimate(parsed)
     runs = [RunView.of("predicted", result.simulate(), result.memory)]
     if parsed.measured:
         measured = load(parsed.measured, Timeline.from_json)
@@ -85,23 +86,23 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _estimated(parsed: argparse.Namespace) -> tuple[PlanResult, SavedPlan | None]:
+def _estimate(parsed: argparse.Namespace) -> tuple[PlanResult, PlanResult | None]:
     if parsed.plan is None:
         if parsed.batch_size is None or parsed.seq_len is None:
             raise ValueError("give a saved plan, or --batch-size and --seq-len to make one")
         return api.plan(parsed.model, costs_of(parsed), **request_of(parsed)), None
-    saved = load(parsed.plan, SavedPlan.from_json)
-    layout = _layout(parsed, saved)
-    given_costs = parsed.cluster is not None or parsed.profile is not None
-    if not given_costs:
+    refuse_with("a saved plan, which fixes all that", parsed, *FIXED)
+    saved = load(parsed.plan, lambda text: PlanResult.from_json(text, lambda plan: _layout(parsed, plan)))
+    _refuse_other_layout(parsed, saved)
+    other_costs = parsed.cluster is not None or parsed.profile is not None
+    if not other_costs:
         ignored = ("model", "layers_only", "autocast")
         refuse_with("the costs that are saved with the plan, and no --cluster", parsed, *ignored)
-    costs = costs_of(parsed) if given_costs else None
+    costs = costs_of(parsed) if other_costs else None
     result = api.estimate(
         saved,
         costs,
         model=parsed.model,
-        layout=layout,
         memory=parsed.memory,
         layers_only=parsed.layers_only,
         autocast=parsed.autocast,
@@ -109,44 +110,42 @@ def _estimated(parsed: argparse.Namespace) -> tuple[PlanResult, SavedPlan | None
     return result, saved
 
 
-def _layout(parsed: argparse.Namespace, saved: SavedPlan) -> Layout:
-    """The layout of a saved plan, with which options must agree. For a plan without a layout, that of the options."""
-    fixed = [name for name in names_of(PlanOptions) if name not in (*LAYOUT, "memory")]
-    refuse_with("a saved plan, which fixes all that", parsed, *fixed)
-    if saved.layout is None:
-        if parsed.dp is None or parsed.tp is None:
-            raise ValueError(f"{parsed.plan} is a bare plan, without its layout; give --dp and --tp")
-        layout = Layout(parsed.dp, saved.plan.num_ranks, parsed.tp, parsed.shard)
-        if min(layout.dp, layout.tp) < 1 or (layout.shard and layout.dp == 1):
-            raise ValueError(f"--dp and --tp are at least 1, and --shard needs several replicas, got {layout}")
-    else:
-        layout = saved.layout
-    batch_size, seq_len = saved.plan.batch_size * layout.dp, saved.plan.seq_len
-    planned = {**asdict(layout), "batch_size": batch_size, "seq_len": seq_len}
-    for name, value in planned.items():
-        given = getattr(parsed, name)
-        if given is not None and given is not False and given != value:
-            option = f"--{name.replace('_', '-')} {given}"
-            raise ValueError(f"{parsed.plan} is for {name} {value}, got {option}; leave it out, or plan again")
+def _layout(parsed: argparse.Namespace, plan: Plan) -> Layout:
+    """The layout of a bare plan, by the options."""
+    if parsed.dp is None or parsed.tp is None:
+        raise ValueError("this is a bare plan, without its layout; give --dp and --tp")
+    layout = Layout(parsed.dp, plan.num_ranks, parsed.tp, parsed.shard)
+    if min(layout.dp, layout.tp) < 1 or (layout.shard and layout.dp == 1):
+        raise ValueError(f"--dp and --tp are at least 1, and --shard needs several replicas, got {layout}")
     return layout
 
 
-def _as_dict(runs: Sequence[RunView], result: PlanResult, saved: SavedPlan | None) -> dict[str, Any]:
+def _refuse_other_layout(parsed: argparse.Namespace, saved: PlanResult) -> None:
+    """Refuses options that do not agree with a saved plan."""
+    batch_size, seq_len = saved.plan.batch_size * saved.layout.dp, saved.plan.seq_len
+    for name, value in {**asdict(saved.layout), "batch_size": batch_size, "seq_len": seq_len}.items():
+        asked = getattr(parsed, name)
+        if asked is not None and asked is not False and asked != value:
+            option = f"--{name.replace('_', '-')} {asked}"
+            raise ValueError(f"{parsed.plan} is for {name} {value}, got {option}; leave it out, or plan again")
+
+
+def _as_dict(runs: Sequence[RunView], result: PlanResult, saved: PlanResult | None) -> dict[str, Any]:
     predicted, *others = runs
     data = {**result.estimate.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
     for run in others:
         data[run.name] = {"makespan": run.timeline.makespan, "idle_by_cause": run.idle}
-    if saved is not None and saved.step_time is not None:
+    if saved is not None and saved.predicted:
         data["planned_step_time"] = saved.step_time
     return data
 
 
-def _print_step(predicted: RunView, result: PlanResult, saved: SavedPlan | None) -> None:
+def _print_step(predicted: RunView, result: PlanResult, saved: PlanResult | None) -> None:
     """Explains how the step time differs from the drawing and from the prediction saved with the plan."""
     once = result.step_time - predicted.timeline.makespan
     line = f"{style.seconds(result.step_time)}: the drawing, and {style.seconds(once)} once per step"
     line += " (optimizer, gradient all-reduce)"
-    if saved is not None and saved.step_time is not None:
+    if saved is not None and saved.predicted:
         same = abs(result.step_time / saved.step_time - 1) < 1e-6
         line += "; as planned" if same else f"; {style.seconds(saved.step_time)} when planned, with other costs"
     console.print(f"  {'step':13s} {line}", markup=False)

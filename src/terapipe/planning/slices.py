@@ -12,7 +12,7 @@ from terapipe.planning.order import order_named
 from terapipe.planning.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
 
 FORMAT = 1
-PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/saved.py)
+PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/result.py)
 
 
 def microbatch_sizes(batch_size: int, size: int) -> tuple[int, ...]:

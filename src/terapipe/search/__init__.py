@@ -3,7 +3,6 @@
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request
 from terapipe.search.result import Comparison, PlanResult
-from terapipe.search.saved import SavedPlan
 from terapipe.search.sensitivity import Sensitivity, sensitivities
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
@@ -17,7 +16,6 @@ __all__ = [
     "PlanResult",
     "ProfileSource",
     "Request",
-    "SavedPlan",
     "Sensitivity",
     "Source",
     "choose_by_table",

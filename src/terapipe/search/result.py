@@ -1,22 +1,36 @@
-"""The results of the planner: a chosen plan with its prediction, and comparisons of plans."""
+"""The results of the planner: a chosen plan with its prediction, its one saved form, and comparisons of plans.
 
+    to_json:  {plan ..., "planned": {layout, costs, budget, step_time, once, documents, ...}}
+                 |            |
+        Plan.from_json    PlanResult.from_json
+
+What a file holds beside the plan lets it be simulated again (``costs``: a whole description of a cluster, or a
+profile's path and checksum) and a run go on alike where the profile is gone (``once``, ``documents``).
+"""
+
+import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isnan, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from terapipe import files
-from terapipe.planning.cost import Memory, by_side
+from terapipe.planning.cost import Memory, by_side, with_recompute
+from terapipe.planning.documents import DocumentCosts
+from terapipe.planning.hardware import Cluster, Device, Host, Link
 from terapipe.planning.layout import Layout
+from terapipe.planning.limits import check_whole_number
 from terapipe.planning.presets import GPTConfig
-from terapipe.planning.slices import Plan
+from terapipe.planning.profile import Profile
+from terapipe.planning.slices import PLANNED, Plan
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.evaluator import PlanEstimate, pareto_front
 from terapipe.search.request import Request
-from terapipe.search.saved import SavedPlan, origin
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 if TYPE_CHECKING:
@@ -34,6 +48,8 @@ class PlanResult:
     price: float | None = None  # with a limit on distinct lengths: step time relative to that without the limit
     seconds: float = 0.0  # time that planning took
     reserve: float | None = None  # step time relative to that with all memory of a device, same order and layout
+    saved: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the details of a loaded file
+    missing: str = field(default="", repr=False)  # why there is no source
 
     @property
     def plan(self) -> Plan:
@@ -68,47 +84,146 @@ class PlanResult:
     @property
     def model_config(self) -> GPTConfig:
         """The shape that the costs are for."""
-        source = self._known_source()
+        source = self.known_source()
         assert isinstance(source, ClusterSource | ProfileSource)
         return source.config if isinstance(source, ClusterSource) else source.profile.config
 
     @property
     def memory(self) -> Memory:
-        return self._known_source().memory(self.layout)
+        return self.known_source().memory(self.layout)
 
     def simulate(self) -> Timeline:
         """The Timeline of one step, without the work done once per step (gradient all-reduce, optimizer)."""
-        cost = self._known_source().cost(self.layout)
+        cost = self.known_source().cost(self.layout)
         return simulate(schedule(self.plan), cost)
 
     @property
     def price_of_host(self) -> float:
         """The simulated step relative to one whose devices never wait for their hosts; 1 where hosts take no time."""
-        device, host = by_side(self._known_source().cost(self.layout))
+        device, host = by_side(self.known_source().cost(self.layout))
         if not host:
             return 1.0
-        return makespan(self.plan, self._known_source().cost(self.layout))[0] / makespan(self.plan, device)[0]
+        return makespan(self.plan, self.known_source().cost(self.layout))[0] / makespan(self.plan, device)[0]
 
     def sensitivity(self) -> "list[Sensitivity]":
         """How much slower the plan would be if a constant of the cluster were assumed wrong."""
         from terapipe.search.sensitivity import sensitivities
 
-        source = self._known_source()
+        source = self.known_source()
         if not isinstance(source, ClusterSource):
             raise ValueError("the costs of a profile were measured; sensitivity is of a described cluster")
         return list(sensitivities(source, self.request))
 
-    def saved(self, profile: str | Path | None = None) -> SavedPlan:
-        """The plan with its layout and costs. ``profile`` is the path of the profile that it was made with."""
-        if self.source is None:
-            return SavedPlan(self.plan, self.layout, step_time=self.step_time)
-        costs = origin(self.source, None if profile is None else Path(profile))
-        return SavedPlan(self.plan, self.layout, self.source.dtype, costs, self.budget, self.step_time)
+    @property
+    def predicted(self) -> bool:
+        """Whether step time and memory were predicted. They were not for slices that were cut without any costs."""
+        return not isnan(self.step_time)
 
-    def save(self, path: str | Path, *, profile: str | Path | None = None) -> None:
-        """Writes a file for ``terapipe train run.toml plan.file=PATH``, ``terapipe simulate PATH`` and
-        ``Plan.from_json``."""
-        files.write(Path(path), self.saved(profile).to_json() + "\n")
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of parameters and activations, if the costs tell."""
+        return self.source.dtype if self.source else self.saved.get("dtype")
+
+    @property
+    def once(self) -> float:
+        """Seconds of the step that come once, however many batches are accumulated: all-reduce and optimizer."""
+        if "once" in self.saved or self.source is None:
+            return float(self.saved.get("once", 0.0))
+        return max(0.0, self.step_time - makespan(self.plan, self.source.cost(self.layout))[0])
+
+    @property
+    def document_costs(self) -> DocumentCosts | None:
+        """What packed documents cost, by the same costs as the plan. None if they are not known."""
+        if "documents" in self.saved or self.source is None:
+            costs = self.saved.get("documents")
+            return None if costs is None else DocumentCosts(*costs)
+        cost = with_recompute(self.source.cost(self.layout), self.plan.recompute_modes[-1])
+        return DocumentCosts.of(cost, self.plan)
+
+    def step_time_of(self, batches: int) -> float | None:
+        """Predicted seconds of a step that accumulates so many batches, or None."""
+        return (self.step_time - self.once) * batches + self.once if self.predicted else None
+
+    @classmethod
+    def of_plan(cls, plan: Plan, layout: Layout, **saved: Any) -> Self:
+        """A plan whose step time nobody predicted.
+
+        Args:
+            plan: The plan of one replica.
+            layout: The layout around it.
+            saved: What else is known of it, as ``to_json`` writes it: ``dtype``, ``documents``.
+        """
+        request = Request(plan.batch_size * layout.dp, plan.seq_len, **asdict(layout))
+        return cls(PlanEstimate(layout, plan, nan, nan, 0, True), (), request, saved=saved, missing=NO_COSTS)
+
+    def to_json(self, *, profile: str | Path | None = None, **notes: Any) -> str:
+        """The one saved form of a plan. ``Plan.from_json`` reads the same text and returns only the plan.
+
+        Args:
+            profile: The path of the profile that the plan was made with. Its costs are read from there again.
+            notes: More to save. ``saved`` of the loaded result has it.
+        """
+        costs = self.saved.get("costs", {})
+        if self.source is not None and "costs" not in self.saved:
+            costs = origin(self.source, None if profile is None else Path(profile))
+        estimate = self.estimate
+        details = {
+            **self.saved, "layout": asdict(self.layout), "dtype": self.dtype, "costs": dict(costs),
+            "budget": self.budget, "step_time": estimate.step_time, "idle": estimate.idle,
+            "peak_bytes": estimate.peak_bytes, "fits": estimate.fits, "once": self.once,
+            "documents": self.document_costs, "min_slice": self.request.min_slice, "tile": self.request.tile, **notes,
+        }  # fmt: skip
+        if not self.predicted:  # JSON has no NaN
+            details |= {"step_time": None, "idle": None}
+        return json.dumps({**self.plan.to_dict(), PLANNED: details})
+
+    @classmethod
+    def from_json(cls, text: str, layout_of: Callable[[Plan], Layout] | None = None) -> Self:
+        """Reads what ``to_json`` wrote. Costs that cannot be restored, because a profile is gone or has changed, are
+        missed only by what needs them.
+
+        Args:
+            text: The text.
+            layout_of: Gives the layout of a bare plan, as ``Plan.to_json`` writes it. By default it is refused.
+        """
+        plan = Plan.from_json(text)
+        details = json.loads(text).get(PLANNED)
+        if details is None:
+            if layout_of is None:
+                raise ValueError(
+                    "this is a bare plan, without its layout; plan again with terapipe.plan, and save that"
+                )
+            return cls.of_plan(plan, layout_of(plan))
+        try:
+            layout = Layout(**details["layout"])
+            for name in ("dp", "pp", "tp"):
+                check_whole_number(name, getattr(layout, name))
+            if layout.pp != plan.num_ranks:
+                raise ValueError(f"pp={layout.pp}, where the plan is for {plan.num_ranks} ranks")
+            fixed = {**asdict(layout), "memory": details["budget"], "tile": details["tile"]}
+            request = Request(plan.batch_size * layout.dp, plan.seq_len, details["min_slice"], **fixed)
+            seconds, idle = (nan if details[name] is None else details[name] for name in ("step_time", "idle"))
+            estimate = PlanEstimate(layout, plan, seconds, idle, details["peak_bytes"], details["fits"])
+            source, missing = restore(details["costs"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"what was saved beside this plan lacks or misnames {error}; plan again") from None
+        return cls(estimate, (), request, source, saved=details, missing=missing)
+
+    def save(self, path: str | Path, *, profile: str | Path | None = None, **notes: Any) -> None:
+        """Writes a file for ``terapipe train run.toml plan.file=PATH``, ``terapipe simulate PATH``, ``load`` and
+        ``Plan.from_json``.
+
+        Args:
+            path: The file.
+            profile: As for ``to_json``.
+            notes: As for ``to_json``.
+        """
+        files.write(Path(path), self.to_json(profile=profile, **notes) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a file that ``save`` wrote."""
+        return cls.from_json(files.read(Path(path)))
 
     def to_dict(self) -> dict[str, Any]:
         price = {} if self.price is None else {"price_of_distinct": self.price}
@@ -121,9 +236,11 @@ class PlanResult:
 
         return explain(self)
 
-    def _known_source(self) -> Source:
+    def known_source(self) -> Source:
+        """The source of the costs. Raises ValueError if there is none."""
         if self.source is None:
-            raise ValueError("a cost table knows no memory and no transfers; plan with a Cluster or a Profile")
+            table = "a cost table knows no memory and no transfers; plan with a Cluster or a Profile"
+            raise ValueError(self.missing or table)
         return self.source
 
 
@@ -172,13 +289,13 @@ class Comparison:
         """A chart of step time against peak memory, also written to ``path`` if given."""
         from terapipe.reporting.plans import comparison_chart
 
-        return _written(path, comparison_chart(self))
+        return _write(path, comparison_chart(self))
 
     def to_html(self, path: str | Path | None = None, model: str = "The model") -> str:
         """A page with chart and table, also written to ``path`` if given."""
         from terapipe.reporting.plans import comparison_page
 
-        return _written(path, comparison_page(self, model))
+        return _write(path, comparison_page(self, model))
 
     def __str__(self) -> str:
         from terapipe.reporting.plans import comparison_text
@@ -186,7 +303,7 @@ class Comparison:
         return comparison_text(self)
 
 
-def _written(path: str | Path | None, text: str) -> str:
+def _write(path: str | Path | None, text: str) -> str:
     if path is not None:
         files.write(Path(path), text)
     return text
@@ -196,3 +313,70 @@ def timed(plan: Callable[[], PlanResult]) -> PlanResult:
     """Calls ``plan`` and records how long it took."""
     began = time.perf_counter()
     return replace(plan(), seconds=time.perf_counter() - began)
+
+
+# Costs in a file
+
+NO_COSTS = "the costs of this plan are not in the file; give a cluster and a model, or a profile"
+
+
+def restore(costs: Mapping[str, Any]) -> tuple[Source | None, str]:
+    """The costs that a plan was made with, or None and why the file does not determine them."""
+    if "cluster" in costs:
+        return _cluster_source(costs), ""
+    if "profile" not in costs:
+        return None, NO_COSTS
+    try:
+        return _profile_source(costs), ""
+    except (OSError, ValueError) as error:
+        return None, str(error)
+
+
+def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
+    """What is saved to restore the costs: the whole description of a cluster, or a profile's path and checksum."""
+    if isinstance(source, ClusterSource):
+        host = asdict(source.cluster.host)
+        cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
+        model = {"model": asdict(source.config), "layers_only": not source.ends, "fused_grads": source.fused}
+        return {**cluster, **model, "autocast": source.autocast}
+    assert isinstance(source, ProfileSource)
+    measured = {"profile": str(file or ""), "checksum": _checksum(source.profile)}
+    return {**measured, "ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused}
+
+
+def _checksum(profile: Profile) -> int:
+    return zlib.crc32(profile.to_json().encode())
+
+
+def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
+    try:
+        fields = dict(costs["host"])
+        device, intra_node, inter_node = (_numbers(fields.pop(name)) for name in ("device", "intra_node", "inter_node"))
+        host = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(fields))
+        config = GPTConfig(**costs["model"])
+        cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
+        return ClusterSource(config, cluster, ends, costs.get("fused_grads", True), costs.get("autocast", False))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
+
+
+def _numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Checks the fields of a device, a link or a host. Those that something is divided by must be positive."""
+    for name, value in values.items():
+        positive = name in ("peak", "achieved", "bandwidth", "memory", "devices", "element")
+        if not isinstance(value, int | float) or not (value > 0 if positive else value >= 0):
+            raise ValueError(f"{name}, which is {value!r}")
+    return values
+
+
+def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
+    path = Path(str(costs["profile"]))
+    if not path.is_file():
+        raise ValueError(f"the costs of this plan came from the profile {path}, which is not here; give the profile")
+    profile = Profile.from_json(files.read(path))
+    if _checksum(profile) != costs.get("checksum"):
+        raise ValueError(f"{path} has changed since this plan was made with it; plan again, or give the profile")
+    ranks = costs.get("ranks")
+    tp = costs.get("tp", 1)
+    ranks = ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks
+    return ProfileSource(profile, ranks, tp, bool(costs.get("fused_grads", True)))

@@ -14,7 +14,7 @@ from terapipe.modeling.gpt import GPT
 from terapipe.planning.presets import GPTConfig
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import Reader, TensorsOnly
-from terapipe.runtime.checkpoint.state import alone_is_fine
+from terapipe.runtime.checkpoint.state import without_dist_warning
 from terapipe.training.config import RunConfig
 
 
@@ -61,7 +61,7 @@ def export_gpt(
     if shape.tied:
         meta.pop("head.weight")
     state = {name: torch.empty(x.shape, dtype=dtype) for name, x in meta.items()}
-    with alone_is_fine():
+    with without_dist_warning():
         load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
     folder = folder.resolve()
     recover(folder)

@@ -28,6 +28,7 @@ from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import seed_rng
+from terapipe.search.result import PlanResult
 from terapipe.training import run_plan as plans
 from terapipe.training.checkpoint_folder import check_begin, check_notes, clean, folder_of, newest_whole, path_of, steps
 from terapipe.training.config import RunConfig
@@ -150,17 +151,17 @@ class Run:
 
     # The plan
 
-    def _first_plan(self, model: RunModel) -> plans.RunPlan:
+    def _first_plan(self, model: RunModel) -> PlanResult:
         """What was given, or was chosen before, or what measurements say."""
         config, ranks = self._config, self._world.size
-        found = self._on_first(lambda: plans.from_file(config, ranks) or plans.resumed(config, ranks))
+        found = self._on_first(lambda: plans.from_file(config, ranks) or plans.resume(config, ranks))
         if found is None and config.plan.profile:
             return self._from_profile(model, Profile.load(config.plan.profile))
         if found is None and model.shape is not None and config.plan.seconds:
             return self._from_measurements(model)
         return self._save_plan(found or plans.equal_slices(config, model, ranks))
 
-    def _from_measurements(self, model: RunModel) -> plans.RunPlan:
+    def _from_measurements(self, model: RunModel) -> PlanResult:
         said = f"measuring the model for about {self._config.plan.seconds:g} s"
         with self._console.status(said) if self._console.is_terminal else nullcontext():
             profile = plans.measure(self._config, model, self._world)
@@ -168,13 +169,13 @@ class Run:
             files.write(self._config.folder / "profile.json", profile.to_json() + "\n")
         return self._from_profile(model, profile)
 
-    def _from_profile(self, model: RunModel, profile: Profile) -> plans.RunPlan:
+    def _from_profile(self, model: RunModel, profile: Profile) -> PlanResult:
         self._profile = profile
         return self._save_plan(
             self._on_first(lambda: plans.from_profile(self._config, model, profile, self._world.size))
         )
 
-    def _save_plan(self, run_plan: plans.RunPlan) -> plans.RunPlan:
+    def _save_plan(self, run_plan: PlanResult) -> PlanResult:
         if self._is_main:
             plans.save(self._config, self._world.size, run_plan)
             self._keep_prediction(run_plan)
@@ -190,16 +191,16 @@ class Run:
             told = f"lr.warmup {lr.warmup} is longer than optimizer.steps {optimizer.steps}"
             self._console.print(f"{told}: the learning rate stays below optimizer.lr", soft_wrap=True)
 
-    def _keep_prediction(self, run_plan: plans.RunPlan) -> None:
+    def _keep_prediction(self, run_plan: PlanResult) -> None:
         path = self._config.folder / "predicted.json"
-        if self._profile is not None:
-            files.write(path, plans.predicted(self._profile, run_plan.layout, run_plan.plan).to_json())
-        elif run_plan.seconds is None:
+        if self._profile is not None and run_plan.source is not None:
+            files.write(path, run_plan.simulate().to_json())
+        elif not run_plan.predicted:
             path.unlink(missing_ok=True)
 
     # Training
 
-    def _train(self, data: Data, model: RunModel, objective: RunObjective, run_plan: plans.RunPlan) -> Outcome:
+    def _train(self, data: Data, model: RunModel, objective: RunObjective, run_plan: PlanResult) -> Outcome:
         config, layout = self._config, run_plan.layout
         several = layout.dp * layout.tp > 1
         transport = self._world.over(device_mesh(layout, timeout=config.failures.timeout)) if several else self._world

@@ -1,7 +1,7 @@
 """The plan of a run: given, chosen by measurements, or equal slices; kept in the run's folder for when it goes on."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,14 @@ from terapipe.planning.presets import ModelSpec
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan, even_lengths
 from terapipe.runtime.comm.transport import Transport
-from terapipe.scheduling.timeline import Timeline
 from terapipe.search.request import Request
-from terapipe.search.saved import SavedPlan
+from terapipe.search.result import PlanResult
 from terapipe.training.config import PlanConfig, RunConfig
 from terapipe.training.model import RunModel
 
 LEAST = 64  # tokens of a slice, where nothing is known of its cost
-FILE = "planned.json"
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A layout, each replica's plan in it, and how long a step should take."""
-
-    layout: Layout
-    plan: Plan
-    seconds: float | None = None  # None: nothing was measured
-    once: float = 0.0  # of these, what comes once per step however many batches are accumulated
-    documents: DocumentCosts | None = None  # by the same costs as the plan, if they are known
-
-    def step_time(self, accumulate: int) -> float | None:
-        return None if self.seconds is None else (self.seconds - self.once) * accumulate + self.once
-
-    def to_dict(self) -> dict[str, Any]:
-        times = {"seconds": self.seconds, "once": self.once}
-        return {"layout": asdict(self.layout), "plan": self.plan.to_dict(), **times, "documents": self.documents}
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "RunPlan":
-        costs = found.get("documents")
-        documents = None if costs is None else DocumentCosts(*costs)
-        return cls(Layout(**found["layout"]), Plan.from_dict(found["plan"]), found["seconds"], found["once"], documents)
+FILE = "plan.json"  # in the run's folder
+LAYOUT = ("dp", "pp", "tp", "shard")
 
 
 def ranks_wanted(config: PlanConfig) -> int:
@@ -54,34 +30,32 @@ def ranks_wanted(config: PlanConfig) -> int:
     if config.ranks:
         return config.ranks
     if config.file:
-        saved = _saved_plan(config.file)
-        return _of_file(config, saved).devices
+        return _load(config, None).layout.devices
     return (config.dp or 1) * (config.pp or 1) * config.tp
 
 
-def _saved_plan(file: str) -> SavedPlan:
-    try:
-        return SavedPlan.from_json(files.read(Path(file)))
-    except ValueError as error:
-        raise ValueError(f"plan.file {file}: {error}") from None
-
-
-def _of_file(config: PlanConfig, saved: SavedPlan) -> Layout:
-    """What was saved with the plan: keys of [plan] may repeat it, not change it. For a bare plan they say it."""
-    pp = saved.plan.num_ranks
-    fixed = ["profile", *(name for name in names_of(PlanOptions) if name not in ("dp", "pp", "tp", "shard", "tile"))]
+def _load(config: PlanConfig, ranks: int | None) -> PlanResult:
+    """The plan of plan.file. Keys of [plan] may repeat what it says, not change it. Of a bare plan they, and the number
+    of ranks if it is known, say the layout."""
+    fixed = ["profile", *(name for name in names_of(PlanOptions) if name not in (*LAYOUT, "tile"))]
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
-    layout = saved.layout or Layout(config.dp or 1, pp, config.tp, config.shard)
-    asked = {"dp": config.dp or layout.dp, "pp": config.pp or pp, "shard": config.shard or layout.shard}
-    asked["tp"] = config.tp if config.tp > 1 else layout.tp
-    for name, value in asked.items():
-        if value != getattr(layout, name):
+
+    def layout(plan: Plan) -> Layout:
+        pp = plan.num_ranks
+        return Layout(config.dp or 1, pp, config.tp, config.shard) if ranks is None else layout_of(config, ranks, pp)
+
+    try:
+        result = PlanResult.from_json(files.read(Path(config.file)), layout)
+    except ValueError as error:
+        raise ValueError(f"plan.file {config.file}: {error}") from None
+    for name in LAYOUT:
+        asked, value = getattr(config, name), getattr(result.layout, name)
+        if asked not in (None, False, getattr(PlanConfig, name), value):
             raise ValueError(
-                f"{config.file} is for {name} {getattr(layout, name)}, plan.{name} says {value}; leave that key out, "
-                "or plan again"
+                f"{config.file} is for {name} {value}, plan.{name} says {asked}; leave that key out, or plan again"
             )
-    return layout
+    return result
 
 
 def layout_of(config: PlanConfig, ranks: int, pp: int | None) -> Layout:
@@ -99,16 +73,13 @@ def layout_of(config: PlanConfig, ranks: int, pp: int | None) -> Layout:
     return Layout(dp, pp, config.tp, shard=config.shard and dp > 1)
 
 
-def from_file(config: RunConfig, ranks: int) -> RunPlan | None:
-    """The plan of plan.file."""
+def from_file(config: RunConfig, ranks: int) -> PlanResult | None:
+    """The plan of plan.file. Its prediction is left out, because it may be of another machine."""
     if not config.plan.file:
         return None
-    saved = _saved_plan(config.plan.file)
-    plan = saved.plan
-    layout = _of_file(config.plan, saved)
-    if saved.layout is None:
-        layout = layout_of(config.plan, ranks, plan.num_ranks)
-    elif layout.devices != ranks:
+    saved = _load(config.plan, ranks)
+    plan, layout = saved.plan, saved.layout
+    if layout.devices != ranks:
         raise ValueError(f"{config.plan.file} is for {layout}, {layout.devices} processes; there are {ranks}")
     if (plan.batch_size * layout.dp, plan.seq_len) != (config.data.batch_size, config.data.seq_len):
         raise ValueError(
@@ -116,44 +87,34 @@ def from_file(config: RunConfig, ranks: int) -> RunPlan | None:
             f"replicas, data.batch_size and data.seq_len ask for {config.data.batch_size} of {config.data.seq_len}; "
             "change them or plan again"
         )
-    return RunPlan(layout, plan, documents=_saved_costs(saved))
+    return PlanResult.of_plan(plan, layout, dtype=config.model.dtype, documents=saved.document_costs)
 
 
-def _saved_costs(saved: SavedPlan) -> DocumentCosts | None:
-    """Those that the plan was made with, if the file says which."""
-    try:
-        return api.document_planner(saved).costs
-    except ValueError:
-        return None
-
-
-def resumed(config: RunConfig, ranks: int) -> RunPlan | None:
+def resume(config: RunConfig, ranks: int) -> PlanResult | None:
     """The plan that this run had before: what goes on after a stop goes on alike, unless something else is asked."""
     try:
-        found = json.loads((config.folder / FILE).read_text(encoding="utf-8"))
-        same = found["asked"] == request_key(config, ranks)
-        return RunPlan.from_dict(found) if same else None
-    except (OSError, ValueError, KeyError, TypeError):
+        result = PlanResult.load(config.folder / FILE)
+    except (OSError, ValueError):
         return None
+    return result if result.saved.get("asked") == request_key(config, ranks) else None
 
 
-def save(config: RunConfig, ranks: int, run_plan: RunPlan) -> None:
-    found = {"asked": request_key(config, ranks), **run_plan.to_dict()}
-    saved = SavedPlan(run_plan.plan, run_plan.layout, config.model.dtype, step_time=run_plan.seconds)
-    files.write(config.folder / "plan.json", saved.to_json() + "\n")
-    files.write(config.folder / FILE, json.dumps(found, indent=1) + "\n")
+def save(config: RunConfig, ranks: int, result: PlanResult) -> None:
+    """Writes the plan to the run's folder, with what it was chosen for."""
+    profile = config.plan.profile or config.folder / "profile.json"
+    result.save(config.folder / FILE, profile=profile, asked=request_key(config, ranks))
 
 
 def request_key(config: RunConfig, ranks: int) -> dict[str, Any]:
     """All that a choice depends on, as JSON gives it back."""
     sections = {"plan": asdict(config.plan), "model": asdict(config.model)}
     del sections["plan"]["per_batch"]  # whether batches are cut anew changes nothing of the plan
-    told = {**sections, "tokens": config.data.seq_len, "batch": config.data.batch_size, "ranks": ranks}
-    found: dict[str, Any] = json.loads(json.dumps(told))
-    return found
+    asked = {**sections, "tokens": config.data.seq_len, "batch": config.data.batch_size, "ranks": ranks}
+    plain: dict[str, Any] = json.loads(json.dumps(asked))
+    return plain
 
 
-def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> RunPlan:
+def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> PlanResult:
     """Equal slices: where nothing is known of their costs."""
     wanted, tokens = config.plan, config.data.seq_len
     layout = layout_of(wanted, ranks, wanted.pp)
@@ -165,7 +126,7 @@ def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> RunPlan:
     lengths = _lengths(wanted, tokens, layout, model.shortest) if order.sliced else (tokens,)
     mode = "none" if config.model.recompute == "auto" else config.model.recompute
     plan = Plan(sizes, (lengths,) * len(sizes), model.split(layout.pp * chunks), order.name, chunks, mode)
-    return RunPlan(layout, plan)
+    return PlanResult.of_plan(plan, layout, dtype=config.model.dtype)
 
 
 def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
@@ -204,7 +165,7 @@ def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     return ModelSpec(model.shape, model.shortest, model.recompute_modes, fused)
 
 
-def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> RunPlan:
+def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:
     """The fastest by simulation that the model can run."""
     wanted = config.plan
     if ranks % wanted.tp:
@@ -213,22 +174,15 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
     options = values_of(wanted, PlanOptions)
     options["recompute"] = None if config.model.recompute == "auto" else config.model.recompute
     options["tile"] = min(wanted.tile, seq_len)
-    result = api.plan(_spec(config, model), profile, batch_size=batch_size, seq_len=seq_len, devices=ranks, **options)
-    once = max(0.0, result.step_time - result.simulate().makespan)
-    documents = api.document_planner(result).costs
-    return RunPlan(result.layout, result.plan, result.step_time, once, documents)
+    return api.plan(_spec(config, model), profile, batch_size=batch_size, seq_len=seq_len, devices=ranks, **options)
 
 
-def predicted(profile: Profile, layout: Layout, plan: Plan) -> Timeline:
-    return api.simulate(plan, profile, layout=layout)
-
-
-def document_planner(config: RunConfig, model: RunModel, run_plan: RunPlan) -> tuple[DocumentPlanner | None, str]:
+def document_planner(config: RunConfig, model: RunModel, run_plan: PlanResult) -> tuple[DocumentPlanner | None, str]:
     """What cuts every batch by its documents, or None if all are cut alike; and which of the two, in words."""
     wanted, plan = config.plan, run_plan.plan
     if config.data.packing != "packed" or not wanted.per_batch or max(map(len, plan.lengths)) == 1:
         return None, ""
-    costs = run_plan.documents or (None if model.shape is None else DocumentCosts.of_shape(model.shape))
+    costs = run_plan.document_costs or (None if model.shape is None else DocumentCosts.of_shape(model.shape))
     reasons = {
         "plan.num_slices is set": wanted.num_slices,
         "plan.slice_lengths is set": wanted.slice_lengths,

@@ -23,6 +23,7 @@ from terapipe.planning.documents import DocumentPlanner
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
+from terapipe.search.result import PlanResult
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.config import PlanConfig, RunConfig
 from terapipe.training.data.loader import BatchLoader
@@ -32,7 +33,6 @@ from terapipe.training.identity import NOTE, Identity, same_evaluation, same_row
 from terapipe.training.logging.display import RunLog
 from terapipe.training.objective import RunObjective
 from terapipe.training.optimizer import learning_rate, set_lr
-from terapipe.training.run_plan import RunPlan
 
 
 class StopSignal:
@@ -120,7 +120,7 @@ class Trainer:
         optimizer: Optimizer,
         data: Data,
         objective: RunObjective,
-        run_plan: RunPlan,
+        run_plan: PlanResult,
         planner: DocumentPlanner | None,
         log: RunLog,
         random: dict[str, Tensor],
@@ -134,7 +134,7 @@ class Trainer:
         self._log, self._random, self._identity = log, random, identity
         # It is of sequences of one document each. Others take less time, each batch its own.
         packed = config.data.packing == "packed"
-        self._predicted = None if packed else run_plan.step_time(config.optimizer.accumulate)
+        self._predicted = None if packed else run_plan.step_time_of(config.optimizer.accumulate)
         self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle, rows=objective.rows)
         self._evaluator = Evaluator(config, pipe, data, objective, log)
         self._checkpoints = CheckpointFolder(folder_of(config), config.checkpoints, log.is_main, self.say)

@@ -14,7 +14,7 @@ from terapipe.cli import main
 from terapipe.launch import processes
 from terapipe.planning.layout import Layout
 from terapipe.scheduling.simulator import simulate
-from terapipe.search.saved import SavedPlan
+from terapipe.search.result import PlanResult
 from tests.support.costs import SimpleCost
 from tests.unit.planning.test_profile import made
 
@@ -35,7 +35,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         plan = Plan((1, 1), ((32, 32),) * 2, (0, 2, 4))
-        self.plan = self._write("plan.json", SavedPlan(plan, Layout(1, 2, 1)).to_json())
+        self.plan = self._write("plan.json", PlanResult.of_plan(plan, Layout(1, 2, 1)).to_json())
         self.bare = self._write("bare.json", plan.to_json())
         self.profile = self._write("profile.json", made().to_json())
         rows = [{"size": 1, "length": 64, "context": 0, "seconds": 1.0}]

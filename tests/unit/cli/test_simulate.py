@@ -10,7 +10,7 @@ import pytest
 
 from terapipe import Plan
 from terapipe.cli import main
-from terapipe.search.saved import SavedPlan
+from terapipe.search.result import PlanResult
 from tests.unit.planning.test_profile import made
 
 SHAPE = [
@@ -50,7 +50,7 @@ def test_simulating_a_saved_plan_repeats_what_plan_said(
     again = answer(capsys, "simulate", "plan.json")
     for key in ("step_time", "layout", "peak_bytes", "fits", "lengths"):
         assert again[key] == planned[key]
-    assert Plan.from_json(Path("plan.json").read_text()) == SavedPlan.from_json(Path("plan.json").read_text()).plan
+    assert Plan.from_json(Path("plan.json").read_text()) == PlanResult.from_json(Path("plan.json").read_text()).plan
     assert "saved with the plan" in refused(capsys, "simulate", "plan.json", "--model", "gpt-tiny")
     assert "is for tp 2, got --tp 4" in refused(capsys, "simulate", "plan.json", "--tp", "4")
     assert not answer(capsys, "simulate", "plan.json", "--memory", "1MiB")["fits"]
@@ -78,7 +78,7 @@ def test_a_bare_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert not shared["fits"]
     assert shared["peak_bytes"] != whole["peak_bytes"]
     said = refused(capsys, "simulate", str(bare), *SHAPE[:4], *layout, "--tile", "2", "--chunks", "1")
-    assert "--chunks and --tile would have no effect" in said
+    assert "--tile and --chunks would have no effect" in said
 
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from terapipe import GPT, Layout, Pipeline, PipelineModel, Plan, SliceCache, Stage
 from terapipe.modeling.gpt import Block
 from terapipe.modeling.stage import IGNORE
-from terapipe.runtime.checkpoint.state import alone_is_fine
+from terapipe.runtime.checkpoint.state import without_dist_warning
 from terapipe.training.optimizer import MasterAdamW
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
@@ -386,13 +386,13 @@ def round_trip(order: str, layout: Layout, shard: bool, folder: str) -> list[boo
     train(pipe, optimizer, range(2))
     wanted = snapshot(pipe, optimizer)
     model_state, optimizer_state = get_state_dict(pipe, optimizer, options=FLAT)
-    with alone_is_fine():
+    with without_dist_warning():
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     other = pipeline(order, layout, shard, seed=9)
     loaded = adam(other)
     results = [model_state.keys() == pipe.state_dict().keys(), not equal(snapshot(other, loaded), wanted)]
     to_model, to_optimizer = get_state_dict(other, loaded, options=FLAT)
-    with alone_is_fine():
+    with without_dist_warning():
         dcp.load({"model": to_model, "optimizer": to_optimizer}, checkpoint_id=folder)
     found = set_state_dict(other, loaded, model_state_dict=to_model, optim_state_dict=to_optimizer, options=FLAT)
     results += [not found.missing_keys and not found.unexpected_keys, equal(snapshot(other, loaded), wanted)]
@@ -401,6 +401,7 @@ def round_trip(order: str, layout: Layout, shard: bool, folder: str) -> list[boo
     return [*results, equal(snapshot(other, loaded), snapshot(pipe, optimizer))]
 
 
+@pytest.mark.exhaustive_ids("terapipe-dp 2 x pp 1 x tp 1-False")
 @pytest.mark.parametrize(("order", "layout", "shard"), LAYOUTS, ids=str)
 def test_torchs_state_dict_functions_round_trip(
     ranks: Callable[[int], Ranks], tmp_path: Path, order: str, layout: Layout, shard: bool

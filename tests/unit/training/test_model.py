@@ -13,7 +13,7 @@ from terapipe.planning.layout import Layout
 from terapipe.training.config import DataConfig, ModelConfig, PlanConfig, RunConfig, parse
 from terapipe.training.logging.metrics import read
 from terapipe.training.model import make_model
-from terapipe.training.run_plan import RunPlan, equal_slices, from_file, layout_of, ranks_wanted
+from terapipe.training.run_plan import equal_slices, from_file, layout_of, ranks_wanted
 from tests.support.ranks import Ranks
 from tests.support.training_runs import PRESET, short_run
 from tests.unit.training.test_run import TEXT, losses, train
@@ -84,12 +84,12 @@ def test_a_model_of_ones_own_is_trained(ranks: Callable[[int], Ranks], tmp_path:
 def test_a_measured_run_keeps_its_plan(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     config = told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", "plan.seconds=0.5", "plan.tile=4", "plan.pp=2")
     ranks(2)(train, config, 2)
-    kept = (config.folder / "planned.json").read_text()
+    kept = (config.folder / "plan.json").read_text()
     assert {"profile.json", "predicted.json", "timeline.json", "plan.json", "report.html"} <= {
         f.name for f in config.folder.iterdir()
     }
     ranks(2)(train, config)
-    assert (config.folder / "planned.json").read_text() == kept, "what goes on goes on alike"
+    assert (config.folder / "plan.json").read_text() == kept, "what goes on goes on alike"
     rows = read(config.folder)
     assert all("predicted" in row for row in rows if "loss" in row)
     assert [row["step"] for row in rows if "sample" in row] == [4]
@@ -129,7 +129,9 @@ def test_a_plan_from_a_file(tmp_path: Path) -> None:
     plan = Plan((1,), ((20, 12),), (0, 1, 2), "terapipe")
     (tmp_path / "plan.json").write_text(plan.to_json())
     config = told(tmp_path, "model.preset=layers=2,hidden=16,heads=2", f"plan.file={tmp_path / 'plan.json'}")
-    assert from_file(config, 4) == RunPlan(Layout(2, 2, 1), plan)
+    result = from_file(config, 4)
+    assert result is not None
+    assert (result.layout, result.plan, result.predicted) == (Layout(2, 2, 1), plan, False)
     with pytest.raises(ValueError, match="1 sequences of 32 tokens to each of 1 replicas"):
         from_file(config, 2)
     assert ranks_wanted(config.plan) == 2

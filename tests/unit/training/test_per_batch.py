@@ -13,12 +13,13 @@ from terapipe import GPT, Layout, Plan, Profile
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning import DocumentCosts, Sample
 from terapipe.planning.presets import gpt_config
+from terapipe.search.result import PlanResult
 from terapipe.training.config import RunConfig, parse
 from terapipe.training.data.loader import Batches, Sequences
 from terapipe.training.data.token_file import open_data
 from terapipe.training.logging.metrics import read
 from terapipe.training.model import make_model
-from terapipe.training.run_plan import RunPlan, document_planner, request_key
+from terapipe.training.run_plan import document_planner, request_key
 from tests.support.ranks import Ranks
 from tests.unit.training.loop import curve
 from tests.unit.training.test_run import TEXT, losses, train
@@ -146,7 +147,7 @@ def test_a_run_that_goes_on_cuts_as_before(ranks: Callable[[int], Ranks], place:
 def planned(told: RunConfig, documents: DocumentCosts | None = None, slices: int = 4) -> tuple[bool, str]:
     model = make_model(told.model, told.data, 257)
     plan = Plan.uniform(batch_size=4, seq_len=TOKENS, num_slices=slices, boundaries=(0, 2, 4))
-    planner, message = document_planner(told, model, RunPlan(Layout(1, 2), plan, documents=documents))
+    planner, message = document_planner(told, model, PlanResult.of_plan(plan, Layout(1, 2), documents=documents))
     assert planner is None or planner.costs == (documents or DocumentCosts.of_shape(gpt_config(f"{SHAPE},vocab=257")))
     return planner is not None, message
 

@@ -9,8 +9,10 @@ import pytest
 from examples import own_model
 from terapipe import Plan, api
 from terapipe.planning.layout import Layout
+from terapipe.runtime.comm.environment import local_device
+from terapipe.runtime.comm.transport import Transport
 from terapipe.search.request import Request
-from terapipe.search.saved import SavedPlan
+from terapipe.search.result import PlanResult
 from terapipe.training import run_plan
 from terapipe.training.config import RunConfig, parse
 from terapipe.training.model import RunModel, make_model
@@ -23,7 +25,7 @@ def test_train_takes_the_layout_of_a_saved_plan(tmp_path: Path) -> None:
     """It took the plan's ranks, and data and tensor from elsewhere."""
     file = tmp_path / "plan.json"
     plan = Plan.uniform(batch_size=1, seq_len=32, num_slices=2, boundaries=(0, 1, 2))
-    file.write_text(SavedPlan(plan, Layout(2, 2, 2)).to_json())
+    file.write_text(PlanResult.of_plan(plan, Layout(2, 2, 2)).to_json())
     text = f'[model]\npreset="gpt-tiny"\n[data]\ntrain="x"\nseq_len=32\nbatch_size=2\n[plan]\nfile="{file}"'
     config = parse(text)
     assert ranks_wanted(config.plan) == 8
@@ -81,8 +83,8 @@ def test_the_search_knows_what_compiled_layers_cannot_defer(tmp_path: Path) -> N
 
 
 def sizes_measured(config: RunConfig) -> set[int]:
-    made = make_model(config.model, config.data, 257)
-    return {sample.size for sample in run_plan.measure(config, made).samples}
+    made, world = make_model(config.model, config.data, 257), Transport.join(local_device(), timeout=300.0)
+    return {sample.size for sample in run_plan.measure(config, made, world).samples}
 
 
 def test_merging_sequences_is_measured(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_number_of_slices_and_their_lengths_are_two_keys(tmp_path: Path) -> No
     for change, lengths in (("num_slices=2", (8, 8)), ("slice_lengths=[16]", (16,)), ("slice_lengths=[9,7]", (9, 7))):
         assert run_plan.equal_slices(short_run(tmp_path, PRESET, f"plan.{change}"), made, 1).plan.lengths[0] == lengths
     run_plan.equal_slices(short_run(tmp_path, PRESET, "plan.num_slices=0"), made, 1)  # as many as seem right
-    with pytest.raises(ValueError, match=r"plan\.slice_lengths must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"\[plan\] slice_lengths\[0\] must be a whole number of at least 1, got 0"):
         short_run(tmp_path, PRESET, "plan.slice_lengths=0")
-    with pytest.raises(ValueError, match=r"plan\.num_slices is a number .* give one"):
+    with pytest.raises(ValueError, match=r"\[plan\] num_slices is a number .* give one"):
         short_run(tmp_path, PRESET, "plan.num_slices=2", "plan.slice_lengths=[8,8]")

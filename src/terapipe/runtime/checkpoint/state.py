@@ -33,9 +33,7 @@ from terapipe.runtime.checkpoint.reader import (
     read_notes,
     reason,
 )
-from terapipe.runtime.checkpoint.staging import Staging, State
-from terapipe.runtime.checkpoint.writer import Saving as Saving
-from terapipe.runtime.checkpoint.writer import begin, known_channel, new_channel
+from terapipe.runtime.checkpoint.writer import CheckpointWriter, Saving, Staging, State
 from terapipe.runtime.comm.errors import is_connection_error
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
@@ -78,7 +76,7 @@ class OptimizerState:
         self._make([p for name, p in self._parameters.items() if name in there and p not in self._state])
 
     def _make(self, parameters: list[Tensor]) -> None:
-        """What a first step would make, by one that goes nowhere: of gradients that are zero, at a rate of zero."""
+        """Initializes the optimizer's state with a no-op step: learning rate 0, zero gradients."""
         if not parameters:
             return
         groups = [group for group in self._optimizer.param_groups if "lr" in group]
@@ -184,13 +182,13 @@ class Checkpoint:
     ) -> Saving:
         """With ``copy``, tensors may be changed as soon as it returns. With ``frozen``, nothing is left out."""
         self._transport.failure.refuse_stopped("a checkpoint")
-        folder, channel = folder.absolute(), known_channel(self._transport)
-        self._wait(channel.latest if channel is not None else None)
+        folder, writer = folder.absolute(), CheckpointWriter.of(self._transport)
+        self._wait(writer.latest if writer is not None else None)
         if self._transport.global_rank == min(self._transport.ranks.hosts):
             shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
         left_out: Digests = {} if frozen else self._base.left_out(self._tensors)
         state: State = {}
-        staging = Staging() if channel is None else channel.staging
+        staging = Staging() if writer is None else writer.staging
         texts, names, problem = dict[str, str](), [], None
         try:
             if notes is not None:
@@ -204,17 +202,17 @@ class Checkpoint:
                 torch.cuda.synchronize(self._transport.device)  # the thread knows nothing of this one's streams
         except Exception as error:
             problem = error
-        ready = self._agree(problem, names, channel is not None)
-        channel = channel if channel is not None and ready else new_channel(self._transport)
-        channel.staging = staging
-        return begin(channel, state, folder, texts, self._transport)
+        ready = self._agree(problem, names, writer is not None)
+        writer = writer if writer is not None and ready else CheckpointWriter(self._transport)
+        writer.staging = staging
+        return writer.begin(state, folder, texts, self._transport)
 
     def _wait(self, saving: Saving | None) -> None:
         """Until it is done on all ranks; one that is stuck or gone is noticed."""
         self._transport.until_all(lambda span: saving is None or saving.wait(span))
 
     def _agree(self, problem: Exception | None, names: list[str], ready: bool) -> bool:
-        """Whether all ranks have a channel. What one cannot do, none begins."""
+        """Tells whether all ranks have a writer. What one cannot do, none begins."""
         said = f"{type(problem).__name__}: {problem}" if problem else ""
         answers = self._transport.gather((said, names, ready), ALL)
         if problem is not None:
@@ -263,7 +261,7 @@ class Checkpoint:
 
     def _read(self, state: State, reader: Reader) -> None:
         try:
-            with alone_is_fine():
+            with without_dist_warning():
                 load(
                     state,
                     storage_reader=reader,
@@ -335,7 +333,7 @@ def _fits(saved: object, x: Tensor) -> bool:
 
 
 @contextmanager
-def alone_is_fine() -> Iterator[None]:
+def without_dist_warning() -> Iterator[None]:
     """A pipeline of one process needs no torch.distributed, of which torch would warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from terapipe.files import beside, flush, put_in_place, recover
+from terapipe.modeling.dtensor import laid_out_like, to_local
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
-from terapipe.runtime.checkpoint.staging import Staging
 from terapipe.runtime.comm.errors import is_connection_error
+from terapipe.runtime.comm.groups import GROUPS
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.transport import Transport
@@ -31,17 +33,24 @@ from terapipe.runtime.comm.transport import Transport
 PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
 
 
+State = dict[str, dict[str, Tensor]]  # tensors by the part of the checkpoint that they belong to, and by name
+
+
 class Saving:
     """A checkpoint on its way to the disk. The process must not end before it is done.
 
     Not torch's ``async_save``: its thread ends with the data, and what follows (checksums, the manifest, the rename,
     one answer for all ranks) must be done in the background, too; and Python would wait for its thread at exit.
+
+    Args:
+        work: writes it.
+        transport: is told where ranks lost each other meanwhile.
     """
 
     def __init__(self, work: Callable[[], None], transport: Transport) -> None:
         self._transport = transport
         self._future: Future[None] = Future()
-        # A daemon, of which Python does not wait for the end: it may wait itself, for a rank that is gone.
+        # A daemon thread: it may block on a dead rank and must not keep the interpreter alive.
         start_thread(lambda: self._run(work), transport.device, "terapipe-saving")
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -58,74 +67,122 @@ class Saving:
         return self._future.done()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it is done, at the latest after so long."""
+        """Waits for its end, at most so long. Tells whether it is done."""
         return bool(wait([self._future], seconds).done)
 
     def result(self) -> None:
-        """Waits for its end. An OSError, the same on all ranks, if it could not be written; training can go on then."""
+        """Waits for its end. Raises an OSError, the same on all ranks, if it could not be written; training can go on
+        then."""
         try:
             self._future.result()
         except RuntimeError as error:
             if is_connection_error(error):
-                raise self._transport.failure.lost(
-                    error, "saving a checkpoint", self._transport.ranks.others(ALL)
-                ) from None
+                others = self._transport.ranks.others(ALL)
+                raise self._transport.failure.lost(error, "saving a checkpoint", others) from None
             raise
 
 
-@dataclass
-class Channel:
-    """Over which ranks talk about saving. One save at a time: what is written next waits in memory for nobody."""
+class Staging:
+    """Copies of a state in the host's memory, from which a checkpoint is written while training goes on.
 
-    group: dist.ProcessGroup | None
-    latest: Saving | None = None
-    staging: Staging = field(default_factory=Staging)
+    From a GPU they go to pinned memory that stays from save to save, without the host waiting::
+
+        main thread    queue copies, record event | next step, which may change the originals after the copies
+        device         ... | copies | next step ...
+        saving thread      wait for the event | write the copies
+
+    There is one copy at a time: the next one overwrites it. torch's ``DefaultStager`` would wait for the copies in the
+    main thread or in one of its own, and knows nothing of a failure in between.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: dict[tuple[str, str], Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, state: State) -> State:
+        """Begins to copy a state; the copies may be read after ``wait``."""
+        copies = {
+            part: {name: self._copy(x.detach(), (part, name)) for name, x in tensors.items()}
+            for part, tensors in state.items()
+        }
+        devices = {x.device for tensors in state.values() for x in tensors.values() if x.is_cuda}
+        for device in devices:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(device))
+        return copies
+
+    def wait(self) -> None:
+        """Returns when the copies are there. The thread that writes calls it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, x: Tensor, key: tuple[str, str]) -> Tensor:
+        """Copies a tensor, of one in parts this rank's."""
+        if not x.is_cuda:
+            return x.to("cpu", copy=True)
+        part, room = to_local(x), self._pinned.get(key)
+        if room is None or (room.shape, room.dtype) != (part.shape, part.dtype):
+            room = self._pinned[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        room.copy_(part, non_blocking=True)
+        return laid_out_like(x, room)
 
 
-# Process-wide because groups are (see transport.py): of all pipelines over the same ranks, one saves at a time.
-_channels: dict[tuple[object, ...], Channel] = {}
+class CheckpointWriter:
+    """Writes checkpoints for the ranks of a transport, in a thread of its own and over a group of its own.
+
+    At most one save is in flight, so at most one copy of the state is held. Of all pipelines over the same ranks one
+    saves at a time: ``ProcessGroups`` owns the writer. All ranks make it together. Its group is gloo's whatever the
+    devices are: the thread must not disturb their queues.
+
+    Args:
+        transport: of the ranks that save together.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.staging = Staging()
+        self.latest: Saving | None = None
+        self._group: dist.ProcessGroup | None = None
+        if transport.ranks[ALL].has_peers:
+            ranks = list(transport.ranks[ALL].members)
+            self._group = dist.new_group(ranks, PATIENCE, "gloo", use_local_synchronization=True)
+        GROUPS.writers[_key(transport)] = self
+
+    @staticmethod
+    def of(transport: Transport) -> "CheckpointWriter | None":
+        """The writer of these ranks; None if none was made yet, or a save of the last one failed."""
+        return GROUPS.writers.get(_key(transport))
+
+    @classmethod
+    def ensure(cls, transport: Transport) -> None:
+        """Makes the writer of these ranks if there is none. All ranks call it together."""
+        if cls.of(transport) is None:
+            cls(transport)
+
+    def begin(self, state: dict[str, Any], folder: Path, texts: Mapping[str, str], transport: Transport) -> Saving:
+        """Begins to write a checkpoint. All ranks call it together.
+
+        Args:
+            state: this rank's tensors; copies, if training is to go on.
+            folder: of the checkpoint, seen by all ranks.
+            texts: further files, by name; the first rank writes them.
+            transport: is told where ranks lose each other.
+        """
+
+        def work() -> None:
+            try:
+                self.staging.wait()
+                transport.failure.refuse_stopped("a checkpoint")  # of what the device has copied just now
+                _write(state, folder, texts, self._group)
+            except RuntimeError:
+                GROUPS.writers.pop(_key(transport), None)  # ranks may be out of step
+                raise
+
+        self.latest = Saving(work, transport)
+        return self.latest
 
 
 def _key(transport: Transport) -> tuple[object, ...]:
     return (dist.group.WORLD if dist.is_initialized() else None, *transport.ranks.hosts)
-
-
-def known_channel(transport: Transport) -> Channel | None:
-    return _channels.get(_key(transport))
-
-
-def new_channel(transport: Transport) -> Channel:
-    """All ranks make it together. On CPUs whatever the devices are: the thread must not disturb their queues."""
-    group = None
-    if transport.ranks[ALL].objects is not None:
-        ranks = list(transport.ranks.hosts)
-        group = dist.new_group(ranks, PATIENCE, "gloo", use_local_synchronization=True)
-    _channels[_key(transport)] = channel = Channel(group)
-    return channel
-
-
-def ensure_channel(transport: Transport) -> None:
-    """All ranks call it together."""
-    if known_channel(transport) is None:
-        new_channel(transport)
-
-
-def begin(
-    channel: Channel, state: dict[str, Any], folder: Path, texts: Mapping[str, str], transport: Transport
-) -> Saving:
-    """``texts`` are further files, by name; the first rank writes them."""
-
-    def work() -> None:
-        try:
-            channel.staging.wait()
-            transport.failure.refuse_stopped("a checkpoint")  # of what the device has copied just now
-            _write(state, folder, texts, channel.group)
-        except RuntimeError:
-            _channels.pop(_key(transport), None)  # ranks may be out of step
-            raise
-
-    channel.latest = Saving(work, transport)
-    return channel.latest
 
 
 def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.comm.roll_call import roll_call
 from terapipe.runtime.comm.threads import start_thread
 
+if TYPE_CHECKING:
+    from terapipe.runtime.checkpoint.writer import CheckpointWriter
+
 MAX_CTAS = 4  # of the device's multiprocessors that one transfer may hold
 PATIENCE = 4  # times the timeout: torch's own watchdog must not end a process before ours has named the cause
 LEAVE = 10.0  # seconds that the end of the process waits for communicators to be closed
@@ -41,6 +44,7 @@ class ProcessGroups:
     """All process groups that terapipe has made in this process. There is one such object, ``GROUPS``."""
 
     def __init__(self) -> None:
+        self.writers: dict[tuple[object, ...], CheckpointWriter] = {}  # by the ranks that save together
         self._own_world: weakref.ref[Any] | None = None  # the default group, if it was made here
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._pairs: dict[tuple[object, ...], Any] = {}  # NCCL's communicators of two ranks
