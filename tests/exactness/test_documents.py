@@ -11,7 +11,7 @@ from torch import Tensor
 from terapipe import DocumentPlanner, GPTConfig, Layout, Pipeline, Plan
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning import DocumentCosts
-from terapipe.runtime import action_lists
+from terapipe.runtime import executor
 from terapipe.scheduling import validation
 from terapipe.scheduling.validation import Shape
 from tests.support.models import gradients, make_batch, make_model, mesh_of, worst_error
@@ -46,6 +46,7 @@ def packed(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...]) 
     return loss, gradients(pipe)
 
 
+@pytest.mark.gpu_seldom
 def test_five_documents_in_a_row_of_512_tokens(ranks: Callable[[int], Ranks]) -> None:
     ids, labels = make_batch(CONFIG, 2, 512, ignored=True)
     documents = (STARTS, (0, 256))
@@ -96,6 +97,7 @@ def steps(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float,
     return found
 
 
+@pytest.mark.gpu_seldom("^(1f1b|both)")
 @pytest.mark.parametrize("name", PLANS)
 def test_every_batch_is_cut_by_its_documents(ranks: Callable[[int], Ranks], name: str) -> None:
     plan = PLANS[name]
@@ -137,11 +139,11 @@ def counted(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[int]:
         patch.setattr(owner, name, lambda *args: (calls.append(name), plain(*args))[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        counting(action_lists, "with_early_receives")
+        counting(executor, "with_early_receives")
         for name in ("list_transfers", "validate_numbers"):
             counting(validation, name)
         validation._of_shape.cache_clear()
-        action_lists._of_shape.cache_clear()
+        executor._lists_of_shape.cache_clear()
         pipe = Pipeline(make_model(config_of(plan)), plan, timeout=300.0)
         for stage in pipe.stages.values():
             counting(stage, "make_cache")

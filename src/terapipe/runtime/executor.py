@@ -1,11 +1,24 @@
-"""Performs one rank's list of actions: one method for each Op."""
+"""Performs one rank's list of actions: one method for each Op.
+
+The list is worked out before (``ActionLists``), so the loop (``Executor._perform_all``) decides nothing. Two slices on
+the second of three stages, by an order that runs all forwards first::
+
+    list      RECV_F 0  F 0  SEND_F 0  RECV_F 1  F 1  SEND_F 1  RECV_B 1  B 1  SEND_B 1  RECV_B 0  B 0  SEND_B 0
+    waits               ^ for its input          ^                        ^ for its gradient       ^
+    keeps     inputs, outputs and keys and values of slice 0 ------------------------------------> until B 0
+
+A receive only posts a buffer, and F or B waits for it when it needs the numbers: by then they have usually arrived. A
+send is not waited for either; its message stays alive until the other side must have it. So the devices compute while
+messages travel. Backwards go from a sequence's last slice to its first, because keys and values of a slice get
+gradients from all slices after it.
+"""
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,15 +31,15 @@ from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan, Slice
-from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.inputs import Batch
 from terapipe.runtime.loss_head import LossHead
-from terapipe.runtime.messages import Wire
-from terapipe.runtime.spare_caches import SpareCaches
+from terapipe.runtime.messages import MessageFormat
 from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
+from terapipe.scheduling.transfers import with_early_receives
+from terapipe.scheduling.validation import Shape, validated_actions
 
 Mark: TypeAlias = float | torch.cuda.Event
 
@@ -69,28 +82,131 @@ class Clock:
         return event
 
 
+Run = tuple[Action, ...]  # one action, or weight halves that are done together
+
+
+class ActionLists(NamedTuple):
+    """What one rank performs, in order."""
+
+    training: tuple[Run, ...]
+    forwards: tuple[Run, ...]  # what evaluation runs
+    completing: frozenset[Action]  # the last backward of each stage, or the last of their weight halves
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, *, early: bool) -> Self:
+        """Plans of one shape differ in the lengths of their slices only, so their lists are worked out once.
+
+        Args:
+            plan: what is to be run.
+            rank: of the pipeline.
+            early: whether receives come earlier, see ``with_early_receives``.
+
+        Raises:
+            ValueError: if the schedule is not complete or could deadlock.
+        """
+        grid = plan.grid
+        training, forwards, completing = _lists_of_shape(Shape.of(plan), rank, early)
+
+        def of_plan(run: Run) -> Run:
+            return tuple([Action(op, k, grid[s.microbatch][s.number]) for op, k, s in run])
+
+        return cls(tuple(map(of_plan, training)), tuple(map(of_plan, forwards)), frozenset(of_plan(tuple(completing))))
+
+
+@lru_cache(maxsize=64)
+def _lists_of_shape(shape: Shape, rank: int, early: bool) -> ActionLists:
+    actions = validated_actions(shape.plan(), rank)
+    listed = with_early_receives if early else tuple[Action, ...]
+    completing = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
+    forwards = [a for a in actions if a.op in FORWARD]
+    return ActionLists(_runs(listed(actions)), _runs(listed(forwards)), frozenset(completing.values()))
+
+
+def _runs(actions: Sequence[Action]) -> tuple[Run, ...]:
+    """The actions one by one, except that weight halves that follow each other on one stage are done together."""
+    numbered = enumerate(actions)
+    key = lambda item: (item[1].stage, -1) if item[1].op is Op.W else item  # noqa: E731
+    return tuple(tuple(action for _, action in group) for _, group in groupby(numbered, key))
+
+
+class CachePool:
+    """Caches of a rank's stages that no microbatch uses at the moment. They are not freed, because fresh memory is slow
+    to touch the first time. A cache serves any cut of its sequences, so plans of one batch shape share them."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[int, int, int], list[SliceCache]] = {}  # by stage, sequences and tokens
+
+    def take(self, k: int, stage: Stage, size: int, tokens: int) -> SliceCache:
+        """A cache of the pool, or a new one.
+
+        Args:
+            k: the number of the stage.
+            stage: makes a cache if the pool has none.
+            size: sequences of the microbatch.
+            tokens: of each.
+        """
+        spare = self._spare.get((k, size, tokens))
+        return spare.pop() if spare else stage.make_cache(size, tokens)
+
+    def give_back(self, k: int, size: int, cache: SliceCache) -> None:
+        """Clears a cache and puts it into the pool.
+
+        Args:
+            k: the number of the stage.
+            size: sequences of the microbatch.
+            cache: what ``take`` returned.
+        """
+        cache.clear()
+        self._spare.setdefault((k, size, cache.seq_len), []).append(cache)
+
+    def keep_only(self, shapes: Collection[tuple[int, int]]) -> None:
+        """Frees caches of other shapes.
+
+        Args:
+            shapes: sequences and tokens of those that stay.
+        """
+        self._spare = {key: caches for key, caches in self._spare.items() if key[1:] in shapes}
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Sequences and tokens of the caches that are kept."""
+        return {(size, tokens) for (_, size, tokens), caches in self._spare.items() if caches}
+
+    def __iter__(self) -> Iterator[SliceCache]:
+        return (cache for caches in self._spare.values() for cache in caches)
+
+
 PENDING = 8  # gradients sent and not yet known to have arrived; beyond that the oldest is waited for
 
 Key = tuple[int, Slice]  # a slice on a stage
 
 
 class Executor:
-    """Receives are posted when their turn comes and waited for when they are needed; sends are never waited for on the
-    way. Shapes come from the plan, so no message announces another."""
+    """Runs batches of one plan on one rank. Shapes come from the plan, so no message announces another.
+
+    Args:
+        sliced: the stages of this rank, by number.
+        plan: of the batches.
+        pool: where caches come from.
+        transport: to the other ranks.
+        message_format: what messages look like.
+        auxiliary: collects sums of layers, for losses of their own.
+        finished: is called as soon as a stage's gradients are complete, so that they can be summed over replicas while
+            other stages are still at work.
+    """
 
     def __init__(
         self,
         sliced: Mapping[int, SlicedStage],
         plan: Plan,
-        spare: SpareCaches,
+        pool: CachePool,
         transport: Transport,
-        wire: Wire,
+        message_format: MessageFormat,
         auxiliary: AuxiliaryLosses,
         finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
-        """``finished`` is called as soon as a stage's gradients are complete."""
-        self._auxiliary, self._spare = auxiliary, spare
-        self._sliced, self._plan, self._transport, self._wire = sliced, plan, transport, wire
+        self._auxiliary, self._pool = auxiliary, pool
+        self._sliced, self._plan, self._transport, self._format = sliced, plan, transport, message_format
         self._stages: dict[int, Stage] = {k: each.stage for k, each in sliced.items()}
         self._modes = {(k, s): mode for k in sliced for s, mode in zip(plan.slices, plan.recompute_of(k), strict=True)}
         self._lists = ActionLists.of(plan, transport.rank, early=transport.device.type == "cpu")
@@ -130,21 +246,38 @@ class Executor:
         self.is_pending = False  # between forwards and backwards
 
     def run(self, batch: Batch, loss_head: LossHead, *, train: bool) -> Tensor:
-        """The batch's loss where the last stage is, by what ``loss_head`` makes of its hidden states; zero elsewhere.
-        Gradients if ``train``."""
+        """Runs a whole batch.
+
+        Args:
+            batch: what to run.
+            loss_head: what to make of the last stage's hidden states.
+            train: whether backwards follow the forwards.
+
+        Returns:
+            The batch's loss where the last stage is; zero elsewhere.
+        """
         self._begin(batch, loss_head, train=train)
         self._perform_all(self._lists.training if train else self._lists.forwards)
         self._end()
         return self._loss()
 
     def forwards(self, batch: Batch, loss_head: LossHead) -> None:
-        """Those of a step, all of which must come before its first backward; ``backwards`` does the rest."""
+        """Runs the forwards of a step, all of which must come before its first backward; ``backwards`` does the rest.
+
+        Args:
+            batch: what to run.
+            loss_head: collects values of the last stage.
+        """
         self._begin(batch, loss_head, train=True)
         self._perform_all(self._lists.forwards)
         self.at, self.is_pending = None, True
 
     def check_pending(self, batch: Batch) -> None:
-        """Refuses the backward of a batch that is no longer in memory. Nothing has changed then."""
+        """Refuses the backward of a batch that is no longer in memory. Nothing has changed then.
+
+        Args:
+            batch: what ``forwards`` ran.
+        """
         if not self.is_pending or self._batch is not batch:
             raise ValueError(
                 "the pipeline computed another batch since the forward of this one, and let go of what its backward "
@@ -152,8 +285,12 @@ class Executor:
             )
 
     def backwards(self, batch: Batch) -> None:
-        """The rest of the step that ``forwards`` began. The output head knows its gradients now."""
-        self._wire.begin(self._autocast)  # forwards of others may have come between
+        """Runs the rest of the step that ``forwards`` began. The loss head has its gradients now.
+
+        Args:
+            batch: what ``forwards`` ran.
+        """
+        self._format.begin(self._autocast)  # forwards of others may have come between
         self._perform_all(self._backward_runs)
         self._end()
         self.is_pending = False
@@ -172,7 +309,7 @@ class Executor:
         self._autocast = Autocast.current(self._transport.device)
         if self._last_stage in self._stages:
             loss_head.begin(self._stages[self._last_stage], batch, self._autocast, train=train)
-        self._wire.begin(self._autocast)
+        self._format.begin(self._autocast)
         self._autocast.forget_casts()
 
     def _end(self) -> None:
@@ -185,7 +322,7 @@ class Executor:
         self.at = None
 
     def _loss(self) -> Tensor:
-        loss = torch.zeros((), dtype=self._wire.wide, device=self._transport.device)
+        loss = torch.zeros((), dtype=self._format.wide, device=self._transport.device)
         if self._last_stage in self._stages:
             for part in (self._loss_head.loss, self._auxiliary.loss):
                 loss = loss if part is None else loss + part
@@ -214,15 +351,15 @@ class Executor:
 
     def events(self) -> list[Event]:
         """What this rank computed in the last run, and when."""
-        rank, found = self._transport.rank, []
+        rank, events = self._transport.rank, []
         times = iter(self._clock.read([mark for _, start, end in self._marks for mark in (start, end)]))
         for (run, _, _), start, end in zip(self._marks, times, times, strict=False):
             # Weight halves are done together, weight by weight: each gets its tokens' share of the time.
             tokens = list(accumulate((a.slice.size * a.slice.length for a in run), initial=0))
             unit = (end - start) / tokens[-1]
             for action, (before, after) in zip(run, pairwise(tokens), strict=True):
-                found.append(Event(rank, action, start + before * unit, start + after * unit))
-        return found
+                events.append(Event(rank, action, start + before * unit, start + after * unit))
+        return events
 
     # Computations
 
@@ -278,7 +415,7 @@ class Executor:
                 gradient = self._loss_head.gradient(s, out)
         others = self._auxiliary.roots(s, self._sums.pop((k, s)))
         if out.requires_grad or others:  # a first stage may have nothing to train
-            # Adds what later slices owe to this one's keys, values and states.
+            # Adds the gradients that later slices left for this slice's keys, values and states.
             self._sliced[k].backward(cache, out, gradient, others)
         elif k == 0 and s.end == self._plan.seq_len:
             self._refuse_untrained()
@@ -331,7 +468,7 @@ class Executor:
         receive = Action(Op.RECV_F, k, s)
         if receive in self._arriving:
             return self._take(receive).requires_grad_(self._train)
-        if self._auxiliary.note_size(s):
+        if self._auxiliary.extra_size(s):
             self._auxiliary.receive(k, s, self._auxiliary.totals(k - 1, s))
         previous = self._outputs[k - 1, s] if self._train else self._outputs.pop((k - 1, s))
         return previous.detach().requires_grad_(self._train)  # the stage before is on this rank too
@@ -348,19 +485,19 @@ class Executor:
     # Transfers
 
     def _receive(self, action: Action) -> None:
-        note = self._auxiliary.note_size(action.slice)
-        shape, dtype = self._wire.layout(self._shape(action), _boundary(action), note)
+        extra = self._auxiliary.extra_size(action.slice)
+        shape, dtype = self._format.layout(self._shape(action), _boundary(action), extra)
         self._arriving[action] = self._transport.channel.receive(shape, dtype, self._peer(action), action)
 
     def _take(self, receive: Action) -> Tensor:
         message, work = self._arriving.pop(receive)
         self._transport.channel.wait(work, self._peer(receive), receive)
-        size = self._auxiliary.note_size(receive.slice)
-        tensor, note = self._wire.unpack(message, self._shape(receive), _boundary(receive), size)
-        if note is not None and receive.op is Op.RECV_F:
-            self._auxiliary.receive(receive.stage, receive.slice, note)
-        elif note is not None:
-            self._auxiliary.receive_gradient(receive.slice, note)
+        size = self._auxiliary.extra_size(receive.slice)
+        tensor, extra = self._format.unpack(message, self._shape(receive), _boundary(receive), size)
+        if extra is not None and receive.op is Op.RECV_F:
+            self._auxiliary.receive(receive.stage, receive.slice, extra)
+        elif extra is not None:
+            self._auxiliary.receive_gradient(receive.slice, extra)
         return tensor
 
     def _shape(self, transfer: Action) -> tuple[int, ...]:
@@ -379,17 +516,17 @@ class Executor:
 
     def _send(self, action: Action, tensor: Tensor) -> tuple[Action, Tensor, dist.Work]:
         shape, boundary = self._shape(action), _boundary(action)
-        if tensor.shape != shape or not self._wire.fits(tensor.dtype, boundary):
-            dtype = self._wire.dtype(boundary) or "a floating dtype no wider than the parameters'"
+        if tensor.shape != shape or not self._format.fits(tensor.dtype, boundary):
+            dtype = self._format.dtype(boundary) or "a floating dtype no wider than the parameters'"
             raise ValueError(
                 f"{action} must send {tuple(shape)} of {dtype}, as the plan says, the stage made "
                 f"{tuple(tensor.shape)} of {tensor.dtype}; hidden_shape() and the parameters must match its output"
             )
-        message = self._wire.pack(tensor, boundary, self._note(action))
+        message = self._format.pack(tensor, boundary, self._extra(action))
         return action, message, self._transport.channel.send(message, self._peer(action), action)
 
-    def _note(self, send: Action) -> Tensor | None:
-        if not self._auxiliary.note_size(send.slice):
+    def _extra(self, send: Action) -> Tensor | None:
+        if not self._auxiliary.extra_size(send.slice):
             return None
         is_forward = send.op is Op.SEND_F
         return self._auxiliary.totals(send.stage, send.slice) if is_forward else self._auxiliary.gradient(send.slice)
@@ -406,14 +543,14 @@ class Executor:
     def _cache(self, k: int, s: Slice) -> SliceCache:
         key = (k, s.microbatch)
         if key not in self._caches:
-            cache = self._spare.take(k, self._stages[k], s.size, self._plan.seq_len)
+            cache = self._pool.take(k, self._stages[k], s.size, self._plan.seq_len)
             cache.set_documents(self._batch.documents[s.row : s.row + s.size], self._longest)
             cache.casts = self._casts
             self._caches[key] = cache
         return self._caches[key]
 
     def _release(self, k: int, s: Slice) -> None:
-        self._spare.give_back(k, s.size, self._caches.pop((k, s.microbatch)))
+        self._pool.give_back(k, s.size, self._caches.pop((k, s.microbatch)))
 
 
 def _boundary(transfer: Action) -> int:

@@ -1,11 +1,15 @@
-"""The dtype of what two stages send each other.
+"""The format of what two stages send each other.
 
-Both ends must know it before anything is sent, because no message announces another. Without autocast it is that of the
-parameters. With it, a stage's output has the dtype that the stage's last operation gives it, which nobody knows before
-it has run. So in the first run each message has room for the widest dtype and tells its own. From the second run on,
-both ends know.
+Both ends must know shape and dtype before anything is sent, because no message announces another. Without autocast the
+dtype is that of the parameters. With it, a stage's output has the dtype that the stage's last operation gives it, which
+nobody knows before it has run. So in the first run each message has room for the widest dtype and tells its own. From
+the second run on, both ends know.
 
-Some messages also carry a note: numbers in float64 behind the tensor.
+Some messages also carry an extra, numbers in float64 behind the tensor: sums for auxiliary losses::
+
+    dtype known                [ tensor ]
+    dtype not known yet        [ tag, 8 bytes | tensor | room up to the widest dtype ]
+    either, with an extra      [ one of these | room up to a multiple of 8 bytes | extra ]
 """
 
 from math import prod
@@ -23,8 +27,12 @@ _NUMBER = torch.float64.itemsize
 Shape = tuple[int, ...]
 
 
-class Wire:
-    """Of one pipeline. A boundary has the number of the stage before it."""
+class MessageFormat:
+    """The format of one pipeline's messages. A boundary between two stages has the number of the first.
+
+    Args:
+        dtype: that of the parameters.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.parameters = dtype
@@ -35,29 +43,49 @@ class Wire:
         self._autocast = Autocast("", None)
 
     def begin(self, autocast: Autocast) -> None:
-        """Before a run. What is learned in it counts from the next on, for both ends alike."""
+        """To be called before a run. What is learned in it counts from the next on, for both ends alike.
+
+        Args:
+            autocast: what the caller of the run has switched on.
+        """
         self._autocast = autocast
         self._now = self._learned.setdefault(autocast, {})
         self._known = dict(self._now)
 
     def dtype(self, boundary: int) -> torch.dtype | None:
-        """None where it is not known yet."""
+        """The dtype of tensors that cross a boundary; None where it is not known yet.
+
+        Args:
+            boundary: between two stages.
+        """
         return self.parameters if self._autocast.dtype is None else self._known.get(boundary)
 
-    def layout(self, shape: Shape, boundary: int, note: int = 0) -> tuple[Shape, torch.dtype]:
-        """Of the message that holds a tensor of this shape and a note of so many numbers in float64."""
+    def layout(self, shape: Shape, boundary: int, extra: int = 0) -> tuple[Shape, torch.dtype]:
+        """The shape and dtype of a message.
+
+        Args:
+            shape: that of the tensor in it.
+            boundary: that it crosses.
+            extra: how many numbers in float64 it also carries.
+        """
         dtype = self.dtype(boundary)
         message = (shape, dtype) if dtype is not None else ((_TAG + prod(shape) * self._widest,), torch.uint8)
-        return ((_noted(*message) + note * _NUMBER,), torch.uint8) if note else message
+        return ((_padded_size(*message) + extra * _NUMBER,), torch.uint8) if extra else message
 
-    def pack(self, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
-        """The message. The tensor must be of the dtype that is known, or of one that there is room for."""
+    def pack(self, tensor: Tensor, boundary: int, extra: Tensor | None = None) -> Tensor:
+        """The message.
+
+        Args:
+            tensor: of the dtype that is known, or of one that there is room for.
+            boundary: that it crosses.
+            extra: numbers in float64.
+        """
         message = self._pack(tensor, boundary)
-        if note is None:
+        if extra is None:
             return message
         data = message.flatten().view(torch.uint8)
-        room = data.new_zeros(_noted(tuple(message.shape), message.dtype) - data.numel())
-        return torch.cat([data, room, note.view(torch.uint8)])
+        room = data.new_zeros(_padded_size(tuple(message.shape), message.dtype) - data.numel())
+        return torch.cat([data, room, extra.view(torch.uint8)])
 
     def _pack(self, tensor: Tensor, boundary: int) -> Tensor:
         self._now[boundary] = tensor.dtype
@@ -70,13 +98,20 @@ class Wire:
         message[_TAG : _TAG + data.numel()] = data
         return message
 
-    def unpack(self, message: Tensor, shape: Shape, boundary: int, note: int = 0) -> tuple[Tensor, Tensor | None]:
-        """The tensor and the note."""
-        if not note:
+    def unpack(self, message: Tensor, shape: Shape, boundary: int, extra: int = 0) -> tuple[Tensor, Tensor | None]:
+        """The tensor and the extra.
+
+        Args:
+            message: what ``pack`` made at the other end.
+            shape: that of the tensor.
+            boundary: that it crossed.
+            extra: how many numbers it also carries.
+        """
+        if not extra:
             return self._unpack(message, shape, boundary), None
         inner, dtype = self.layout(shape, boundary)
         data = message[: prod(inner) * dtype.itemsize].view(dtype).view(inner)
-        return self._unpack(data, shape, boundary), message[-note * _NUMBER :].clone().view(torch.float64)
+        return self._unpack(data, shape, boundary), message[-extra * _NUMBER :].clone().view(torch.float64)
 
     def _unpack(self, message: Tensor, shape: Shape, boundary: int) -> Tensor:
         if self.dtype(boundary) is not None:
@@ -87,14 +122,39 @@ class Wire:
         return data.view(dtype).view(shape).clone()
 
     def fits(self, dtype: torch.dtype, boundary: int) -> bool:
-        known = self.dtype(boundary)
-        return dtype == known if known is not None else dtype in _DTYPES and dtype.itemsize <= self._widest
+        """Whether a tensor can be sent.
+
+        Args:
+            dtype: that of the tensor.
+            boundary: that it would cross.
+        """
+        agreed = self.dtype(boundary)
+        return dtype == agreed if agreed is not None else dtype in _DTYPES and dtype.itemsize <= self._widest
 
     @property
     def _widest(self) -> int:
         return max(self.parameters.itemsize, torch.float32.itemsize)
 
 
-def _noted(shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes before the note, which begins at a multiple of its numbers' size."""
+class NullFormat(MessageFormat):
+    """The format of messages that go nowhere: tensors as they are. What is received is of the parameters' dtype, the
+    gradient of an output of the output's. Under autocast, real messages may be of others, which nobody knows yet."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._sent: dict[int, torch.dtype] = {}
+
+    def dtype(self, boundary: int) -> torch.dtype:
+        return self._sent.get(boundary, self.parameters)
+
+    def pack(self, tensor: Tensor, boundary: int, extra: Tensor | None = None) -> Tensor:
+        self._sent[boundary] = tensor.dtype
+        return super().pack(tensor, boundary, extra)
+
+    def fits(self, dtype: torch.dtype, boundary: int) -> bool:
+        return True
+
+
+def _padded_size(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes before the extra, which begins at a multiple of its numbers' size."""
     return -(-prod(shape) * dtype.itemsize // _NUMBER) * _NUMBER

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.kernels import KernelRequest, kernel_for
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.main_grads import drop_main_grads
 from terapipe.modeling.slice_cache import SliceCache
@@ -200,7 +200,7 @@ class Profiler:
             "dtype": str(self.dtype).removeprefix("torch."),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
-        machine["attention"] = kernel_for(Need(self.device, dtype, self.shape.head_size)).name
+        machine["attention"] = kernel_for(KernelRequest(self.device, dtype, self.shape.head_size)).name
         if self._autocast.dtype is not None:
             machine["autocast"] = str(dtype).removeprefix("torch.")
         if self.device.type == "cuda":

@@ -16,7 +16,7 @@ from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
 from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.stage import IGNORE
-from terapipe.runtime.messages import Wire
+from terapipe.runtime.messages import MessageFormat
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
 
@@ -114,6 +114,7 @@ def accounts(ranks: Callable[[int], Ranks], request: pytest.FixtureRequest) -> t
     return kind, {key: merged([first[key], second[key]], TIED.get(kind, {})) for key in first}
 
 
+@pytest.mark.gpu_seldom("llama")
 def test_gradients_are_as_good_as_the_plain_models(accounts: tuple[str, dict[Any, Result]]) -> None:
     """Slices are summed in another order, so they cannot be the same to the bit. But they may not be further from the
     gradients in float32 than twice what rounding does to the plain model, and must be close to that."""
@@ -128,6 +129,7 @@ def test_gradients_are_as_good_as_the_plain_models(accounts: tuple[str, dict[Any
         assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
 
 
+@pytest.mark.gpu_seldom("llama")
 def test_recomputation_changes_nothing(accounts: tuple[str, dict[Any, Result]]) -> None:
     _, found = accounts
     for order in ORDERS:
@@ -146,6 +148,7 @@ def test_in_one_slice_it_is_the_plain_model(kind: str, recompute: bool) -> None:
     assert distance(gradients, wanted[1]) < 1e-5
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_layers_that_compute_again_in_their_backward(kind: str) -> None:
     """In the backward autocast is off; torch.utils.checkpoint turns it on again for what it computes."""
@@ -163,6 +166,8 @@ def test_layers_that_compute_again_in_their_backward(kind: str) -> None:
     assert distance(found[1][1], found[0][1]) < 1e-6
 
 
+@pytest.mark.gpu_seldom
+@pytest.mark.exhaustive_ids("^llama")
 @pytest.mark.parametrize("kind", SOME)
 def test_float64_is_left_alone(ranks: Callable[[int], Ranks], kind: str) -> None:
     """Autocast casts no float64, so all must be exact."""
@@ -185,6 +190,7 @@ def laid_out(layout: Layout, shard: bool) -> Result:
     return loss.item(), gradients_of(pipe)
 
 
+@pytest.mark.gpu_seldom("layout0")
 @pytest.mark.parametrize(
     ("layout", "shard"), [(Layout(2, 1, 1), False), (Layout(2, 1, 1), True), (Layout(1, 1, 2), False)]
 )
@@ -228,15 +234,15 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
 
     GPT.stage = narrowed  # type: ignore[method-assign, assignment]
     sent: list[torch.dtype] = []
-    pack = Wire.pack
+    pack = MessageFormat.pack
 
-    def noted(self: Wire, tensor: Tensor, boundary: int, note: Tensor | None = None) -> Tensor:
-        if type(self) is Wire:  # not that of a warm-up
+    def noted(self: MessageFormat, tensor: Tensor, boundary: int, extra: Tensor | None = None) -> Tensor:
+        if type(self) is MessageFormat:  # not that of a warm-up
             sent.append(tensor.dtype)
-            sent.append(pack(self, tensor, boundary, note).dtype)
-        return pack(self, tensor, boundary, note)
+            sent.append(pack(self, tensor, boundary, extra).dtype)
+        return pack(self, tensor, boundary, extra)
 
-    Wire.pack = noted  # type: ignore[method-assign]
+    MessageFormat.pack = noted  # type: ignore[method-assign]
     try:
         pipe = Pipeline(model, plan_for(order, recompute=False), timeout=300.0)
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -245,11 +251,12 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
         pipe.zero_grad()
         loss = pipe.step(*batch()).item()
     finally:
-        GPT.stage, Wire.pack = stage, pack  # type: ignore[method-assign]
+        GPT.stage, MessageFormat.pack = stage, pack  # type: ignore[method-assign]
     same = [torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1]]
     return sent, [*same, results[0][0] == results[1][0], loss != results[0][0]]
 
 
+@pytest.mark.gpu_seldom("True|terapipe-v")
 @pytest.mark.parametrize("order", ["terapipe-1f1b", "terapipe-v"])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_hidden_states_are_sent_in_the_dtype_that_they_have(
@@ -273,7 +280,7 @@ def test_hidden_states_are_sent_in_the_dtype_that_they_have(
 def warmed_up(order: str) -> tuple[Result, Result, bool]:
     """A step after a warm-up under autocast, one without, and whether the wire knows more after the warm-up."""
     pipes = [Pipeline(split_model("gpt", torch.float32), plan_for(order, recompute=False)) for _ in range(2)]
-    wire = pipes[0]._executors._wire
+    wire = pipes[0]._executors._format
     with torch.autocast(DEVICE, torch.bfloat16):
         pipes[0].warm_up()
     learned = any(wire._learned.values())
@@ -281,6 +288,7 @@ def warmed_up(order: str) -> tuple[Result, Result, bool]:
     return stepped(pipes[0]), stepped(pipes[1]), learned
 
 
+@pytest.mark.gpu_seldom("zb")
 @pytest.mark.parametrize("order", ["terapipe-1f1b", "terapipe-zb"])
 def test_nothing_is_learned_from_a_warm_up(ranks: Callable[[int], Ranks], order: str) -> None:
     """It died of its own messages, which have no dtype. Had it not, both ends of a boundary would have learned other
@@ -303,6 +311,7 @@ def of_tokens(kind: str) -> Result:
     return loss.item(), gradients_of(pipe)
 
 
+@pytest.mark.gpu_seldom("llama")
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_values_of_tokens(ranks: Callable[[int], Ranks], kind: str) -> None:
     loss, gradients = merged(ranks(2)(of_tokens, kind), TIED.get(kind, {}))
@@ -355,15 +364,15 @@ def test_backwards_and_sums_are_not_autocast(monkeypatch: pytest.MonkeyPatch) ->
     pipe = Pipeline(make_model(TINY, torch.float32), Plan((3,), ((9, 20),), (0, 4), "terapipe-deferred"))
     seen: dict[str, set[bool]] = {"forward": set(), "backward": set(), "weights": set()}
 
-    def note(where: str) -> None:
+    def extra(where: str) -> None:
         seen[where].add(torch.is_autocast_enabled(DEVICE))
 
     layer = pipe.get_submodule("layers.1.norm1")
-    layer.register_forward_pre_hook(lambda *_: note("forward"))
-    layer.register_full_backward_pre_hook(lambda *_: note("backward"))
+    layer.register_forward_pre_hook(lambda *_: extra("forward"))
+    layer.register_full_backward_pre_hook(lambda *_: extra("backward"))
 
     def noted(deferred: Iterator[Any]) -> None:
-        note("weights")
+        extra("weights")
         accumulate_deferred(deferred)
 
     monkeypatch.setattr("terapipe.runtime.executor.accumulate_deferred", noted)
@@ -373,6 +382,7 @@ def test_backwards_and_sums_are_not_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == {"forward": {True}, "backward": {False}, "weights": {False}}
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("kind", KINDS)
 def test_this_file_can_fail(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Without the gradients that later slices have for keys and values of earlier ones."""

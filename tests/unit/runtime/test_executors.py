@@ -8,7 +8,7 @@ def test_a_sequence_in_one_piece_makes_no_gradients_of_earlier_keys() -> None:
     """Two buffers as large as the keys and values of all layers were made and zeroed, and never read."""
     pipe = Pipeline(make_model(TINY), Plan((1,), ((29,),), (0, 4)))
     pipe.step(*make_batch(TINY, 1, 29, ignored=False))
-    (cache,) = pipe._executors.spare
+    (cache,) = pipe._executors.pool
     assert all(store._pair is not None and store._gradients is None for store in cache._stores.values())
 
 
@@ -17,4 +17,4 @@ def test_batches_of_many_shapes_keep_the_buffers_of_two() -> None:
     pipe = Pipeline(make_model(TINY), Plan((2,), ((9, 20),), (0, 4)), vary="replan")
     for tokens in (29, 20, 21, 22, 23):
         pipe.step(*make_batch(TINY, 2, tokens, ignored=False))
-    assert pipe._executors.spare.shapes == {(2, 29), (2, 23)}
+    assert pipe._executors.pool.shapes == {(2, 29), (2, 23)}
