@@ -17,7 +17,7 @@ from terapipe.modeling import flash_kernels, kernels
 from terapipe.modeling.block_kernels import Cudnn, Efficient, Plain
 from terapipe.modeling.flash_kernels import Flash
 from terapipe.modeling.kernel_check import fault_of
-from terapipe.modeling.kernels import Kernel, Need, kernel_for
+from terapipe.modeling.kernels import Kernel, KernelRequest, kernel_for
 from terapipe.runtime import MemoryCounter
 from tests.pretend import flash_packages
 from tests.pretend.cuda import capability
@@ -218,7 +218,7 @@ def test_larger_heads_have_another_kernel() -> None:
 def test_old_gpus_use_memory_efficient_attention(dtype: torch.dtype) -> None:
     """In half precision that kernel takes for granted how its output lies in memory: gradients were silently wrong."""
     with capability(7, 5):
-        need = Need(GPU, dtype, 64)
+        need = KernelRequest(GPU, dtype, 64)
         assert fault_of(Efficient(), need) is None
         assert isinstance(kernel_for(need), Efficient)
 
@@ -239,6 +239,7 @@ def peak(device: torch.device, dtype: torch.dtype, window: int | None) -> int:
     return counter.peak
 
 
+@pytest.mark.gpu_seldom("^(cuda-dtype2|cpu)")
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16), ("cuda", torch.float32)]
 )

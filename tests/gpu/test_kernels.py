@@ -10,7 +10,7 @@ from terapipe.modeling import kernels
 from terapipe.modeling.block_kernels import Cudnn, Efficient, Plain
 from terapipe.modeling.flash_kernels import Flash
 from terapipe.modeling.kernel_check import CASES, Case, error_of, fault_of, tolerance
-from terapipe.modeling.kernels import Kernel, Need, kernel_for, kernel_report
+from terapipe.modeling.kernels import Kernel, KernelRequest, kernel_for, kernel_report
 from tests.pretend import cuda, flash_packages, operators
 
 CUDA = torch.device("cuda", 0)
@@ -30,7 +30,10 @@ def _fresh() -> Iterator[None]:
 @pytest.mark.parametrize("kernel", [Cudnn(), Flash(), Efficient()], ids=lambda kernel: kernel.name)
 def test_kernels_pass_their_own_test(kernel: Kernel, dtype: torch.dtype, size: int) -> None:
     for sinks in (False, True):
-        for need in (Need(CUDA, dtype, size, False, sinks), Need(CUDA, dtype, size, False, sinks, True, True)):
+        for need in (
+            KernelRequest(CUDA, dtype, size, False, sinks),
+            KernelRequest(CUDA, dtype, size, False, sinks, True, True),
+        ):
             if kernel.refusal(need) is None:
                 assert fault_of(kernel, need) is None
 
@@ -47,7 +50,7 @@ def test_every_case(kernel: Kernel, case: Case) -> None:
 def chosen(dtype: torch.dtype, size: int, **more: bool) -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "attention in .* uses plain matrix products")
-        return kernel_for(Need(CUDA, dtype, size, **more)).name
+        return kernel_for(KernelRequest(CUDA, dtype, size, **more)).name
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_the_best_kernel_that_can(capability: tuple[int, int], dtype: torch.dtyp
 def test_softcaps_have_no_fast_kernel_without_triton() -> None:
     assert chosen(torch.bfloat16, 64, softcap=True) == "plain"
     with pytest.warns(RuntimeWarning, match="flash: no softcap.*memory-efficient: no softcap.*flex: needs triton"):
-        kernel_for(Need(CUDA, torch.float16, 64, softcap=True))
+        kernel_for(KernelRequest(CUDA, torch.float16, 64, softcap=True))
 
 
 def test_one_call_for_a_slice() -> None:
@@ -108,7 +111,7 @@ class WrongLayout(Efficient):
 
 @pytest.mark.parametrize("kind", [ViewOfLogSumExps, WrongLayout])
 def test_the_check_sees_what_no_operator_refuses(kind: type[Kernel]) -> None:
-    assert "was off by" in str(fault_of(kind(), Need(CUDA, torch.bfloat16, 16)))
+    assert "was off by" in str(fault_of(kind(), KernelRequest(CUDA, torch.bfloat16, 16)))
 
 
 # What torch is told decides, also after the first step
@@ -144,7 +147,7 @@ def test_cudnn_is_refused_as_torch_refuses_it() -> None:
 @pytest.mark.parametrize("version", ["FA3", "FA4"])
 def test_later_versions_of_flash(version: str) -> None:
     """By torch's own code, over doubles of the packages. What was found out about version 2 was taken for theirs."""
-    need = Need(CUDA, torch.bfloat16, 128)
+    need = KernelRequest(CUDA, torch.bfloat16, 128)
     before = kernel_for(need)
     assert before.title == "cudnn"
     with flash_packages.activate(version):
@@ -163,8 +166,8 @@ def test_a_later_version_that_refuses_leaves_the_others() -> None:
     """Version 4 has no backward for heads of 192 on Blackwell, and says so by an assertion, which ended the step."""
     with cuda.capability(10, 0), flash_packages.activate("FA4"):
         with pytest.warns(RuntimeWarning, match=r"flash \(FA4\) is not used.*AssertionError.*=\(192, 192\) is not"):
-            assert kernel_for(Need(CUDA, torch.bfloat16, 192)).name == "memory-efficient"
-        assert kernel_for(Need(CUDA, torch.bfloat16, 64)).title == "flash (FA4)"
+            assert kernel_for(KernelRequest(CUDA, torch.bfloat16, 192)).name == "memory-efficient"
+        assert kernel_for(KernelRequest(CUDA, torch.bfloat16, 64)).title == "flash (FA4)"
 
 
 @pytest.mark.parametrize("version", ["FA3", "FA4"])
@@ -173,10 +176,10 @@ def test_later_versions_are_told_to_repeat(version: str) -> None:
     try:
         with flash_packages.activate(version):
             calls = flash_packages.calls.copy()
-            assert kernel_for(Need(CUDA, torch.bfloat16, 64)).title == f"flash ({version})"
+            assert kernel_for(KernelRequest(CUDA, torch.bfloat16, 64)).title == f"flash ({version})"
             assert (flash_packages.calls - calls)[f"{version} deterministic"] == 4
             if version == "FA3":
                 with pytest.warns(RuntimeWarning, match="Deterministic backward not supported for hdim 256"):
-                    assert kernel_for(Need(CUDA, torch.bfloat16, 256)).name == "memory-efficient"
+                    assert kernel_for(KernelRequest(CUDA, torch.bfloat16, 256)).name == "memory-efficient"
     finally:
         torch.use_deterministic_algorithms(False)

@@ -12,7 +12,7 @@ from terapipe.api import predicted_peaks
 from terapipe.cli import main
 from terapipe.doctor import examine
 from terapipe.modeling.compiling import compile_layers
-from terapipe.modeling.kernels import Need, kernel_for
+from terapipe.modeling.kernels import KernelRequest, kernel_for
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import usable_of_measured
@@ -93,7 +93,7 @@ def test_peaks_of_a_step_are_the_planners(kv_heads: int | None) -> None:
     config = GPTConfig(1, 256, 16, kv_heads, 64, vocab=64, max_seq_len=1024)
     plan = Plan((1,), ((64,) * 16,), (0, 1), recompute="full")
     peak_of_a_step(config, plan)  # makes cuBLAS's workspaces, if nobody has
-    kernel = kernel_for(Need(GPU, torch.bfloat16, config.head_size)).name
+    kernel = kernel_for(KernelRequest(GPU, torch.bfloat16, config.head_size)).name
     (predicted,) = predicted_peaks(config, plan, "bfloat16", kernel, 0)
     assert peak_of_a_step(config, plan) == pytest.approx(predicted, rel=0.1)
 
@@ -143,6 +143,7 @@ def test_exactness_is_checked_on_the_gpu(name: str, capsys: pytest.CaptureFixtur
     assert found["worst"] < 1e-5
 
 
+@pytest.mark.gpu_seldom
 def test_the_doctor_tries_both_backends(capsys: pytest.CaptureFixture[str]) -> None:
     """Objects go by gloo, tensors by NCCL: where one of them fails, so does a run, sooner or later."""
     assert main(["doctor", "--ranks", "2"]) == 0

@@ -16,7 +16,7 @@ from terapipe.doctor.examine import links
 from terapipe.doctor.proof import Proof, Size, begin_rank, dtype_on, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import Need, kernel_for, kernel_report
+from terapipe.modeling.kernels import KernelRequest, kernel_for, kernel_report
 from terapipe.modeling.stage import PipelineModel, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import blas_workspace, blas_workspaces
@@ -154,7 +154,7 @@ def _memory(size: Size) -> list[tuple[int, int]]:
             counter.count(pipe)
             pipe.step(ids, labels)
         measured = counter.peak
-    kernel = kernel_for(Need(device, dtype, size.model.head_size)).name
+    kernel = kernel_for(KernelRequest(device, dtype, size.model.head_size)).name
     blas = blas_workspaces(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 0
     name = str(dtype).removeprefix("torch.")
     predicted = api.predicted_peaks(size.model, plan, name, kernel, blas)[pipe.rank]

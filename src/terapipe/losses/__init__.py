@@ -5,9 +5,19 @@ A ``loss_fn`` is a function ``(logits, targets) -> sum over the tokens of a slic
 """
 
 from terapipe.losses.objective import HiddenLoss, SequenceLoss
-from terapipe.losses.policies import grpo, ppo_clip
-from terapipe.losses.preferences import dpo, interleave, kto, orpo, reward_pairs, simpo
-from terapipe.losses.sequences import classification, last_tokens, sequence_mean
+from terapipe.losses.sequences import (
+    classification,
+    dpo,
+    grpo,
+    interleave,
+    kto,
+    last_tokens,
+    orpo,
+    ppo_clip,
+    reward_pairs,
+    sequence_mean,
+    simpo,
+)
 from terapipe.losses.tokens import cross_entropy, distillation, token_log_probs
 
 __all__ = [

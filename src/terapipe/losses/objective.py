@@ -16,8 +16,11 @@ Over = Literal["microbatch", "batch"]
 class HiddenLoss:
     """A sum over tokens by a function that multiplies by the head itself, such as fused linear cross-entropy.
 
-    ``fn(hidden, head, targets)`` gets the hidden states that the head would be called with, and the head, a
-    ``nn.Linear``. Models that change logits after the head (a scale, a softcap) are refused.
+    Models that change logits after the head (a scale, a softcap) are refused.
+
+    Args:
+        fn: Called with the hidden states that the head would be called with, the head, an ``nn.Linear``, and the
+            slice's targets.
     """
 
     fn: Callable[[Tensor, nn.Module, Targets], Loss]
@@ -27,13 +30,21 @@ class HiddenLoss:
 class SequenceLoss:
     """A function of whole sequences, in two phases.
 
-    In the forwards ``per_token(logits, targets)`` makes values for each token of a slice, (size, length, ...): by
-    default the log-probability of the labels. When all slices are through, ``fn(values, targets)`` sees the values of
-    whole sequences and returns a scalar. It sees one microbatch at a time or, with ``over="batch"``, the whole batch
-    at once, for which all forwards must come before the first backward. The backward of a slice calls its head and
-    ``per_token`` a second time. So only the logits of one slice exist at a time.
+    ::
 
-    Targets may also have one entry for each sequence, (batch, ...).
+        forwards    slice 0: logits -> per_token -> values |  slice 1: ...     only values stay, not logits
+        then        values of whole sequences -> fn -> loss -> a gradient for each value
+        backwards   slice 1: logits and per_token again, with that gradient |  slice 0: ...
+
+    So only the logits of one slice exist at a time, however long sequences are. Targets may also have one entry for
+    each sequence, (batch, ...).
+
+    Args:
+        fn: Called with the values of whole sequences and their targets; returns a scalar.
+        per_token: Called with logits and targets of a slice; returns values for each token, (size, length, ...). By
+            default the log-probability of the labels.
+        over: What ``fn`` sees at once: one "microbatch", or the "batch", for which all forwards must come before the
+            first backward.
     """
 
     fn: Callable[[Any, Targets], Loss]
@@ -56,8 +67,8 @@ def labels_in(targets: Targets) -> Tensor | None:
     if isinstance(targets, Mapping) and isinstance(targets.get("labels"), Tensor):
         return labels_in(targets["labels"])
     parts = targets.values() if isinstance(targets, Mapping) else targets if isinstance(targets, list | tuple) else ()
-    found = (labels_in(part) for part in parts if not isinstance(part, Tensor))
-    return next((labels for labels in found if labels is not None), None)
+    nested = (labels_in(part) for part in parts if not isinstance(part, Tensor))
+    return next((labels for labels in nested if labels is not None), None)
 
 
 def entry(targets: Targets, name: str, what: str) -> Tensor:
@@ -65,5 +76,5 @@ def entry(targets: Targets, name: str, what: str) -> Tensor:
     if not isinstance(targets, Mapping) or name not in targets:
         got = f"a dict with {', '.join(map(repr, targets))}" if isinstance(targets, Mapping) else type(targets).__name__
         raise ValueError(f"targets must be a dict that has {what} under {name!r}, got {got}")
-    found: Tensor = targets[name]
-    return found
+    value: Tensor = targets[name]
+    return value

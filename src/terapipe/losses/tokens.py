@@ -21,7 +21,12 @@ def labels_of(targets: Targets) -> Tensor:
 
 
 def token_log_probs(logits: Tensor, targets: Targets) -> Tensor:
-    """The log-probability of each label, (size, length); 0 where the label is -100."""
+    """The log-probability of each label, (size, length); 0 where the label is -100.
+
+    Args:
+        logits: (size, length, vocabulary).
+        targets: Labels, or a dict that has them.
+    """
     labels = labels_of(targets)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels)
@@ -34,9 +39,11 @@ def token_entropies(logits: Tensor) -> Tensor:
 
 
 def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> LossFn:
-    """Cross-entropy with label smoothing, and with a z-loss that keeps the logits' log-sum-exp near zero (PaLM).
+    """Cross-entropy. Targets: labels; or a dict with ``labels`` and ``weights``, which multiply each token's loss.
 
-    Targets: labels; or a dict with ``labels`` and ``weights``, which multiply each token's loss.
+    Args:
+        label_smoothing: As in torch.nn.functional.cross_entropy.
+        z_loss: The weight of a term that keeps the logits' log-sum-exp near zero (PaLM).
     """
 
     def loss_fn(logits: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Tensor]]:
@@ -59,12 +66,14 @@ def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> LossF
 def distillation(
     *, temperature: float = 1.0, alpha: float = 1.0, head: Callable[[Tensor], Tensor] | None = None
 ) -> LossFn:
-    """The divergence KL(teacher || student) at a temperature, times its square; with ``alpha`` below 1, the rest is
-    cross-entropy.
+    """The divergence KL(teacher || student). Targets: a dict with ``labels`` and ``teacher_logits``, (batch, seq_len,
+    vocabulary), or with ``head`` ``teacher_hidden``.
 
-    Targets: a dict with ``labels`` and ``teacher_logits``, (batch, seq_len, vocabulary). With ``head``, a teacher
-    pipeline's ``logits``, they have ``teacher_hidden`` instead, as its ``hidden_states`` returns them: then only the
-    logits of one slice exist at a time, the teacher's too.
+    Args:
+        temperature: Divides all logits; the divergence is multiplied by its square.
+        alpha: The weight of the divergence; the rest is cross-entropy.
+        head: A teacher pipeline's ``logits``. Targets then have its ``hidden_states``, and only the logits of one slice
+            exist at a time, the teacher's too.
     """
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terapipe.modeling.autocast import autocasted
-from terapipe.modeling.kernels import Kernel, Need, Scores, kernel_of
+from terapipe.modeling.kernels import Kernel, KernelRequest, Scores, kernel_of
 from terapipe.modeling.slice_cache import KeyValueStore, SliceCache
 from terapipe.modeling.visibility import EVERY, Visibility
 
@@ -82,7 +82,7 @@ def _attend(
         if kernel is None:
             segments = chunk is not None or cache.has_documents
             features = (scores.softcap is not None, sinks is not None, window is not None, segments)
-            kernel = kernel_of(q, seen, Need(q.device, q.dtype, q.shape[3], *features))
+            kernel = kernel_of(q, seen, KernelRequest(q.device, q.dtype, q.shape[3], *features))
         width = v.shape[3]
         # Kernels know one head size: zeros add nothing to scores, and values of zeros are cut off.
         size = -(-max(width, q.shape[3]) // kernel.head_multiple) * kernel.head_multiple

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend
 
-from terapipe.modeling.kernels import Gradients, Kernel, Need, Operators, Scores, Settings, aten
+from terapipe.modeling.kernels import Gradients, Kernel, KernelRequest, Operators, Scores, Settings, aten
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.visibility import EVERY, Block, Visibility
 
@@ -110,7 +110,7 @@ class Plain(BlockKernel):
         rows, keys = cls.largest
         return 5 * rows * keys * torch.float32.itemsize
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         return None
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class CpuFlash(BlockKernel):
         ),
     )
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         if need.dtype not in (torch.float64, torch.float32, torch.bfloat16):
             return f"no {need.dtype}"
         return "no softcap" if need.softcap else None
@@ -212,7 +212,7 @@ class Cudnn(BlockKernel):
     def __init__(self) -> None:
         self._shapes: set[tuple[torch.Size, int]] = set()
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         if need.dtype not in HALF:
             return "half precision only"
         if need.softcap or need.window or need.segments:
@@ -294,7 +294,7 @@ class Efficient(BlockKernel):
         ),
     )
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         if need.dtype not in (torch.float32, *HALF):
             return f"no {need.dtype}"
         if need.dtype is torch.bfloat16 and torch.cuda.get_device_capability(need.device) < (8, 0):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling import attention
-from terapipe.modeling.fused_layers import keep_plain
+from terapipe.modeling.linear import keep_plain
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
 

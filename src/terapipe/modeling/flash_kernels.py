@@ -18,7 +18,7 @@ from torch import Tensor
 from terapipe.modeling.kernels import (
     Gradients,
     Kernel,
-    Need,
+    KernelRequest,
     Operators,
     Scores,
     active_flash,
@@ -106,7 +106,7 @@ class Flash(Kernel):
         version = active_flash()
         return f"{self.name} ({version})" if version else self.name
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         if need.dtype not in HALF:
             return "half precision only"
         if need.head_size > LONGEST_HEAD:
@@ -197,7 +197,7 @@ class FlashAttnPackage(Flash):
     def title(self) -> str:
         return self.name
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         if reason := super().refusal(need._replace(softcap=False)):
             return reason
         if need.sinks and need.softcap:
@@ -279,7 +279,7 @@ class Flex(Kernel):
     def __init__(self, backend: str | Callable[..., Any] | None = "inductor") -> None:
         self._backend = backend
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         if need.dtype not in (torch.float32, *HALF):
             return f"no {need.dtype}"
         if need.sinks:

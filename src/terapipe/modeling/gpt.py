@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from terapipe.modeling.attention import attend
 from terapipe.modeling.dtensor import Replicated, fill
-from terapipe.modeling.fused_layers import plain_class
+from terapipe.modeling.linear import plain_class
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import PipelineModel, Stage, TensorParallel
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from terapipe.modeling.attention import attend
 from terapipe.modeling.block_kernels import Plain
-from terapipe.modeling.kernels import Kernel, Need
+from terapipe.modeling.kernels import Kernel, KernelRequest
 from terapipe.modeling.slice_cache import SliceCache
 
 SEQUENCES, HEADS, KV_HEADS = 2, 4, 2
@@ -34,10 +34,12 @@ class Case(NamedTuple):
     sinks: bool = False
     softcap: float | None = None
 
-    def need(self, device: torch.device, dtype: torch.dtype, head_size: int) -> Need:
+    def need(self, device: torch.device, dtype: torch.dtype, head_size: int) -> KernelRequest:
         """What it asks of a kernel."""
         segments = self.chunk is not None or bool(self.documents)
-        return Need(device, dtype, head_size, self.softcap is not None, self.sinks, self.window is not None, segments)
+        return KernelRequest(
+            device, dtype, head_size, self.softcap is not None, self.sinks, self.window is not None, segments
+        )
 
 
 DOCUMENTS = ((0, 5, 12, 30), (0, 17))
@@ -58,7 +60,7 @@ CASES = (
 )
 
 
-def fault_of(kernel: Kernel, need: Need) -> str | None:
+def fault_of(kernel: Kernel, need: KernelRequest) -> str | None:
     """What it does wrong of what is needed, and of nothing else: kernels that are compiled take long for each case.
 
     In a thread of its own, in which contexts of the caller (no_grad, autocast, hooks, modes) do not apply.
@@ -67,7 +69,7 @@ def fault_of(kernel: Kernel, need: Need) -> str | None:
         return thread.submit(_fault_of, kernel, need).result()
 
 
-def _fault_of(kernel: Kernel, need: Need) -> str | None:
+def _fault_of(kernel: Kernel, need: KernelRequest) -> str | None:
     if need.device.type == "cuda":
         torch.cuda.set_device(need.device)
     cases = [case for case in CASES if case.need(*need[:3]) == need]

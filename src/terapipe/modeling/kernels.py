@@ -31,7 +31,7 @@ class Scores(NamedTuple):
     softcap: float | None = None  # limits their size, by a tanh
 
 
-class Need(NamedTuple):
+class KernelRequest(NamedTuple):
     """What calls of attention by one layer ask of a kernel."""
 
     device: torch.device
@@ -102,7 +102,7 @@ class Kernel(ABC):
         return self.name
 
     @abstractmethod
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, need: KernelRequest) -> str | None:
         """Why it cannot do that, if it cannot."""
 
     def takes(self, seen: Visibility) -> bool:
@@ -149,7 +149,7 @@ class _Choice(NamedTuple):
 
 
 @cache
-def _choice(need: Need, settings: Settings, after: Kernel | None) -> _Choice:
+def _choice(need: KernelRequest, settings: Settings, after: Kernel | None) -> _Choice:
     """The first kernel of the table, or of those behind another, that can do it and passes its self-test."""
     kernels = table(need.device.type)
     *special, plain = kernels if after is None else kernels[kernels.index(after) + 1 :]
@@ -164,12 +164,12 @@ def _choice(need: Need, settings: Settings, after: Kernel | None) -> _Choice:
     return _Choice(plain, tuple(refused))
 
 
-def kernel_for(need: Need, after: Kernel | None = None) -> Kernel:
+def kernel_for(need: KernelRequest, after: Kernel | None = None) -> Kernel:
     """The best kernel; ``after`` is one that does not take the slice in question."""
     return _choice(need, Settings.now(need.device), after).kernel
 
 
-def kernel_of(q: Tensor, seen: Visibility, need: Need) -> Kernel:
+def kernel_of(q: Tensor, seen: Visibility, need: KernelRequest) -> Kernel:
     """For a slice with these queries."""
     if isinstance(q, FakeTensor):  # which have no numbers, so nothing is tested for them
         able = (kernel for kernel in table(q.device.type) if kernel.refusal(need) is None)
@@ -204,7 +204,7 @@ def kernel_report(
     """What attention of this kind would use here. Runs self-tests that have not been run."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    need = Need(device, dtype, head_size, softcap, sinks, window, segments)
+    need = KernelRequest(device, dtype, head_size, softcap, sinks, window, segments)
     settings = Settings.now(device)
     used: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
@@ -224,7 +224,7 @@ def forget() -> None:
         memory.cache_clear()
 
 
-def _warn_of_plain(need: Need, refused: list[tuple[str, str]]) -> None:
+def _warn_of_plain(need: KernelRequest, refused: list[tuple[str, str]]) -> None:
     from terapipe.modeling.block_kernels import Plain
 
     size = Plain.workspace() >> 20
@@ -237,7 +237,7 @@ def _warn_of_plain(need: Need, refused: list[tuple[str, str]]) -> None:
 
 
 @cache
-def _fault(kernel: Kernel, need: Need, settings: Settings) -> str | None:
+def _fault(kernel: Kernel, need: KernelRequest, settings: Settings) -> str | None:
     """What keeps a kernel from being trusted, told once. The settings are those of now."""
     from terapipe.modeling.kernel_check import fault_of
 

@@ -1,4 +1,10 @@
-"""Products with weights over slices: gradients of weights are added where they lie, now or later.
+"""Linear layers and embeddings over slices: gradients of weights are added where they lie, now or later.
+
+::
+
+    autograd, per slice     grad_out^T x  ->  a new matrix  ->  .grad += matrix      the matrix moves three times
+    here                    .grad += grad_out^T x                                    one product that adds
+    deferred                [(grad_out, x), ...] of all slices, later                nobody waits for .grad
 
 Autograd makes every slice's weight gradient as a matrix of its own and adds it to the sum; for a short slice, moving
 those matrices costs as much as a tenth of the product itself. Here the product adds to the sum directly. And since
@@ -8,20 +14,26 @@ sooner, and what was deferred for one weight is added slice after slice while th
 Under torch.autocast inputs, weights and biases are cast as autocast casts those of torch's own linear layers, and the
 gradients of slices, each rounded to that dtype, are added up in the weight's own.
 
-``fused_layers.py`` makes the linear layers of a stage call ``project``.
+Of an embedding, autograd would make a whole table for every slice, zeros but for the rows of the slice's tokens. For a
+vocabulary of 100,000 that takes longer than a layer. Here only those rows are touched.
+
+``fuse_weight_grads`` gives modules of a stage other classes, once. Inside of a slice (``with cache``) modules of these
+classes work on it; outside they do what they did before. Parameters, names, hooks and ``state_dict`` stay as they are,
+and copies and pickles are of the module's own class. Megatron has the same under the name gradient accumulation fusion.
 """
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.autocast import autocast_dtype, autocasted
 from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
-from terapipe.modeling.main_grads import HALF, add_product
-from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.main_grads import HALF, add_product, add_rows
+from terapipe.modeling.slice_cache import SliceCache, cache_that_adds
 
 
 class DeferredGrad(NamedTuple):
@@ -212,3 +224,154 @@ def changed_weight(name: str, weight: Tensor, version: int) -> RuntimeError:
         f"operation since the slice's forward: it is at version {weight._version}, expected version {version}; change "
         "weights between steps only, and in no layer's forward"
     )
+
+
+# Embeddings
+
+
+NO_PADDING = -1  # what torch takes for it
+
+
+def embed(ids: Tensor, weight: Tensor, padding: int | None, cache: SliceCache) -> Tensor:
+    """As ``F.embedding``. The backward of a slice (``SliceCache.backward``) adds to ``.grad`` in place; any other gets
+    the gradient from autograd. The row of ``padding`` gets none."""
+    out: Tensor = _apply_embed(ids, weight, NO_PADDING if padding is None else padding, cache)
+    return out
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, cache: SliceCache) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.of_forward = weight, padding, cache
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (ids,) = ctx.saved_tensors
+        weight, padding, cache = ctx.of_forward
+        if not weight.requires_grad:  # frozen since the forward: autograd adds nothing then
+            return None, None, None, None
+        if cache.current.is_own_backward and not weight._backward_hooks:
+            _add(
+                weight, ids.flatten(), grad.reshape(-1, grad.shape[-1]), padding, to_main_grad=cache.current.main_grads
+            )
+            return None, None, None, None
+        return None, _table(grad, ids, weight, padding), None, None
+
+
+_apply_embed: Any = super(torch.autograd.Function, _Embed).apply  # as _apply_project
+
+
+def _table(grad: Tensor, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
+    table: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, weight.shape[0], padding, False)
+    return table
+
+
+@torch.no_grad()
+def _add(weight: Tensor, ids: Tensor, rows: Tensor, padding: int, *, to_main_grad: bool) -> None:
+    if padding != NO_PADDING:
+        rows = rows.masked_fill((ids == padding)[:, None], 0.0)
+    if to_main_grad and weight.dtype in HALF:
+        add_rows(weight, ids, rows)
+        return
+    if weight.grad is None:
+        weight.grad = _table(rows, ids, weight, NO_PADDING)
+    else:
+        weight.grad.index_add_(0, ids, rows)
+    call_hooks(weight)
+
+
+# Modules
+
+
+_KEEPS_CLASS = "_keeps_class"
+
+
+def fuse_weight_grads(stage: nn.Module) -> None:
+    """Of all modules of the stage that ``nn.Linear``, transformers' ``Conv1D`` or ``nn.Embedding`` compute. Subclasses
+    of linear layers may compute something else, and are left alone."""
+    for module in stage.modules():
+        kind = _fused_class(type(module))
+        if kind is not None and _KEEPS_CLASS not in vars(module):
+            # Not by nn.Module's own __setattr__, which looks for parameters.
+            object.__setattr__(module, "__class__", kind)
+
+
+def keep_plain(modules: Iterable[nn.Module]) -> None:
+    """Gives modules the classes that they had before, for good."""
+    for module in modules:
+        object.__setattr__(module, "__class__", plain_class(module))
+        vars(module)[_KEEPS_CLASS] = True
+
+
+def has_plain_products(stage: nn.Module) -> bool:
+    """Whether some linear layers make gradients as autograd does, for good: those of compiled layers."""
+    return any(_KEEPS_CLASS in vars(m) and _fused_class(type(m)) is not None for m in stage.modules())
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class without what ``fuse_weight_grads`` did."""
+    return _plain.get(type(module), type(module))
+
+
+class _Fused(nn.Module):
+    """What the classes here have in common."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(1)  # later protocols compare the class with the module's
+        create, (kind, *rest), *state = reduced
+        return create, (_plain.get(kind, kind), *rest), *state
+
+    def _get_name(self) -> str:
+        return plain_class(self).__name__
+
+
+class _FusedLinear(_Fused, nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        cache = cache_that_adds(weight)
+        is_split = isinstance(x, DTensor) or isinstance(weight, DTensor)
+        if cache is None or (is_split and not is_split_alike(x, weight)):
+            return super().forward(x)
+        return project(x, weight, self.bias, cache)
+
+
+class _FusedConv1D(_Fused):
+    """Of transformers, for GPT-2: a linear layer whose weight is (inputs, outputs)."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        cache = cache_that_adds(self.weight)
+        if cache is None or isinstance(x, DTensor) or isinstance(self.weight, DTensor):
+            plain: Tensor = super().forward(x)
+            return plain
+        return project(x, self.weight, self.bias, cache, inputs_first=True)
+
+
+class _FusedEmbedding(_Fused, nn.Embedding):
+    """Also below a subclass that calls ``super().forward``, as those do that scale embeddings."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        cache = cache_that_adds(self.weight)
+        special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse  # more than a sum of rows
+        if cache is None or special or isinstance(self.weight, DTensor):
+            return super().forward(ids)
+        return embed(ids, self.weight, self.padding_idx, cache)
+
+
+_fused: dict[type[nn.Module], type[nn.Module] | None] = {nn.Linear: _FusedLinear, nn.Embedding: _FusedEmbedding}
+_plain: dict[type[nn.Module], type[nn.Module]] = {_FusedLinear: nn.Linear, _FusedEmbedding: nn.Embedding}
+
+
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """What modules of a class become; None if they stay as they are."""
+    if kind not in _fused:
+        _fused[kind] = None
+        if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+            _fused[kind] = type("Conv1D", (_FusedConv1D, kind), {})
+        elif issubclass(kind, nn.Embedding) and not issubclass(kind, _Fused):
+            _fused[kind] = type(kind.__name__, (kind, _FusedEmbedding), {})
+        fused = _fused[kind]
+        if fused is not None:
+            _plain[fused] = kind
+    return _fused[kind]

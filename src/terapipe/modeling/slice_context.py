@@ -28,7 +28,7 @@ class SliceContext:
 
     Attributes:
         end: Where the next slice begins.
-        fuses: Whether gradients of weights are added where they lie, see fused_layers.py.
+        fuses: Whether gradients of weights are added where they lie, see linear.py.
         deferred: What the backward put off, see linear.py.
         calls: How often each module has called attention since the cache was entered.
         checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
@@ -68,7 +68,7 @@ class SliceContext:
         return sums
 
     def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-        """A backward that belongs to the slice: gradients of weights go where ``fused_layers`` adds them."""
+        """A backward that belongs to the slice: gradients of weights go where ``linear`` adds them."""
         # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
         handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
         try:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from terapipe.modeling.fused_layers import fuse_weight_grads, has_plain_products
+from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
 
 
 class SlicedStage:
     """Forwards and backwards of a stage's slices. With ``fused``, linear layers and embeddings add gradients of their
-    weights in place, or put them off (see fused_layers.py)."""
+    weights in place, or put them off (see linear.py)."""
 
     def __init__(self, stage: Stage, *, fused: bool = True) -> None:
         self.stage, self._fused = stage, fused

@@ -58,6 +58,7 @@ def truth(rows: int = 2) -> tuple[float, dict[str, Tensor]]:
     return plain(TINY, *make_batch(TINY, rows, 29, ignored=True), torch.float64)
 
 
+@pytest.mark.exhaustive_ids("^terapipe-deferred")
 @pytest.mark.parametrize(
     ("order", "recompute"),
     [
@@ -189,7 +190,7 @@ def test_the_compiler_is_not_loaded_before_it_is_asked_for() -> None:
 
 def test_a_stage_says_that_compiled_layers_put_nothing_off() -> None:
     """Those of a GPT's attention, which stay outside, still do."""
-    from terapipe.modeling.fused_layers import plain_class
+    from terapipe.modeling.linear import plain_class
     from terapipe.modeling.sliced_stage import SlicedStage
 
     stage = make_model(TINY).stage(0, 4, torch.device("cpu"))

@@ -17,7 +17,7 @@ from terapipe import GPT, Layout, Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.hf.verify.reference import Batch, errors, reference
 from terapipe.hf.verify.small_model import small_config, small_model
-from terapipe.modeling.fused_layers import fuse_weight_grads, plain_class
+from terapipe.modeling.linear import fuse_weight_grads, plain_class
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import IGNORE
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole

@@ -19,7 +19,7 @@ from terapipe.modeling.flash_kernels import Flash, FlashAttnPackage, Flex
 from terapipe.modeling.kernel_check import CASES, Case, error_of, fault_of, tolerance
 from terapipe.modeling.kernels import (
     Kernel,
-    Need,
+    KernelRequest,
     Scores,
     Settings,
     changed_signature,
@@ -36,8 +36,8 @@ def _forget_trust() -> None:
     kernels.forget()
 
 
-def need(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 16, **more: bool) -> Need:
-    return Need(torch.device(device), dtype, size, **more)
+def need(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 16, **more: bool) -> KernelRequest:
+    return KernelRequest(torch.device(device), dtype, size, **more)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def need(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 16
         (need("cuda", torch.float32, sinks=True), Efficient),
     ],
 )
-def test_the_table(asked: Need, expected: type[Kernel], gpu: None) -> None:
+def test_the_table(asked: KernelRequest, expected: type[Kernel], gpu: None) -> None:
     """Flex, which is compiled for minutes, came before memory-efficient attention in float32."""
     assert type(kernel_for(asked)) is expected
 
@@ -199,6 +199,7 @@ def test_plain_attention_in_small_blocks(case: Case, monkeypatch: pytest.MonkeyP
     assert error_of(Plain(), CPU, torch.float64, 8, case) < 1e-12
 
 
+@pytest.mark.exhaustive_ids("^(16-softcap|16-window|128-causal|128-softcap)")
 @pytest.mark.parametrize("case", [c for c in CASES if not c.sinks], ids=lambda case: case.name)
 @pytest.mark.parametrize("block", [16, 128])
 def test_flex_attention_by_its_own_definition(case: Case, block: int, monkeypatch: pytest.MonkeyPatch) -> None:

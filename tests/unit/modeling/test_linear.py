@@ -12,8 +12,7 @@ from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.hf.verify.reference import Batch, Result, errors, reference
 from terapipe.hf.verify.small_model import small_config, small_model
-from terapipe.modeling.fused_layers import fuse_weight_grads
-from terapipe.modeling.linear import DeferredGrad
+from terapipe.modeling.linear import DeferredGrad, fuse_weight_grads
 from terapipe.modeling.main_grads import main_grad
 from terapipe.modeling.slice_cache import SliceCache
 
@@ -227,7 +226,7 @@ def test_embeddings_have_the_gradients_of_autograd(kind: str, monkeypatch: pytes
     """Rows are added in place where that is all there is to do. Frequencies are those of a slice, as ever."""
     ids = torch.tensor([[0, 2, 1, 2, 2], [4, 0, 0, 2, 1]])
     added: list[int] = []
-    from terapipe.modeling import embedding as place
+    from terapipe.modeling import linear as place
 
     add = place._add
     monkeypatch.setattr(place, "_add", lambda *a, **named: added.append(1) or add(*a, **named))  # type: ignore[func-returns-value]
@@ -320,7 +319,7 @@ def test_embedding_and_head_of_a_model(kind: str, tied: bool) -> None:
 
 def test_a_wrong_gradient_of_an_embedding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """This suite can fail."""
-    from terapipe.modeling import embedding as place
+    from terapipe.modeling import linear as place
 
     add = place._add
     monkeypatch.setattr(place, "_add", lambda w, ids, rows, *a, **named: add(w, ids, rows * 1.01, *a, **named))
