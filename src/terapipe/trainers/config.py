@@ -51,10 +51,9 @@ class PipelineConfig(PlanOptions):
         super().__post_init__()
         if self.slices is not None:
             check_whole_number("slices", self.slices)
-            if self.num_slices not in (None, self.slices):
+            if self.num_slices is not None:
                 raise ValueError(f"slices is short for num_slices; give one, got {self.slices} and {self.num_slices}")
-            object.__setattr__(self, "num_slices", self.slices)
-        if self.fixed_slices and self.plan is not None:
+        if (self.slices or self.num_slices) and self.plan is not None:
             raise ValueError("slices and plan both say how to cut sequences; give one of them")
         limits = {"seq_len": self.seq_len, **values_of(self, PlanOptions)}
         limits = {name: value for name, value in limits.items() if value and name not in WITHOUT_PLANNER}
@@ -103,7 +102,7 @@ class PipelineConfig(PlanOptions):
         recompute = self.recompute or recompute
         if self.plan == "auto":
             return self._choose(decoder, layout, batch_size, self.seq_len or seq_len, recompute)
-        slices = self.num_slices or max(8, 4 * layout.pp)
+        slices = self.slices or self.num_slices or max(8, 4 * layout.pp)
         size = self.microbatch_size or (batch_size if layout.pp == 1 else 1)
         chunks = self.chunks or ORDERS[self.order].chunks or 1
         return Plan.uniform(
