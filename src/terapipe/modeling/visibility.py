@@ -6,10 +6,10 @@ one call for a slice. For the others ``blocks`` cuts what is seen into rectangle
 sequence, once with a document that begins at token 6, once with a window of 3::
 
     keys     0 1 2 3 4 5 6 7                             0 1 2 3 4 5 6 7
-    token 4  f f f f l            f  a full block        . . u f l            u  an upper triangle
-    token 5  f f f f l l          l  a lower triangle    . . . u f l
-    token 6              l                               . . . . u f l
-    token 7              l l                             . . . . . u f l
+    token 4  f f f f l            f  a full block            u f l            u  an upper triangle
+    token 5  f f f f l l          l  a lower triangle          f l l
+    token 6              l                                       u f l
+    token 7              l l                                       f l l
 """
 
 from collections.abc import Iterator, Sequence
