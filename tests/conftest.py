@@ -9,7 +9,6 @@ import torch
 from hypothesis import settings
 
 from tests import pretend
-from tests.gpu import selection
 from tests.support.processes import started_with
 from tests.support.ranks import Ranks
 from tests.support.seldom import mark_seldom
@@ -28,9 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_seldom(items)
-    if pretend.is_active():
-        mark_seldom(items, selection.SELDOM)
+    mark_seldom(items, on_gpus=pretend.is_active())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,6 +46,7 @@ def packed(ids: Tensor, labels: Tensor, documents: tuple[tuple[int, ...], ...]) 
     return loss, gradients(pipe)
 
 
+@pytest.mark.gpu_seldom
 def test_five_documents_in_a_row_of_512_tokens(ranks: Callable[[int], Ranks]) -> None:
     ids, labels = make_batch(CONFIG, 2, 512, ignored=True)
     documents = (STARTS, (0, 256))
@@ -96,6 +97,7 @@ def steps(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float,
     return found
 
 
+@pytest.mark.gpu_seldom("^(1f1b|both)")
 @pytest.mark.parametrize("name", PLANS)
 def test_every_batch_is_cut_by_its_documents(ranks: Callable[[int], Ranks], name: str) -> None:
     plan = PLANS[name]

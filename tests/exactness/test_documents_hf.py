@@ -15,6 +15,7 @@ from tests.support.models import gradients
 pytestmark = pytest.mark.usefixtures("quiet_models")
 
 
+@pytest.mark.exhaustive_ids("mistral|gemma2")
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
 def test_windows_and_chunks_begin_anew_with_documents(name: str) -> None:
     """Documents that began exactly where a slice does passed for one, and their windows reached into the one before."""

@@ -52,6 +52,8 @@ def error(ranks: Ranks, layout: Layout, plan: Plan, config: GPTConfig, shard: bo
     return worst_error(plain(config, ids, labels, torch.float64), found, config)
 
 
+@pytest.mark.gpu_seldom("dp 2 x pp 2 x tp 2|pp 3 x tp 2")
+@pytest.mark.exhaustive_ids("^dp 2 x pp 2 x tp 2")
 @pytest.mark.parametrize(("layout", "order"), combinations(LAYOUTS, sorted(ORDERS)), ids=str)
 def test_every_layout_in_every_order(ranks: Callable[[int], Ranks], layout: Layout, order: str) -> None:
     plan = plan_for(layout, order)
@@ -59,6 +61,8 @@ def test_every_layout_in_every_order(ranks: Callable[[int], Ranks], layout: Layo
     assert error(ranks(layout.devices), layout, plan, config) < BOUND
 
 
+@pytest.mark.gpu_seldom("dp 2 x pp 2 x tp 2|pp 3 x tp 2")
+@pytest.mark.exhaustive_ids("^dp 2 x pp 2 x tp 2")
 @pytest.mark.parametrize(
     ("layout", "order"), combinations((layout for layout in LAYOUTS if layout.tp > 1), sorted(ORDERS)), ids=str
 )
@@ -68,6 +72,7 @@ def test_tokens_shared_out_between_operators(ranks: Callable[[int], Ranks], layo
     assert error(ranks(layout.devices), layout, plan, config) < BOUND
 
 
+@pytest.mark.gpu_seldom("dp 2 x pp 2 x tp 2")
 @pytest.mark.parametrize(
     ("layout", "lengths", "order"),
     combinations(

@@ -116,6 +116,7 @@ MORE = pytest.mark.exhaustive
 KINDS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"]
 
 
+@pytest.mark.exhaustive_ids("qwen3_moe|olmoe")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

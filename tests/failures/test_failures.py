@@ -82,6 +82,7 @@ def outcome(group: Ranks, function: Callable[..., Any], rank: int, how: str, fre
     return [others[other] if other in others else group.result(other) for other in range(group.size)]
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "memory"), (3, "raise")])
 def test_an_exception_stops_all_ranks_with_that_ranks_error(
     fresh_ranks: Callable[[int], Ranks], tmp_path: Path, rank: int, how: str
@@ -167,6 +168,7 @@ def misbehave_in_a_layout(rank: int, how: str, free: Path, layout: Layout, shard
     return _told(pipe, ids, labels)
 
 
+@pytest.mark.gpu_seldom("^(die|stick|raise-layout[01])")
 @pytest.mark.parametrize(
     ("how", "layout", "shard"),
     [

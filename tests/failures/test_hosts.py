@@ -29,6 +29,7 @@ def least(profile: Profile, nbytes: int) -> float:
     return min(found.seconds)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_link_is_measured(tmp_path: Path) -> None:
     """Bounds in one direction only: on a busy machine a message may take longer than its link, never shorter."""
     with hosts(2, rate="100mbit", delay="5ms") as two:

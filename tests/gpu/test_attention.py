@@ -239,6 +239,7 @@ def peak(device: torch.device, dtype: torch.dtype, window: int | None) -> int:
     return counter.peak
 
 
+@pytest.mark.gpu_seldom("^(cuda-dtype2|cpu)")
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16), ("cuda", torch.float32)]
 )

@@ -143,6 +143,7 @@ def test_exactness_is_checked_on_the_gpu(name: str, capsys: pytest.CaptureFixtur
     assert found["worst"] < 1e-5
 
 
+@pytest.mark.gpu_seldom
 def test_the_doctor_tries_both_backends(capsys: pytest.CaptureFixture[str]) -> None:
     """Objects go by gloo, tensors by NCCL: where one of them fails, so does a run, sooner or later."""
     assert main(["doctor", "--ranks", "2"]) == 0

@@ -72,6 +72,7 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max((found[name] - g).abs().max().item() for name, g in wanted.items()) / largest
 
 
+@pytest.mark.gpu_seldom("^(qwen3_moe|mixtral|gemma2)")
 @pytest.mark.parametrize("name", TYPES)
 def test_gradients_of_hugging_face_models_are_the_cpus(name: str) -> None:
     on_gpu, on_cpu = piped(decoder(name), None), piped(decoder(name), "cpu")
@@ -81,6 +82,7 @@ def test_gradients_of_hugging_face_models_are_the_cpus(name: str) -> None:
         assert error(gradients(on_gpu, DOCUMENTS), gradients(on_cpu, DOCUMENTS)) < 2e-5
 
 
+@pytest.mark.gpu_seldom("^gpt2")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_half_precision_is_as_good_as_the_cpus(name: str) -> None:
     wanted = gradients(piped(decoder(name), "cpu"), DOCUMENTS)

@@ -44,6 +44,7 @@ def test_the_trainer(tmp_path: Path) -> None:
 BF16 = {"model": partial(runs.model, torch.float32), "max_steps": 3, "bf16": True}
 
 
+@pytest.mark.gpu_seldom("^4-own2")
 @pytest.mark.parametrize(
     ("size", "own"), [(2, {"slices": 5}), (4, {"slices": 3, "order": "terapipe-1f1b"}), (4, {"slices": 5, "dp": 2})]
 )

@@ -207,6 +207,7 @@ def posted_for_long() -> float:
     return pipe.step(IDS, LABELS).item()
 
 
+@pytest.mark.gpu_seldom
 def test_steps_may_be_longer_than_the_timeout(fresh_ranks: Start) -> None:
     first, last = fresh_ranks(2)(posted_for_long)
     assert first == last

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options, pytest = parser.parse_known_args(arguments[:at])
-    if not any(Path(argument.partition("::")[0]).exists() for argument in pytest):
+    if not any(argument and Path(argument.partition("::")[0]).exists() for argument in pytest):
         pytest += FILES
     command = arguments[at + 1 :] or ["-m", "pytest", *pytest]
     try:

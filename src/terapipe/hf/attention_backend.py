@@ -38,7 +38,11 @@ class MaskSpec:
 
 
 def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> MaskSpec:
-    """What transformers calls to make a mask. Its mask functions are closures; what they limit is read from them."""
+    """What transformers calls to make a mask: the limits of a mask function, in place of a matrix.
+
+    Its mask functions are closures, made of others by ``and_masks`` and ``or_masks``. The numbers are read from their
+    variables. What cannot be read is refused where the mask is used.
+    """
     limits: dict[str, int] = {}
     for part in _parts(mask_function):
         if part is causal_mask_function:
@@ -66,7 +70,7 @@ def _maker(mask_function: MaskFunction) -> str:
 
 
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
-    """Of which all must hold."""
+    """The conjuncts of a mask function: a query sees a key if all of them say so."""
     maker = _maker(mask_function)
     if maker not in ("and_masks", "or_masks"):
         yield mask_function

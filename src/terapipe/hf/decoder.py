@@ -49,16 +49,18 @@ class Decoder(PipelineModel):
     evaluation. If the model is on the meta device, as ``from_config`` and ``from_pretrained`` build it, each stage
     makes only its own weights real.
 
-    ``backend`` says what carries state between slices: "attention" (terapipe's attention over a cache of slices) or
-    "cache" (the model's own cache). By default both are verified on a small copy of the model, and the first that is
-    exact is used; the model is refused with an ``UnsupportedModelError`` if none is.
-
     A mixture of experts whose configuration has ``output_router_logits=True`` is trained with transformers'
-    load-balancing loss. ``router_loss_over`` says what it is computed over: each "microbatch", as transformers does;
-    the whole "batch"; or the batches of all "replicas". ``router_z_loss`` is the coefficient of a z-loss.
+    load-balancing loss.
 
-    ``model`` may also be a sequence classifier (``AutoModelForSequenceClassification``), see ``losses.classification``
-    and ``losses.reward_pairs``.
+    Args:
+        model: A causal LM of transformers, or a sequence classifier (``AutoModelForSequenceClassification``, see
+            ``losses.classification`` and ``losses.reward_pairs``); adapters of peft may be in it.
+        backend: What carries state between slices: "attention" (terapipe's attention over a cache of slices) or
+            "cache" (the model's own cache). By default both are verified on a small copy of the model, and the first
+            that is exact is used; the model is refused with an ``UnsupportedModelError`` if none is.
+        router_loss_over: What the loss of routers is computed over: each "microbatch", as transformers does; the whole
+            "batch"; or the batches of all "replicas".
+        router_z_loss: The coefficient of a z-loss.
     """
 
     def __init__(
@@ -208,8 +210,15 @@ class Decoder(PipelineModel):
         backend: Backend | None = None,
         **options: Any,
     ) -> "Decoder":
-        """With random weights, which depend on the seed and not on how the model is split. ``options`` are those of
-        ``Decoder``. A sequence classifier is made if the configuration's ``architectures`` names one."""
+        """With random weights, which depend on the seed and not on how the model is split.
+
+        Args:
+            config: Of a causal LM, or of a sequence classifier if its ``architectures`` names one.
+            seed: Of the weights.
+            dtype: Of the weights, by default the configuration's.
+            backend: See ``Decoder``.
+            options: Others of ``Decoder``.
+        """
         decoder = cls(meta_model(config, dtype, classifier_of(config)), backend=backend, **options)
         decoder._weights = RandomWeights(seed)
         return decoder
@@ -219,10 +228,15 @@ class Decoder(PipelineModel):
         cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None, **options: Any
     ) -> "Decoder":
         """From a folder as ``save_pretrained`` writes it. As in transformers, the model is in evaluation mode.
-        ``options`` are those of ``Decoder``.
 
         Nothing is downloaded. For a model of the Hugging Face Hub, first run
         ``hf download MODEL_ID --local-dir FOLDER``.
+
+        Args:
+            folder: With a ``config.json`` and weights.
+            dtype: Of the weights, by default as they were saved.
+            backend: See ``Decoder``.
+            options: Others of ``Decoder``.
         """
         weights = PretrainedWeights(Path(folder), dtype)
         config = weights.config()

@@ -56,10 +56,16 @@ class OwnLayers(nn.ModuleList):
 
 
 class LayerSwap:
-    """Other layers in a model, and what the modules around them then say about layers."""
+    """Other layers in a model, and what the modules around them then say about layers.
+
+    Args:
+        model: Whose layers are swapped.
+        path: The name of the list of all layers.
+        layers: What to put there.
+        depth: How many layers the whole model has.
+    """
 
     def __init__(self, model: nn.Module, path: str, layers: OwnLayers, depth: int) -> None:
-        """``path`` names the list of all layers, of which the whole model has ``depth``."""
         *around, name = path.split(".")
         self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of a namespace, its new values
         module: Any = model
@@ -85,17 +91,17 @@ class LayerSwap:
                 namespace.update(values)
 
 
-def _values_for(namespace: Mapping[str, Any], kept: list[int], depth: int) -> dict[str, Any]:
-    """Those values of a module or a configuration that are others if it has only the layers ``kept``."""
+def _values_for(namespace: Mapping[str, Any], numbers: list[int], depth: int) -> dict[str, Any]:
+    """Those values of a module or a configuration that are others if it has only the layers ``numbers``."""
     values: dict[str, Any] = {}
     for name, value in namespace.items():
         if isinstance(value, PretrainedConfig):
             part = copy.copy(value)
-            vars(part).update(_values_for(vars(value), kept, depth))
+            vars(part).update(_values_for(vars(value), numbers, depth))
             values[name] = part
         elif isinstance(value, int | list | tuple | dict) and name not in ("_modules", "_parameters", "_buffers"):
             plain = list(value) if isinstance(value, tuple) else value
-            changed = for_layers(name, plain, kept, depth)
+            changed = for_layers(name, plain, numbers, depth)
             if changed != plain:
                 values[name] = type(value)(changed)
     return values

@@ -40,11 +40,18 @@ def with_original_length(config: PretrainedConfig, seq_len: int) -> PretrainedCo
 
 
 class FixedLength:
-    """Hooks that make a rotary embedding compute for the length that ``length()`` returns; None leaves it alone.
+    """Hooks that make a rotary embedding compute for a length that is not that of the call.
+
+        before a call   positions 4 5 6 of a slice, length 10  ->  4 5 6 9    the largest position says the length
+        after it        tables for 4 5 6 9                     ->  4 5 6
 
     Before the call, the module's state is reset and one position, ``length - 1``, is appended to the positions: the
     largest position is then that of the whole sequence. After the call, the extra row is removed and the state
     restored.
+
+    Args:
+        module: The rotary embedding.
+        length: Returns the length; None leaves the call alone.
     """
 
     def __init__(self, module: nn.Module, length: Callable[[], int | None]) -> None:
@@ -75,13 +82,13 @@ class FixedLength:
 
 def _reset(module: nn.Module) -> dict[str, Any]:
     """Gives the module the state of one that was never called, and returns its previous state."""
-    known = {**vars(module), **module._buffers}
+    attributes = {**vars(module), **module._buffers}
     fresh: dict[str, Any] = {}
-    for name in known:
+    for name in attributes:
         if name.endswith(_ORIGINAL):  # one per kind of layer
             kind = name.removesuffix(_ORIGINAL)
-            fresh |= {f"{kind}inv_freq": known[name], f"{kind}max_seq_len_cached": module.original_max_seq_len}
-    previous = {name: known[name] for name in fresh if name in known}
+            fresh |= {f"{kind}inv_freq": attributes[name], f"{kind}max_seq_len_cached": module.original_max_seq_len}
+    previous = {name: attributes[name] for name in fresh if name in attributes}
     _set(module, fresh)
     return previous
 

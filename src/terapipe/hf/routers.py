@@ -32,29 +32,32 @@ BALANCE, Z = "router_aux_loss", "router_z_loss"
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Of a model: the coefficients, and what they are computed over."""
+    """The coefficients of a model's losses of routers, and what the losses are computed over."""
 
-    experts: int
-    chosen: int
-    balance: float = 0.0
-    z: float = 0.0
+    experts: int  # of a layer
+    chosen: int  # of them, for each token
+    balance: float = 0.0  # coefficient of load balancing
+    z: float = 0.0  # coefficient of the z-loss
     over: SumsOver = "microbatch"
 
     @property
     def auxiliary_losses(self) -> dict[str, AuxiliaryLoss]:
-        found = {}
+        losses: dict[str, AuxiliaryLoss] = {}
         if self.balance:
-            found[BALANCE] = AuxiliaryLoss(2 * self.experts + 1, self._balance, self.over)
+            losses[BALANCE] = AuxiliaryLoss(2 * self.experts + 1, self._balance, self.over)
         if self.z:
-            found[Z] = AuxiliaryLoss(2, lambda sums: self.z * sums[0] / sums[1], self.over)
-        return found
+            losses[Z] = AuxiliaryLoss(2, lambda sums: self.z * sums[0] / sums[1], self.over)
+        return losses
 
     def _balance(self, sums: Tensor) -> Tensor:
         counts, probabilities, rows = torch.split(sums, [self.experts, self.experts, 1])
         return self.balance * self.experts * (counts / rows * probabilities / rows).sum()
 
     def add(self, router_logits: Iterable[Tensor], cache: SliceCache) -> None:
-        """The sums of a slice's tokens, layer by layer."""
+        """Adds the sums of a slice's tokens to the cache, layer by layer.
+
+        Sums are in float64: load balancing divides counts by their total, and whole numbers must stay whole.
+        """
         for logits in router_logits:
             logits = to_local(logits).flatten(0, -2)
             rows = logits.new_full((1,), len(logits), dtype=torch.float64)
@@ -113,8 +116,8 @@ def with_balance(model: PreTrainedModel, coefficient: float = 1.0) -> PreTrained
 
 def _number(names: Iterable[str], *places: Any) -> float:
     """The first of several attributes that is a number, in the first place that has one; 0 if there is none."""
-    found = (getattr(place, name, None) for place in places for name in names)
-    return next((float(x) for x in found if isinstance(x, int | float) and not isinstance(x, bool)), 0.0)
+    values = (getattr(place, name, None) for place in places for name in names)
+    return next((float(x) for x in values if isinstance(x, int | float) and not isinstance(x, bool)), 0.0)
 
 
 def refuse_capacity(model: PreTrainedModel) -> None:

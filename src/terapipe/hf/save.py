@@ -31,12 +31,14 @@ def save_pretrained(
 ) -> None:
     """Saves the whole model and its configuration as transformers' ``save_pretrained`` would.
 
-    All ranks call it together, with a folder that all of them see. Each writes its part beside the folder, the first
-    makes one model of them and puts it in place when all is written. If a crash leaves no folder, what it held before
-    is beside it, named ``.old``.
+    All ranks call it together. Each writes its part beside the folder, the first makes one model of them and puts it in
+    place when all is written. If a crash leaves no folder, what it held before is beside it, named ``.old``.
 
-    ``finish`` is called on the first rank with the folder as it was written, before it is put in place: what it adds,
-    such as a tokenizer, comes with the model or not at all.
+    Args:
+        pipe: A pipeline of a ``Decoder``.
+        folder: Which all ranks must see.
+        finish: Called on the first rank with the folder as it was written, before it is put in place: what it adds,
+            such as a tokenizer, comes with the model or not at all.
     """
     pipe.transport.failure.refuse_stopped("a model in Hugging Face's format")
     with pipe.failing_together():
@@ -142,8 +144,8 @@ class _Saving:
         model = meta_model(like.config, kind=type(like))
         strange: list[str] = []
         for rank in range(self._transport.size):
-            found = model.load_state_dict(load_file(self._part(rank)), strict=False, assign=True)
-            strange += found.unexpected_keys
+            loaded = model.load_state_dict(load_file(self._part(rank)), strict=False, assign=True)
+            strange += loaded.unexpected_keys
         model.tie_weights()
         strange += [name for name, tensor in model.state_dict().items() if tensor.is_meta]
         if strange:

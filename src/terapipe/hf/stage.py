@@ -392,9 +392,9 @@ class DecoderStage(Stage):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             hidden = torch.randn(self.hidden_shape(1, 2)).to(p.device, p.dtype)
             with self._calling_head(hidden) as inputs:
-                found = head(self._head.before(hidden, head, **inputs)) if isinstance(head, nn.Linear) else None
+                alone = head(self._head.before(hidden, head, **inputs)) if isinstance(head, nn.Linear) else None
             logits = self.logits(hidden)
-        if found is None or not torch.allclose(found.to(logits.dtype), logits, rtol=1e-4, atol=1e-5):
+        if alone is None or not torch.allclose(alone.to(logits.dtype), logits, rtol=1e-4, atol=1e-5):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} changes logits after its head (a scale or softcap), or its head is not "
                 "an nn.Linear, so a loss of hidden states would leave that out; take a loss of logits"

@@ -45,8 +45,8 @@ class ModelStructure:
 
     def of(self, model: PreTrainedModel) -> "ModelStructure":
         """The structure of a model of which this is the structure of a small copy. Only tied weights may differ."""
-        known = {name: self.place(name) for name, m in model.named_modules() if _has_parameters(m)}
-        unknown = [name for name, place in known.items() if not place]
+        places = {name: self.place(name) for name, m in model.named_modules() if _has_parameters(m)}
+        unknown = [name for name, place in places.items() if not place]
         if unknown:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has parameters that its configuration does not describe, so it is "
@@ -114,8 +114,8 @@ def token_logits(model: PreTrainedModel, **inputs: Any) -> Tensor:
     hook = head.register_forward_hook(stop)
     try:
         model(**inputs)
-    except _ScoresError as found:
-        return found.scores
+    except _ScoresError as stopped:
+        return stopped.scores
     finally:
         hook.remove()
     raise UnsupportedModelError(f"{type(model).__name__} does not call its head")
@@ -125,11 +125,11 @@ def find_layers(model: PreTrainedModel) -> str:
     """The name of the ModuleList with as many modules as the configuration has layers."""
     count = text_config(model.config).num_hidden_layers
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    found = [name for name, length in lists.items() if length == count and "encoder" not in name.split(".")]
-    found = found or [name for name, length in lists.items() if length == count]  # a decoder that is named encoder
-    if not found:
+    names = [name for name, length in lists.items() if length == count and "encoder" not in name.split(".")]
+    names = names or [name for name, length in lists.items() if length == count]  # a decoder that is named encoder
+    if not names:
         raise UnsupportedModelError(f"no list of {count} layers was found in {type(model).__name__}")
-    shallowest: str = min(found, key=lambda name: name.count("."))
+    shallowest: str = min(names, key=lambda name: name.count("."))
     return shallowest
 
 
@@ -167,8 +167,8 @@ def with_layers(model: PreTrainedModel, layers: str, change: Callable[[int, nn.M
         child = _shallow(holder._modules[step])
         holder._modules[step] = child
         holder = child
-    found = holder._modules[last]
-    holder._modules[last] = nn.ModuleList([change(i, layer) for i, layer in enumerate(found)])
+    layer_list = holder._modules[last]
+    holder._modules[last] = nn.ModuleList([change(i, layer) for i, layer in enumerate(layer_list)])
     return clone  # type: ignore[no-any-return]
 
 
@@ -236,7 +236,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _tied_across_stages(model: PreTrainedModel, layers: str, place: Callable[[str], str]) -> tuple[str, ...]:
     """Names of the parameter that the first and the last stage share. Sharing within a stage needs no care."""
-    found = []
+    shared = []
     for names in shared_names(model):
         places = {name: _exact_place(name, layers, place) for name in names}
         if len(set(places.values())) == 1:
@@ -246,13 +246,13 @@ def _tied_across_stages(model: PreTrainedModel, layers: str, place: Callable[[st
                 f"a parameter may be shared by the first and the last stage, or within a layer; {type(model).__name__} "
                 f"has one for {' and '.join(names[:3])}, which may be on several stages; give each its own"
             )
-        found.append(tuple(next(n for n in names if places[n] == end) for end in (BEFORE, AFTER)))
-    if len(found) > 1:
+        shared.append(tuple(next(n for n in names if places[n] == end) for end in (BEFORE, AFTER)))
+    if len(shared) > 1:
         raise UnsupportedModelError(
             f"the first and the last stage may share one parameter, those of {type(model).__name__} share "
-            f"{len(found)}: {', '.join(map(' = '.join, found))}; untie all but one"
+            f"{len(shared)}: {', '.join(map(' = '.join, shared))}; untie all but one"
         )
-    return found[0] if found else ()
+    return shared[0] if shared else ()
 
 
 def _exact_place(name: str, layers: str, place: Callable[[str], str]) -> str:
@@ -276,7 +276,7 @@ def owned_copy(model: PreTrainedModel, *, own_buffers: bool = False) -> PreTrain
 
 def shared_names(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several names."""
-    found: dict[nn.Parameter, list[str]] = {}
+    names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+        names_of.setdefault(parameter, []).append(name)
+    return [names for names in names_of.values() if len(names) > 1]

@@ -70,14 +70,14 @@ def _tie_again(model: PreTrainedModel, ties: list[list[str]]) -> None:
 
 
 def _own_parameters(model: nn.Module) -> None:
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    copies: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is None or p.is_meta:
                 continue
-            if p not in made:
-                made[p] = nn.Parameter(as_dtensor_like(p.detach(), to_local(p.detach()).clone()), p.requires_grad)
-            module._parameters[name] = made[p]
+            if p not in copies:
+                copies[p] = nn.Parameter(as_dtensor_like(p.detach(), to_local(p.detach()).clone()), p.requires_grad)
+            module._parameters[name] = copies[p]
 
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:

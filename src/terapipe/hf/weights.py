@@ -77,8 +77,8 @@ def meta_model(
 def classifier_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The sequence classifier that a configuration was saved with; None for any other model."""
     name = next(iter(config.architectures or ()), "")
-    found = getattr(transformers, name, None) if name.endswith(CLASSIFIER) else None
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+    kind = getattr(transformers, name, None) if name.endswith(CLASSIFIER) else None
+    return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
 
 
 class StageWeights:
@@ -162,13 +162,13 @@ def _children_first(
 
 
 def _allocate(model: PreTrainedModel, wanted: StageWeights) -> None:
-    made: dict[Tensor, nn.Parameter] = {}  # tied parameters are made once
+    real: dict[Tensor, nn.Parameter] = {}  # tied parameters are made once
     for name, module in model.named_modules():
         parameters: Tensors = module._parameters if wanted.has_parameters(name) else {}
         for key, tensor in parameters.items():
-            if tensor is not None and tensor not in made:
-                made[tensor] = nn.Parameter(_unset(tensor), tensor.requires_grad)
-            parameters[key] = made.get(tensor)
+            if tensor is not None and tensor not in real:
+                real[tensor] = nn.Parameter(_unset(tensor), tensor.requires_grad)
+            parameters[key] = real.get(tensor)
         buffers: Tensors = module._buffers if wanted.has_buffers(name) else {}
         buffers.update({key: _unset(tensor) for key, tensor in buffers.items() if tensor is not None})
 

@@ -14,7 +14,20 @@ Sums = dict[str, Tensor]
 
 class AuxiliaryLosses:
     """Sums are one vector, in order of the losses' names. The last forward of a microbatch takes it to the next stage,
-    the first backward brings the gradient, with the messages that are sent anyway."""
+    the first backward brings the gradient, with the messages that are sent anyway::
+
+        stage 0  sums -----> stage 1  adds its own -----> last stage  adds its own, loss = f(totals)
+                                                                          |
+        stage 0  <---------- stage 1  <-------------------------- gradient of the totals
+
+    The gradient of a total is that of every sum in it, so the way back only copies.
+
+    Args:
+        losses: the stages' own, by name.
+        plan: that of the batches.
+        device: where sums are kept.
+        sum_over_replicas: for losses of all replicas.
+    """
 
     def __init__(
         self,
@@ -33,6 +46,12 @@ class AuxiliaryLosses:
         self.begin(Batch(plan), train=False)
 
     def begin(self, batch: Batch, *, train: bool) -> None:
+        """Forgets what an earlier run left.
+
+        Args:
+            batch: what is run.
+            train: whether gradients will be asked for.
+        """
         self._batch, self._train = batch, train
         self._totals: dict[tuple[int, int], Tensor] = {}  # by stage and microbatch, of stages up to this one
         self._gradients: dict[int, Tensor] = {}  # by microbatch
@@ -41,30 +60,53 @@ class AuxiliaryLosses:
         self.metrics: Sums = {}
 
     def extra_size(self, s: Slice) -> int:
-        """How many numbers travel with a slice, in both directions."""
+        """How many numbers travel with a slice, in both directions.
+
+        Args:
+            s: which slice; only the last of a microbatch carries any.
+        """
         return self.size if s.end == self._plan.seq_len else 0
 
     # Forwards
 
     def receive(self, k: int, s: Slice, totals: Tensor) -> None:
-        """From the stage before, ahead of this stage's last forward of the microbatch."""
+        """Takes totals from the stage before, ahead of this stage's last forward of the microbatch.
+
+        Args:
+            k: this stage.
+            s: the slice that they came with.
+            totals: of all stages before.
+        """
         self._room(k, s).add_(totals)
 
     def add(self, k: int, s: Slice, sums: Sums) -> None:
+        """Adds the sums of a slice.
+
+        Args:
+            k: this stage.
+            s: which slice.
+            sums: those of its layers, by name of the loss.
+        """
         unknown = sums.keys() - self._losses.keys()
         if unknown:
             raise ValueError(
                 f"a layer added sums for {sorted(unknown)}, but the stage's auxiliary_losses are {sorted(self._losses)}"
             )
-        for name, found in sums.items():
-            if found.shape != (self._losses[name].size,):
+        for name, value in sums.items():
+            if value.shape != (self._losses[name].size,):
                 raise ValueError(
                     f"sums of {name!r} must be of shape ({self._losses[name].size},), as its AuxiliaryLoss says, got "
-                    f"{tuple(found.shape)}"
+                    f"{tuple(value.shape)}"
                 )
-            self._room(k, s)[self._parts[name]] += found.detach()
+            self._room(k, s)[self._parts[name]] += value.detach()
 
     def totals(self, k: int, s: Slice) -> Tensor:
+        """The totals of a microbatch so far.
+
+        Args:
+            k: up to this stage.
+            s: a slice of the microbatch.
+        """
         return self._room(k, s)
 
     def _room(self, k: int, s: Slice) -> Tensor:
@@ -112,15 +154,31 @@ class AuxiliaryLosses:
     # Backwards
 
     def gradient(self, s: Slice) -> Tensor:
+        """The gradient of the totals of a microbatch.
+
+        Args:
+            s: a slice of it.
+        """
         return self._gradients[s.microbatch]
 
     def receive_gradient(self, s: Slice, gradient: Tensor) -> None:
+        """Takes the gradient from the stage after.
+
+        Args:
+            s: the slice that it came with.
+            gradient: of the totals.
+        """
         self._gradients[s.microbatch] = gradient
 
     def roots(self, s: Slice, sums: Sums) -> list[tuple[Tensor, Tensor]]:
-        """A slice's sums with their gradients."""
+        """A slice's sums with their gradients, as further roots of its backward.
+
+        Args:
+            s: which slice.
+            sums: what its forward added.
+        """
         return [
-            (found, self.gradient(s)[self._parts[name]].to(found.dtype))
-            for name, found in sums.items()
-            if found.requires_grad
+            (value, self.gradient(s)[self._parts[name]].to(value.dtype))
+            for name, value in sums.items()
+            if value.requires_grad
         ]

@@ -133,8 +133,8 @@ class TiedWeights:
         self.names, self._transport = names, transport
         self._first_rank, self._last_rank = 0, plan.last_rank
         ends = sorted({0, plan.num_stages - 1} & set(stages))
-        held = [p for k in ends for name, p in stages[k].named_parameters() if name in names]
-        self.parameters: list[nn.Parameter] = list(dict.fromkeys(held)) if plan.num_stages > 1 else []
+        copies = [p for k in ends for name, p in stages[k].named_parameters() if name in names]
+        self.parameters: list[nn.Parameter] = list(dict.fromkeys(copies)) if plan.num_stages > 1 else []
 
     @property
     def trained(self) -> int:
@@ -266,17 +266,17 @@ def accumulate_step(
 @contextmanager
 def accumulate_into_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """What an earlier step left is already summed over ranks: set aside, added at the end, put back on failure."""
-    held = list(parameters)
-    earlier = [p.grad for p in held]
-    for p in held:
+    listed = list(parameters)
+    earlier = [p.grad for p in listed]
+    for p in listed:
         p.grad = None
     try:
         yield
     except BaseException:
-        for p, grad in zip(held, earlier, strict=True):
+        for p, grad in zip(listed, earlier, strict=True):
             p.grad = grad
         raise
-    for p, grad in zip(held, earlier, strict=True):
+    for p, grad in zip(listed, earlier, strict=True):
         if grad is not None:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
 
@@ -284,15 +284,15 @@ def accumulate_into_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 @contextmanager
 def gradients_restored(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Whatever happens inside, gradients are as before, and no hook is called for them."""
-    held = list(parameters)
-    earlier = [p.grad for p in held]
-    with _hooks_set_aside(held), _tensor_hooks_set_aside(held):
+    listed = list(parameters)
+    earlier = [p.grad for p in listed]
+    with _hooks_set_aside(listed), _tensor_hooks_set_aside(listed):
         try:
-            for p in held:
+            for p in listed:
                 p.grad = None
             yield
         finally:
-            for p, grad in zip(held, earlier, strict=True):
+            for p, grad in zip(listed, earlier, strict=True):
                 p.grad = grad
 
 

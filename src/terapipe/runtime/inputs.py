@@ -23,7 +23,11 @@ NOT_SHIFTED = (
 
 
 def checksum(data: str | Tensor) -> int:
-    """Of 63 bits, never zero."""
+    """A number of 63 bits, never zero: zero means that a rank has nothing to say.
+
+    Args:
+        data: what to compare.
+    """
     raw = data.encode() if isinstance(data, str) else data.cpu().contiguous().numpy().tobytes()
     return (int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 1) or 1
 
@@ -33,7 +37,7 @@ Documents = Sequence[Sequence[int]]
 
 
 class Batch(NamedTuple):
-    """Ready for the executor. Token ids and targets only where they are needed."""
+    """What an executor runs. Token ids and targets are there only where they are needed."""
 
     plan: Plan
     input_ids: Tensor | None = None
@@ -48,12 +52,21 @@ class Batch(NamedTuple):
         """The length of the longest document, without padding."""
         return longest_document(self.documents, self.tokens or self.plan.seq_len)
 
-    def cut(self, s: Slice) -> Targets:
-        """The targets of a slice. Those with one entry for each sequence are cut by sequences only."""
+    def targets_of(self, s: Slice) -> Targets:
+        """The targets of a slice. Those with one entry for each sequence are cut by sequences only.
+
+        Args:
+            s: which slice.
+        """
         rows, tokens = slice(s.row, s.row + s.size), slice(s.context, s.end)
         return tree_map(lambda x: x[rows, tokens] if _is_per_token(x, self.plan) else x[rows], self.targets)
 
     def of_rows(self, rows: slice) -> Targets:
+        """The targets of whole sequences.
+
+        Args:
+            rows: which sequences.
+        """
         return tree_map(lambda x: x[rows], self.targets)
 
 
@@ -82,7 +95,17 @@ class Vocabulary(NamedTuple):
 
 
 class Inputs:
-    """``tile``: slices' lengths must be multiples of it."""
+    """Checks what one rank is given, and makes batches of it.
+
+    Args:
+        plan: the pipeline's own.
+        vary: what to do with a batch of another shape.
+        tile: slices' lengths must be multiples of it.
+        rank: this one, in the pipeline.
+        device: where batches go.
+        vocabulary: what token ids and labels must be below.
+        objective: the ``loss_fn`` of Pipeline; it decides what targets may be.
+    """
 
     def __init__(
         self,
@@ -104,6 +127,14 @@ class Inputs:
             )
 
     def take(self, input_ids: Tensor | None, targets: Targets, documents: Documents | None, plan: Plan | None) -> Batch:
+        """A batch for a step.
+
+        Args:
+            input_ids: (batch, tokens), needed where the first stage is.
+            targets: labels, or what the objective wants, needed where the last stage is.
+            documents: where they begin in each row.
+            plan: the batch's own, if it has one.
+        """
         labels = labels_in(targets)
         plan = self.plan_for(input_ids if input_ids is not None else labels) if plan is None else self.own_plan(plan)
         first, last = self._rank == 0, self._rank == plan.last_rank
@@ -117,6 +148,12 @@ class Inputs:
         )
 
     def targets(self, given: Targets, plan: Plan) -> Targets:
+        """Targets on the device, if they have the shape that the objective wants.
+
+        Args:
+            given: what the caller passed as labels.
+            plan: that of the batch.
+        """
         if self._objective is None:
             return self.labels(given, plan)
         shape: tuple[int, ...] = (plan.batch_size, plan.seq_len)
@@ -139,11 +176,22 @@ class Inputs:
         return tree_map(lambda x: on_device(x, self._device), given)
 
     def labels(self, given: Targets, plan: Plan) -> Tensor:
+        """Labels on the device, if they are tokens of the vocabulary.
+
+        Args:
+            given: what the caller passed as labels.
+            plan: that of the batch.
+        """
         return self.batch("labels", given, plan, IGNORE, self._vocabulary.outputs)
 
     def count(self, targets: Targets, plan: Plan) -> int:
         """How many tokens count, or for an objective of sequences how many sequences. Of targets as they were given:
-        those on the device would have to be waited for."""
+        those on the device would have to be waited for.
+
+        Args:
+            targets: as the caller passed them.
+            plan: that of the batch.
+        """
         if isinstance(self._objective, SequenceLoss):
             return plan.batch_size
         labels = labels_in(targets)
@@ -156,10 +204,15 @@ class Inputs:
 
     @property
     def pads(self) -> bool:
+        """Whether batches may be filled up."""
         return self._vary == "pad"
 
     def own_plan(self, plan: Plan) -> Plan:
-        """A plan of one's own for a batch must leave the stages where they are."""
+        """A batch's own plan, which must leave the stages where they are.
+
+        Args:
+            plan: what the caller passed.
+        """
         if plan.placement != self._plan.placement:
             raise ValueError(
                 f"a batch's own plan must leave the stages on their ranks: the pipeline has boundaries "
@@ -173,7 +226,11 @@ class Inputs:
         return plan
 
     def plan_for(self, given: Tensor | None) -> Plan:
-        """The plan of a batch, by its shape alone: nobody is asked."""
+        """The plan of a batch, by its shape alone: other ranks are not asked.
+
+        Args:
+            given: token ids or labels.
+        """
         if self._vary != "replan" or (
             given is not None and given.shape[:2] == (self._plan.batch_size, self._plan.seq_len)
         ):
@@ -186,6 +243,15 @@ class Inputs:
         return self._plan.resize(given.shape[0], given.shape[1], self._tile)
 
     def batch(self, name: str, tensor: Any, plan: Plan, filler: int, vocabulary: int | None = None) -> Tensor:
+        """Token ids or labels on the device, filled up if batches may be.
+
+        Args:
+            name: of the argument, for messages.
+            tensor: what the caller passed.
+            plan: that of the batch.
+            filler: what to fill up with.
+            vocabulary: what numbers must be below.
+        """
         shape = (plan.batch_size, plan.seq_len)
         if self._vary == "pad" and isinstance(tensor, Tensor) and tensor.ndim == 2:
             missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
@@ -218,11 +284,11 @@ class Inputs:
             resize: whether any shape may come. It is then cut as the plan cuts its own, and filled up to a multiple of
                 the tile.
         """
-        given = input_ids if input_ids is not None else labels
+        either = input_ids if input_ids is not None else labels
         plan, rest = self._plan, 0
-        if resize and given is not None and given.ndim == 2 and given.shape != (plan.batch_size, plan.seq_len):
-            rest = -given.shape[1] % self._tile
-            plan = plan.resize(given.shape[0], given.shape[1] + rest, self._tile)
+        if resize and either is not None and either.ndim == 2 and either.shape != (plan.batch_size, plan.seq_len):
+            rest = -either.shape[1] % self._tile
+            plan = plan.resize(either.shape[0], either.shape[1] + rest, self._tile)
             input_ids = None if input_ids is None else F.pad(input_ids, (0, rest))
             labels = None if labels is None else F.pad(labels, (0, rest), value=IGNORE)
         if input_ids is not None and labels is not None:
@@ -258,7 +324,12 @@ class Inputs:
         return Batch(plan, ids, {} if self._rank == plan.last_rank else None, tokens=tokens if rest else None)
 
     def starts(self, documents: Documents | None, plan: Plan) -> Documents:
-        """Every rank cuts attention at them, so every rank must be told."""
+        """Where documents begin. Every rank cuts attention there, so every rank must be told.
+
+        Args:
+            documents: what the caller passed.
+            plan: that of the batch.
+        """
         try:
             rows = () if documents is None else tuple(tuple(row) for row in documents)
             ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
@@ -292,7 +363,11 @@ def _refuse_unknown(name: str, ids: Tensor, vocabulary: int | None, ignored: int
 
 
 def check_total(total: float | Tensor | None) -> float | None:
-    """What a loss is divided by in place of the number of its labels."""
+    """The ``total`` of a step as a number.
+
+    Args:
+        total: what the caller passed.
+    """
     number = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
     if number is None:
         return None
@@ -305,7 +380,13 @@ def check_total(total: float | Tensor | None) -> float | None:
 
 
 def lone_checksums(input_ids: Tensor | None, labels: Tensor | None) -> tuple[int, int]:
-    """For ranks that have one of the two only. Labels that are all alike in a row may well be shifted ones."""
+    """Checksums for ranks that have one of the two only, so that labels which are the token ids themselves are noticed
+    although no rank has both. Labels that are all alike in a row may well be shifted ones.
+
+    Args:
+        input_ids: those of this rank.
+        labels: those of this rank.
+    """
     if (input_ids is None) == (labels is None):
         return 0, 0
     if labels is None:
@@ -322,7 +403,7 @@ def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:
     counted = targets != IGNORE
     if bool(((targets == ids) | ~counted).all()):
         later = torch.roll(ids, -1, dims=1)
-        known = counted.clone()
-        known[:, -1] = False
-        if bool(((targets != later) & known).any()):
+        shifted = counted.clone()
+        shifted[:, -1] = False  # nobody knows the token after the last
+        if bool(((targets != later) & shifted).any()):
             raise ValueError(NOT_SHIFTED)

@@ -115,7 +115,7 @@ class TokenLoss(LossHead):
         scale = self._batch.scale
         assert scale is not None
         with self._autocast.on():
-            loss, metrics = scalar(self._slice_loss(self._stage, hidden, self._batch.cut(s)), self._train)
+            loss, metrics = scalar(self._slice_loss(self._stage, hidden, self._batch.targets_of(s)), self._train)
             scaled = loss * scale
         if self._train:
             run_backward([scaled])
@@ -144,7 +144,7 @@ class TokenLoss(LossHead):
 
     def _try(self, hidden: Tensor, few: Slice) -> float:
         with self._autocast.on():
-            returned = self._slice_loss(self._stage, hidden, self._batch.cut(few))
+            returned = self._slice_loss(self._stage, hidden, self._batch.targets_of(few))
         return scalar(returned, hidden.requires_grad)[0].item()
 
 
@@ -184,7 +184,7 @@ class TokenValues(LossHead):
         length = s.length if self.place is None else 1
         with self._autocast.on():
             scores = logits(self._stage, hidden) if self.place is None else self._logits_at(self.place, hidden)
-            values = self.per_token(scores, self._batch.cut(s))
+            values = self.per_token(scores, self._batch.targets_of(s))
         for leaf in tree_leaves(values):
             if not isinstance(leaf, Tensor) or leaf.shape[:2] != (s.size, length):
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__

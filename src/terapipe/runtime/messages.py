@@ -128,8 +128,8 @@ class MessageFormat:
             dtype: that of the tensor.
             boundary: that it would cross.
         """
-        known = self.dtype(boundary)
-        return dtype == known if known is not None else dtype in _DTYPES and dtype.itemsize <= self._widest
+        agreed = self.dtype(boundary)
+        return dtype == agreed if agreed is not None else dtype in _DTYPES and dtype.itemsize <= self._widest
 
     @property
     def _widest(self) -> int:

@@ -26,7 +26,7 @@ class Snapshot:
 
     def __init__(self, owner: Any) -> None:
         self.owner, self.kind = owner, type(owner)
-        self.attributes = {name: _copied(value) for name, value in owner.__dict__.items()}
+        self.attributes = {name: _copy(value) for name, value in owner.__dict__.items()}
         # Python's == takes a tensor of one number for another that has the same number.
         self._lone = [name for name, value in self.attributes.items() if _has_lone_number(value)]
 
@@ -51,7 +51,7 @@ class Snapshot:
         """Takes the attribute as it is now."""
         self.attributes.pop(name, None)
         if name in self.owner.__dict__:
-            self.attributes[name] = _copied(self.owner.__dict__[name])
+            self.attributes[name] = _copy(self.owner.__dict__[name])
         self._lone = [other for other in self._lone if other != name]
         if _has_lone_number(self.attributes.get(name)):
             self._lone.append(name)
@@ -62,7 +62,7 @@ class Snapshot:
             return {}
         changed = [name for name in self.differences() if name not in TREE]
         replaced = {name: self.owner.__dict__.get(name, ABSENT) for name in changed}
-        set_attributes(self.owner, {name: _copied(self.attributes.get(name, ABSENT)) for name in changed})
+        set_attributes(self.owner, {name: _copy(self.attributes.get(name, ABSENT)) for name in changed})
         return replaced
 
 
@@ -82,15 +82,15 @@ def is_plain(value: Any) -> bool:
     return value is ABSENT or type(value) in PLAIN
 
 
-def _copied(value: Any, depth: int = DEPTH) -> Any:
+def _copy(value: Any, depth: int = DEPTH) -> Any:
     kind = type(value)
     if kind not in CONTAINERS or not depth:
         return value
     if not value:
         return kind()
     if kind in (dict, OrderedDict):
-        return kind((name, _copied(x, depth - 1)) for name, x in value.items())
-    return kind(_copied(x, depth - 1) for x in value)
+        return kind((name, _copy(x, depth - 1)) for name, x in value.items())
+    return kind(_copy(x, depth - 1) for x in value)
 
 
 def _is_same(old: Any, new: Any, depth: int = DEPTH) -> bool:
@@ -134,9 +134,9 @@ class ModuleStates:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self._snapshots = [Snapshot(owner) for owner in (*modules, *configurations(modules))]
-        held = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
-        self._parameters = list(held)
-        self._trained = [p.requires_grad for p in held]
+        parameters = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+        self._parameters = list(parameters)
+        self._trained = [p.requires_grad for p in parameters]
 
     def is_current(self) -> bool:
         """Whether another one, made now, would be the same."""

@@ -16,12 +16,24 @@ Named = tuple[str, Tensor]
 
 
 def attach_stages(root: nn.Module, stages: Iterable[nn.Module]) -> None:
-    """Makes the stages' modules children of ``root``. Stages' own modules are not changed."""
+    """Makes the stages' modules children of one module. Stages' own modules are not changed. ::
+
+        stage 0 (chunk 0)      stage 2 (chunk 1)           root
+        transformer            transformer                 transformer       new: both stages have one
+          wte                    h                           wte             that of stage 0 itself
+          h                        2                         h               new
+            0                                                  0             that of stage 0 itself
+                                                               2             that of stage 2 itself
+
+    Args:
+        root: the Pipeline.
+        stages: those of this rank.
+    """
     stages = list(stages)
     trees = [_whole_model_tree(stage) for stage in stages]
     _share_state(root, trees, "")
     for name in dict.fromkeys(name for tree in trees for name in tree._modules):
-        child = _joined(_children(trees, name), name)
+        child = _join(_children(trees, name), name)
         if child is None:
             continue
         if hasattr(root, name):
@@ -34,11 +46,15 @@ def attach_stages(root: nn.Module, stages: Iterable[nn.Module]) -> None:
 
 
 def persistent_buffers(stages: Iterable[nn.Module]) -> Iterator[Named]:
-    """The buffers that belong to the state of the stages, by their names in the whole model."""
+    """The buffers that belong to the state of the stages, by their names in the whole model.
+
+    Args:
+        stages: those of this rank.
+    """
     for stage in stages:
-        known = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
         for name, value in stage.state_dict(keep_vars=True).items():
-            if name not in known and isinstance(value, Tensor):
+            if name not in parameters and isinstance(value, Tensor):
                 yield name, value
 
 
@@ -57,7 +73,11 @@ def copy_shared_buffers(values: Mapping[str, Any], stages: Iterable[nn.Module]) 
 
 
 def is_placeholder(buffer: Tensor) -> bool:
-    """Whether a buffer is a single zero, spread over the shape of a weight that another rank holds."""
+    """Whether a buffer is a single zero, spread over the shape of a weight that another rank holds.
+
+    Args:
+        buffer: of a stage.
+    """
     return buffer.ndim > 0 and not any(buffer.stride())
 
 
@@ -96,11 +116,12 @@ def _renamed_tree(stage: nn.Module, names: list[tuple[str, str]]) -> nn.Module:
             )
         if (path, wanted) not in placed:
             placed.add((path, wanted))
-            _share_state(_made(tree, wanted), [stage.get_submodule(path)], wanted)
+            _share_state(_submodule(tree, wanted), [stage.get_submodule(path)], wanted)
     return tree
 
 
-def _made(tree: nn.Module, path: str) -> nn.Module:
+def _submodule(tree: nn.Module, path: str) -> nn.Module:
+    """The module at a path of the tree, made with those above it if it is not there."""
     for part in path.split(".") if path else ():
         if part not in tree._modules:
             tree.add_module(part, nn.Module())
@@ -108,8 +129,8 @@ def _made(tree: nn.Module, path: str) -> nn.Module:
     return tree
 
 
-def _joined(modules: Sequence[nn.Module], path: str) -> nn.Module | None:
-    """One module for those that several stages have under a name."""
+def _join(modules: Sequence[nn.Module], path: str) -> nn.Module | None:
+    """One module for those that several stages have under a name: the only one with state, or a new one above them."""
     modules = list(dict.fromkeys(modules))
     filled = [module for module in modules if _has_state(module)] or modules[:1]
     if len(filled) <= 1:
@@ -117,15 +138,15 @@ def _joined(modules: Sequence[nn.Module], path: str) -> nn.Module | None:
     out = nn.Module()
     _share_state(out, filled, path)
     for name in dict.fromkeys(name for module in filled for name in module._modules):
-        child = _joined(_children(filled, name), f"{path}.{name}")
+        child = _join(_children(filled, name), f"{path}.{name}")
         if child is not None:
             out.add_module(name, child)
     return out
 
 
 def _children(modules: Iterable[nn.Module], name: str) -> list[nn.Module]:
-    found = (module._modules.get(name) for module in modules)
-    return [child for child in found if child is not None]
+    children = (module._modules.get(name) for module in modules)
+    return [child for child in children if child is not None]
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -48,7 +48,7 @@ from terapipe.runtime.messages import MessageFormat
 from terapipe.runtime.module_tree import attach_stages, copy_shared_buffers, is_placeholder, persistent_buffers
 from terapipe.runtime.preflight import ModelChecks, Preflight
 from terapipe.runtime.random_state import share_random_state
-from terapipe.runtime.token_outputs import TokenOutputs, unnamed, with_backward
+from terapipe.runtime.token_outputs import TokenOutputs, with_backward, without_names
 from terapipe.runtime.traits import Traits, flatten, model_traits, part_traits, refuse_differences
 from terapipe.scheduling.actions import Schedule
 from terapipe.scheduling.orders import schedule
@@ -123,8 +123,7 @@ class Pipeline(nn.Module):
         if transport is not None and mesh is not None:
             raise ValueError("a transport has its mesh, got transport= and mesh=; pass transport.over(mesh)")
         self.device = device_of(device) if transport is None else transport.device
-        transport = transport or Transport.join(self.device, mesh, timeout, mesh_dims)
-        self._transport = transport
+        self._transport = transport = transport or Transport.join(self.device, mesh, timeout, mesh_dims)
         self._is_warm, self._is_sharded = False, shard
         self.zero_gradients = ZeroGradients()
         options = {"loss_fn": loss_fn, "shard": shard, "vary": vary, "fused_weight_grads": fused_weight_grads}
@@ -142,25 +141,21 @@ class Pipeline(nn.Module):
             checks.plan(plan)  # again: modes of recomputation may have turned out not to be exact
             layers = [(plan.boundaries[k], plan.boundaries[k + 1]) for k in self.stages]
             self._base = FrozenBase(model.weight_source(), layers, transport)
-            parts = self._compared_parts(model)
+            parts = part_traits(model, self.stages, self._tile, transport)
         refuse_differences(transport, *parts)
         with transport.failure.failing_together():
             self._sync = gradient_sync(self.stages, transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, transport)
             attach_stages(self, self.stages.values())
             self.training = any(stage.training for stage in self.stages.values())
-            form, done = MessageFormat(next(self.parameters()).dtype), self._sync.stage_done
-            stages, fused = self._sync.stages, fused_weight_grads
-            self._executors = Executors(plan, stages, transport, form, checks.plan, done, fused=fused)
+            form, sync = MessageFormat(next(self.parameters()).dtype), self._sync
+            of_stages = (sync.stages, transport, form, checks.plan, sync.stage_done)
+            self._executors = Executors(plan, *of_stages, fused=fused_weight_grads)
             self._loss = LossSetup(loss_fn, self.stages, plan, transport, shard)
             self._preflight = self._make_preflight(checks, vary)
             self._token_outputs = TokenOutputs(plan.last_rank, self._executors, self._sync, transport)
             if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
                 CheckpointWriter.ensure(transport)
-
-    def _compared_parts(self, model: PipelineModel) -> tuple[Traits, ...]:
-        """What ranks must agree on once their stages are made."""
-        return part_traits(model, self.stages, self._tile, self._transport)
 
     def _make_preflight(self, checks: ModelChecks, vary: Vary) -> Preflight:
         vocabulary = Vocabulary(*next(iter(self.stages.values())).vocabulary)  # all stages say the same
@@ -256,7 +251,10 @@ class Pipeline(nn.Module):
         """The loss that ``step`` would return, by forwards only. Gradients are left alone.
 
         Args:
-            input_ids, labels, documents, total: as for ``step``.
+            input_ids: As for ``step``.
+            labels: As for ``step``.
+            documents: As for ``step``.
+            total: As for ``step``.
         """
         batch = self._preflight.batch("evaluate", self, input_ids, labels, documents, None, total)
         with self.failing_together():
@@ -394,7 +392,7 @@ class Pipeline(nn.Module):
                     outputs.backwards(batch, executor, head, gradients)
 
             values = with_backward(values, backward)
-        return unnamed({name: value[:, : batch.tokens] for name, value in values.items()})
+        return without_names({name: value[:, : batch.tokens] for name, value in values.items()})
 
     @torch.no_grad()
     def log_probs(self, input_ids: Tensor | None, labels: Tensor | None, documents: Documents | None = None) -> Tensor:
@@ -432,7 +430,7 @@ class Pipeline(nn.Module):
         are in parts between steps.
 
         Args:
-            hidden: what ``hidden_states`` returned, or rows of it.
+            hidden: what ``hidden_states`` returned.
         """
         if self._is_sharded:
             raise ValueError("parameters are in parts between steps with shard=True; take shard=False for a teacher")
@@ -442,8 +440,7 @@ class Pipeline(nn.Module):
     def next_token_logits(self, input_ids: Tensor | None) -> Tensor:
         """The scores of the token after each sequence, (rows, vocabulary), on every rank.
 
-        By forwards only. Each replica has its own sequences, but all call it together. Call ``eval()`` before, where it
-        matters.
+        By forwards only. Replicas have their own sequences, but all call it together. Call ``eval()`` where it matters.
 
         Args:
             input_ids: (rows, tokens), any number of sequences of any length, the same on every rank of a pipeline.
@@ -527,7 +524,11 @@ class Pipeline(nn.Module):
         on. Another save waits until this one is done.
 
         Args:
-            folder, optimizer, extra, notes, frozen: as for ``save``.
+            folder: As for ``save``.
+            optimizer: As for ``save``.
+            extra: As for ``save``.
+            notes: As for ``save``.
+            frozen: As for ``save``.
 
         Returns:
             An object whose ``result()`` waits for the end and raises what went wrong. It must be called before the

@@ -211,7 +211,7 @@ class Preflight:
         self.compares_data = False  # whether all ranks of a pipeline are given all data, and must be given the same
         self.await_hooks = False  # whether any rank has hooks for gradients, which all wait for at the end of a step
 
-    def agreed(self, module: nn.Module, build: Callable[[], Proposal[T]]) -> tuple[T, list[StepTerms]]:
+    def agree_on(self, module: nn.Module, build: Callable[[], Proposal[T]]) -> tuple[T, list[StepTerms]]:
         """Builds what is to be run, on each rank, and returns it when all ranks have the same.
 
         Args:
@@ -289,7 +289,7 @@ class Preflight:
             sums = lone_checksums(input_ids, labels_in(targets))
             return Proposal((batch, divisor), self._describe(method, batch, input_ids, targets), *sums, counted, rows)
 
-        (batch, divisor), terms = self.agreed(module, build)
+        (batch, divisor), terms = self.agree_on(module, build)
         return self._weigh(batch, terms, divisor)
 
     def tokens(
@@ -329,7 +329,7 @@ class Preflight:
             sums = lone_checksums(input_ids, labels) if resize and not is_prompt else (0, 0)
             return Proposal((batch, executor), work, *sums)
 
-        return self.agreed(module, build)[0]
+        return self.agree_on(module, build)[0]
 
     def _describe(self, method: str, batch: Batch, *data: Targets) -> str:
         """What all ranks of a pipeline must be given alike, in words."""

@@ -94,7 +94,7 @@ class TokenOutputs:
             gradients: of the values, by name.
         """
         if self._transport.rank == self._last_rank:
-            head.set_gradients(unnamed(gradients))
+            head.set_gradients(without_names(gradients))
         executor.backwards(batch)
         self._sync.finish()
 
@@ -141,7 +141,7 @@ def _by_name(values: Any) -> dict[str, Tensor]:
     return dict(values) if isinstance(values, Mapping) else {"": values}
 
 
-def unnamed(values: dict[str, Tensor]) -> Any:
+def without_names(values: dict[str, Tensor]) -> Any:
     """As the function that made the values returned them.
 
     Args:

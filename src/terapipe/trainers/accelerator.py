@@ -13,8 +13,18 @@ from terapipe.trainers.model import PipelinedModel
 
 
 class PipelineAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator of which ``adopt`` was called. Its processes are replicas: data are shared out among them, and
-    what is gathered is each replica's once."""
+    """An Accelerator whose processes are replicas.
+
+    Trainer asks its Accelerator how many processes there are, to share out data among them, and to gather results. With
+    4 ranks in 2 replicas of 2 stages:
+
+        rank              0  1  2  3
+        process_index     0  0  1  1     ranks of a replica read the same batch
+        gather            each replica's values once, from one rank of each
+
+    The class of an Accelerator that exists is changed (``adopt``), because Trainer makes it itself, from arguments that
+    subclasses change.
+    """
 
     layout: Layout
     replica: int
@@ -23,7 +33,13 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, layout: Layout, group: dist.ProcessGroup | None) -> None:
-        """Makes one of an Accelerator. ``group``: the same rank of all pipelines, None if there is one pipeline."""
+        """Makes one of an Accelerator.
+
+        Args:
+            accelerator: Which Trainer made.
+            layout: Of all ranks.
+            group: The same rank of all replicas; None if there is one replica.
+        """
         accelerator.__class__ = cls
         accelerator.layout, accelerator._group, accelerator.pipelined = layout, group, None
         accelerator.replica = 0 if group is None else dist.get_rank(group)
@@ -51,9 +67,9 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def gather(self, tensor: Any) -> Any:
         if self._group is None:
             return tensor
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
+    def _gather_one(self, tensor: Tensor) -> Tensor:
         tensor = (tensor if tensor.ndim else tensor[None]).contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.layout.dp)]
         dist.all_gather(parts, tensor, group=self._group)
@@ -63,12 +79,12 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         if self._group is None or reduction == "none":
             return tensor
 
-        def reduced(x: Tensor) -> Tensor:
+        def reduce_one(x: Tensor) -> Tensor:
             x = x.clone()
             dist.all_reduce(x, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=self._group)
             return x / self.layout.dp if reduction == "mean" else x
 
-        return recursively_apply(reduced, tensor, error_on_other_type=True)
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """To the longest of all ranks, of which those of a pipeline have the same."""

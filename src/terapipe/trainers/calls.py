@@ -29,34 +29,44 @@ ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "alibi")
 
 @dataclass(frozen=True)
 class Call:
-    """``labels[b, t]`` is the token to predict at place ``t``. ``shifts``: by how many places rows were moved to the
-    left, over padding; None if no row was. ``is_padded``: whether some places are padding."""
+    """A call of a model, as a pipeline takes it.
+
+    A pipeline has padding on the right only, where no token sees it. Rows with padding on the left are shifted:
+
+        caller's row   pad pad  a   b   c        shifts 2
+        pipeline's      a   b   c  pad pad       values of tokens are shifted back before the caller sees them
+    """
 
     input_ids: Tensor
-    labels: Tensor | None
-    documents: Documents | None
-    shifts: Tensor | None = None
-    is_padded: bool = False
+    labels: Tensor | None  # labels[b, t] is the token to predict at place t
+    documents: Documents | None  # where they begin in each row
+    shifts: Tensor | None = None  # by how many places rows were shifted to the left; None if no row was
+    is_padded: bool = False  # whether some places are padding
 
-    def moved_back(self, values: Tensor) -> Tensor:
+    def shift_back(self, values: Tensor) -> Tensor:
         """Values of tokens, (rows, tokens, ...), to the places that the caller knows."""
-        return values if self.shifts is None else moved(values, -self.shifts)
+        return values if self.shifts is None else shift_rows(values, -self.shifts)
 
 
-def moved(values: Tensor, shifts: Tensor) -> Tensor:
+def shift_rows(values: Tensor, shifts: Tensor) -> Tensor:
     """Each row moved to the left by its number of places, in a circle."""
     rows, tokens = values.shape[:2]
     places = (torch.arange(tokens, device=values.device)[None] + shifts[:, None]) % tokens
     return values[torch.arange(rows, device=values.device)[:, None], places]
 
 
-def call_of(model: PreTrainedModel, given: dict[str, Any]) -> Call:
-    """``given``: what the model's forward was called with, by name."""
-    use_cache = given.get("use_cache")
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
-    input_ids, mask, positions = (given.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids"))
-    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-    others = given.keys() - WITHOUT_EFFECT
+def call_of(model: PreTrainedModel, inputs: dict[str, Any]) -> Call:
+    """The call of a pipeline that gives what the model itself would give; what there is none for is refused.
+
+    Args:
+        model: Which was called.
+        inputs: What its forward was called with, by name.
+    """
+    use_cache = inputs.get("use_cache")
+    inputs = {name: value for name, value in inputs.items() if value is not None and value is not False}
+    input_ids, mask, positions = (inputs.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids"))
+    labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    others = inputs.keys() - WITHOUT_EFFECT
     if others or not isinstance(input_ids, Tensor):
         raise UnsupportedModelError(
             f"a pipeline takes input_ids, attention_mask, position_ids and labels, got {', '.join(sorted(others))}"
@@ -69,7 +79,7 @@ def call_of(model: PreTrainedModel, given: dict[str, Any]) -> Call:
         shifts = _padding(model, mask, labels, positions)
     if shifts is not None:
         input_ids, labels, positions = (
-            x if x is None else moved(x.expand(len(input_ids), -1), shifts) for x in (input_ids, labels, positions)
+            x if x is None else shift_rows(x.expand(len(input_ids), -1), shifts) for x in (input_ids, labels, positions)
         )
     counted = None if mask is None else mask.sum(1)
     documents = None if positions is None else documents_of(positions.expand(len(input_ids), -1), counted)
@@ -155,8 +165,8 @@ def documents_of(positions: Tensor, counted: Tensor | None) -> Documents | None:
         raise UnsupportedModelError(
             "position_ids must count from 0 and begin again at 0 with each document; a pipeline knows no others"
         )
-    found = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins)
-    return None if all(row == (0,) for row in found) else found
+    starts = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins)
+    return None if all(row == (0,) for row in starts) else starts
 
 
 def _why_not_packed(model: PreTrainedModel, rows: int, has_mask: bool, use_cache: bool | None) -> str:

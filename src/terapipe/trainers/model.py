@@ -3,15 +3,16 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import without_wrapper
@@ -24,34 +25,19 @@ from terapipe.modeling.stage import IGNORE
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
+from terapipe.runtime.checkpoint.frozen import digest_of
 from terapipe.runtime.comm.environment import device_of, rank_and_size
 from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.module_states import configurations
+from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.trainers.calls import Call, call_of
-from terapipe.trainers.classifiers import classify
 from terapipe.trainers.config import PipelineConfig
-from terapipe.trainers.fused_head import fused_head
 from terapipe.trainers.model_record import ModelRecord
-from terapipe.trainers.own_loss import refuse_other_losses
-from terapipe.trainers.weights import agree_on_weights, gather_weights
+from terapipe.trainers.outputs import PipelineOutput, classify, fused_head
+from terapipe.trainers.refusals import refuse_other_losses
 
 CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
-
-
-@dataclass
-class PipelineOutput(ModelOutput):
-    """What transformers' causal LMs return, and what those return that TRL gave a fused head."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-    mean_logits: Tensor | None = None
-    is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
-    aux_loss: Tensor | None = None
 
 
 def pipelined(
@@ -73,13 +59,21 @@ def pipelined(
         loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()                       # gradients are in .grad, as ever
 
-    ``batch_size`` and ``seq_len`` are what to plan for; batches of other shapes are cut alike. Called under
-    ``torch.autocast``, it also plans for that.
-    ``recompute`` and ``timeout`` are for a ``config`` that does not say them.
+    Call it before an optimizer is made; and under ``torch.autocast``, if steps are: it then plans for that. With
+    several processes give the optimizer ``pipe.parameters()`` of what is returned, and call its ``gather()`` on all of
+    them before the model itself is saved or generates text. Processes that drew different random weights all take those
+    of the first.
 
-    Call it before an optimizer is made. With several processes give the optimizer ``pipe.parameters()`` of what is
-    returned, and call its ``gather()`` on all of them before the model itself is saved or generates text. Processes
-    that drew different random weights all take those of the first.
+    Args:
+        model: A causal LM or a sequence classifier of transformers, or what peft made of one. It is changed in place.
+        slices: Of each sequence, short for ``config=PipelineConfig(num_slices=...)``.
+        config: How to split the model and its sequences.
+        batch_size: Sequences of a batch to plan for; batches of other shapes are cut alike.
+        seq_len: Tokens of a sequence to plan for.
+        recompute: What backwards compute again, where ``config`` does not say it.
+        device: Where this process computes, by default its GPU, or else the CPU.
+        mesh: What ``device_mesh`` made, if it was called before.
+        timeout: The longest, in seconds, that a rank waits for another, where ``config`` does not say it.
     """
     config = config or PipelineConfig(slices=slices)
     inner = without_wrapper(model)
@@ -96,16 +90,11 @@ def pipelined(
             if plan is None:
                 with autocast.on():  # as steps will be
                     plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
+            loss_fn = classification() if is_classifier(inner) else None
             pipe = Pipeline(
-                decoder,
-                plan,
-                loss_fn=classification() if is_classifier(inner) else None,
-                mesh=mesh,
-                shard=layout.shard,
-                vary="replan",
-                device=device,
+                decoder, plan, loss_fn=loss_fn, mesh=mesh, shard=layout.shard, vary="replan", device=device,
                 timeout=config.timeout or timeout,
-            )
+            )  # fmt: skip
         return pipe, decoder.has_auxiliary_losses
 
     return PipelinedModel(model, inner, make, layout)
@@ -114,8 +103,20 @@ def pipelined(
 class PipelinedModel:
     """Replaces the ``forward`` of a model by one through a pipeline, and ``zero_grad`` by the pipeline's.
 
-    ``model`` is the causal LM itself, ``outer`` what peft made of it, if it did. The pipeline's stages share their
-    parameters with it. What transformers computes with a cache (generation) still runs in the model itself.
+    The pipeline's stages share their parameters with the model. What transformers computes with a cache (generation)
+    still runs in the model itself, which needs all weights as they are now: ``gather`` brings them.
+
+        outer (peft's, or the model itself)
+          model --forward--> call_of --> pipe.token_outputs, pipe.step --> outputs.py --> what the caller expects
+             |                              |
+             +-- same parameters -- stages -+
+
+    Args:
+        outer: What peft made of the model, if it did, else the model.
+        model: The model itself.
+        make: Makes a pipeline of the model as it is, by a plan or by a new one, and says whether the model's loss has
+            losses of routers beside cross-entropy.
+        layout: How many replicas, ranks and devices per rank there are.
     """
 
     def __init__(
@@ -125,8 +126,6 @@ class PipelinedModel:
         make: Callable[[Plan | None], tuple[Pipeline, bool]],
         layout: Layout,
     ) -> None:
-        """``make`` makes a pipeline of the model as it is, by a plan or by a new one, and says whether the model's loss
-        has losses of routers beside cross-entropy."""
         self.outer, self.model, self.layout = outer, model, layout
         self._make = make
         self.loss_only = False  # in evaluation: no logits beside the loss
@@ -154,10 +153,10 @@ class PipelinedModel:
             if owner is not self.model:  # a copy of the model has no pipeline
                 return type(owner).forward(owner, *arguments, **named)
             if self._is_generation(named):
-                return self._generating(arguments, named)
-            given = self._by_name(arguments, named)
-            output = self.forward(given)
-            return output if self._asked("return_dict", given) else output.to_tuple()
+                return self._generate(arguments, named)
+            inputs = self._by_name(arguments, named)
+            output = self.forward(inputs)
+            return output if self._option("return_dict", inputs) else output.to_tuple()
 
         @functools.wraps(nn.Module.zero_grad)
         def zero_grad(owner: nn.Module, set_to_none: bool = True) -> None:
@@ -183,7 +182,7 @@ class PipelinedModel:
         cached = named.get("past_key_values") is not None or bool(named.get("use_cache")) or "logits_to_keep" in named
         return cached and not torch.is_grad_enabled()
 
-    def _generating(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _generate(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self._whole:
             raise ValueError(
                 "this rank has only its stage's weights as they are now; call gather() of the PipelinedModel on all "
@@ -197,45 +196,45 @@ class PipelinedModel:
             raise ValueError("call the model with named arguments: input_ids=..., attention_mask=..., labels=...")
         return {**({"input_ids": arguments[0]} if arguments else {}), **named}
 
-    def _asked(self, name: str, given: Mapping[str, Any]) -> Any:
+    def _option(self, name: str, inputs: Mapping[str, Any]) -> Any:
         """What a call says of its outputs, or else the configuration."""
-        value = given.get(name)
+        value = inputs.get(name)
         return getattr(self.model.config, name, None) if value is None else value
 
-    def forward(self, given: dict[str, Any]) -> PipelineOutput:
+    def forward(self, inputs: dict[str, Any]) -> PipelineOutput:
         self._follow()
         for name in ("output_hidden_states", "output_attentions"):
-            if self._asked(name, given):
+            if self._option(name, inputs):
                 raise ValueError(
                     f"a pipeline returns losses and logits, but {name}=True was asked for; set config.{name} = False, "
                     "or call remove() of the PipelinedModel before"
                 )
         if torch.is_grad_enabled():
-            self.updated()  # as an optimizer's step is likely to follow
+            self.note_update()  # as an optimizer's step is likely to follow
         if is_classifier(self.model):
-            return self._classified(given)
-        call = call_of(self.model, given)
-        if given.get("fused_lm_head"):
-            return self._scored(call, given)
+            return self._classify(inputs)
+        call = call_of(self.model, inputs)
+        if inputs.get("fused_lm_head"):
+            return self._score(call, inputs)
         if call.labels is None:
             return PipelineOutput(logits=self._values(call, raw_logits))
-        loss = self._loss(call, given.get("num_items_in_batch"))
+        loss = self._loss(call, inputs.get("num_items_in_batch"))
         if self.loss_only or torch.is_grad_enabled():
             return PipelineOutput(loss=loss)
         return PipelineOutput(loss=loss, logits=self._values(call, raw_logits))
 
-    def _classified(self, given: dict[str, Any]) -> PipelineOutput:
+    def _classify(self, inputs: dict[str, Any]) -> PipelineOutput:
         """Labels are of sequences, (rows, ...), and no token's."""
-        call = call_of(self.model, {name: value for name, value in given.items() if name not in CLASSIFYING})
-        output = classify(self.model, self._values(call, scores), given)
+        call = call_of(self.model, {name: value for name, value in inputs.items() if name not in CLASSIFYING})
+        output = classify(self.model, self._values(call, scores), inputs)
         return PipelineOutput(loss=output.get("loss"), logits=output["logits"])
 
     def _values(self, call: Call, per_token: Callable[..., Any]) -> Any:
         """Of each token, at the places of the caller's input. Losses are means over replicas."""
-        found = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
-        if isinstance(found, Tensor):
-            return call.moved_back(_mean_over(self.layout.dp, found))
-        return {name: call.moved_back(_mean_over(self.layout.dp, value)) for name, value in found.items()}
+        values = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
+        if isinstance(values, Tensor):
+            return call.shift_back(_mean_over(self.layout.dp, values))
+        return {name: call.shift_back(_mean_over(self.layout.dp, value)) for name, value in values.items()}
 
     def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
         """As transformers' models for causal LMs compute it."""
@@ -252,25 +251,25 @@ class PipelinedModel:
     def _fused_head(self) -> Callable[..., Any]:
         return fused_head(self._replaced)
 
-    def _scored(self, call: Call, given: dict[str, Any]) -> PipelineOutput:
+    def _score(self, call: Call, inputs: dict[str, Any]) -> PipelineOutput:
         """As models that TRL gave a fused head answer: a value for each token that is predicted."""
-        if given.get("output_router_logits"):
+        if inputs.get("output_router_logits"):
             raise ValueError("losses of routers are not supported with TRL's trainers; set router_aux_loss_coef=0.0")
-        found = self._values(call, self._fused_head)
+        values = self._values(call, self._fused_head)
         assert call.labels is not None
-        found["label_mask"] = call.moved_back(call.labels != IGNORE)
-        if given.get("shift_labels") is None:
-            found = {name: value[:, :-1] for name, value in found.items()}
-        items = given.get("num_items_in_batch")
-        total = found["label_mask"].sum().clamp(min=1) if items is None else items
-        return PipelineOutput(loss=-found["log_probs"].sum() / total, **found)
+        values["label_mask"] = call.shift_back(call.labels != IGNORE)
+        if inputs.get("shift_labels") is None:
+            values = {name: value[:, :-1] for name, value in values.items()}
+        items = inputs.get("num_items_in_batch")
+        total = values["label_mask"].sum().clamp(min=1) if items is None else items
+        return PipelineOutput(loss=-values["log_probs"].sum() / total, **values)
 
-    def step(self, given: dict[str, Any], total: Callable[[int], float]) -> Tensor:
+    def step(self, inputs: dict[str, Any], total: Callable[[int], float]) -> Tensor:
         """A whole training step of cross-entropy, in any order. ``total`` is what to divide the sum over tokens by, of
         the number of labels that count here."""
         self._follow()
-        self.updated()
-        call = call_of(self.model, given)
+        self.note_update()
+        call = call_of(self.model, inputs)
         if call.labels is None:
             raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
         self._check_loss(call)
@@ -318,7 +317,7 @@ class PipelinedModel:
 
     # Weights
 
-    def updated(self) -> None:
+    def note_update(self) -> None:
         """Other stages' weights in the model itself are old from now on."""
         self._whole = self._shares_all
 
@@ -372,3 +371,58 @@ def _returning_dicts(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config, value in zip(configs, earlier, strict=True):
             config.return_dict = value
+
+
+# Weights that several processes share: the same on all of them at first, gathered from the stages later
+
+
+def agree_on_weights(model: nn.Module, device: torch.device) -> None:
+    """Where processes made models with different random weights, all get those of the first, as with
+    DistributedDataParallel. All processes must call it together."""
+    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    real = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
+    mine = {name: digest_of(tensor) for name, tensor in real.items()}
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if any(other.keys() != mine.keys() for other in everyone):
+        strange = set.union(*(set(other) ^ set(everyone[0]) for other in everyone))
+        raise ValueError(f"all processes must make the same model, they differ in {', '.join(sorted(strange)[:3])}")
+    for name in real:
+        forms = [other[name].rpartition(" ")[0] for other in everyone]
+        strange_rank = next((rank for rank, form in enumerate(forms) if form != forms[0]), 0)
+        if strange_rank:
+            raise ValueError(
+                f"all processes must make the same model, they differ in {name}: {forms[strange_rank]} on rank "
+                f"{strange_rank}, {forms[0]} on rank 0"
+            )
+    for name, tensor in real.items():
+        if any(other[name] != mine[name] for other in everyone):
+            _take_over(tensor, device)
+
+
+@torch.no_grad()
+def _take_over(tensor: Tensor, device: torch.device) -> None:
+    """By way of the device: NCCL sends nothing else."""
+    there = tensor.detach().to(device).contiguous()
+    dist.broadcast(there, 0)
+    tensor.data.copy_(there)
+
+
+@torch.no_grad()
+def gather_weights(pipe: Pipeline, model: nn.Module) -> None:
+    """Copies the weights of all stages into the whole model, on every rank. All ranks must call it together."""
+    target = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    own = dict(pipe.named_parameters()) | dict(persistent_buffers(pipe.stages.values()))
+    with pipe.failing_together():
+        owners: dict[str, int] = {}
+        for rank, names in enumerate(pipe.gather(list(own))):
+            owners |= {name: rank for name in names if name not in owners}
+        for name, owner in owners.items():
+            if owner == pipe.rank:
+                value = own[name].detach()
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+            else:
+                value = torch.empty_like(target[name], device=pipe.device)
+            value = pipe.transport.broadcast(value.contiguous(), owner, f"the weight {name}")
+            if target[name] is not own.get(name):
+                target[name].data.copy_(value)

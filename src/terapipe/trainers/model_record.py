@@ -51,7 +51,12 @@ class Entry:
 
 
 class ModelRecord:
-    """``copies`` are models whose modules have the same names as those of ``model``, where they have them."""
+    """Compares a model with what it was, and brings copies up to date.
+
+    Args:
+        model: Which somebody may change.
+        copies: Models whose modules have the same names as those of ``model``, where they have them.
+    """
 
     def __init__(self, model: PreTrainedModel, copies: Sequence[nn.Module]) -> None:
         self._model = model

@@ -30,13 +30,7 @@ from transformers import Trainer
 
 from terapipe.hf.attention_backend import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
-from terapipe.hf.refusals import (
-    find_dropouts,
-    refuse_unfit,
-    switch_checkpointing,
-    untrainable,
-    without_wrapper,
-)
+from terapipe.hf.refusals import switch_checkpointing, without_wrapper
 from terapipe.hf.structure import is_classifier
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
@@ -44,13 +38,19 @@ from terapipe.runtime.comm.environment import rank_and_size
 from terapipe.runtime.comm.mesh import DP, device_mesh
 from terapipe.trainers.accelerator import PipelineAccelerator
 from terapipe.trainers.config import PipelineConfig
-from terapipe.trainers.fused_head import TESTED
 from terapipe.trainers.model import PipelinedModel, pipelined, unpatched
+from terapipe.trainers.outputs import TESTED
+from terapipe.trainers.refusals import (
+    recompute_of,
+    refuse_arguments,
+    refuse_recomputation,
+    refuse_router_losses,
+    refuse_untrainable,
+)
 
 __all__ = ["PipelineConfig", "PipelineMixin", "PipelineTrainer"]
 STATE = "pipeline"  # weights and optimizer state in a checkpoint's folder, for any layout
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"
-PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
 # Methods that are called or replaced here and may change without notice.
 PRIVATE = (
     "_wrap_model", "_move_model_to_device", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler",
@@ -64,8 +64,14 @@ class ResumeThroughAPipelineTrainer:
 
 
 class PipelineMixin:
-    """To be named before a Trainer class. ``pipeline`` says how to split model and sequences; ``slices=16`` is short
-    for ``pipeline=PipelineConfig(slices=16)``."""
+    """Trains through a pipeline, in front of a Trainer class: ``class Mine(PipelineMixin, MyTrainer): ...``.
+
+    Args:
+        *arguments: Those of the Trainer class.
+        **named: Those of the Trainer class.
+        pipeline: How to split the model and its sequences.
+        slices: Short for ``pipeline=PipelineConfig(num_slices=...)``.
+    """
 
     def __init__(
         self, *arguments: Any, pipeline: PipelineConfig | None = None, slices: int | None = None, **named: Any
@@ -82,7 +88,7 @@ class PipelineMixin:
         self.pipelined: PipelinedModel | None = None
         self._predicting = False
         super().__init__(*arguments, **named)
-        _refuse_arguments(self._trainer, self.ranks_per_replica)
+        refuse_arguments(self._trainer, self.ranks_per_replica)
         self._refuse_model()
 
     @property
@@ -157,55 +163,20 @@ class PipelineMixin:
     @property
     def _recompute(self) -> Recompute:
         """What gradient checkpointing becomes, unless the configuration of the pipeline says it."""
-        return "full" if self._trainer.args.gradient_checkpointing else "none"
+        return recompute_of(self._trainer.args)
 
     def _refuse_model(self) -> None:
         """Looks at a small copy of the model, so that what a step would refuse is refused when the trainer is made."""
         trainer, inner = self._trainer, without_wrapper(self._trainer.model)
-        name = type(inner).__name__
         with unpatched(inner):
-            refuse_unfit(inner)
-        halves = [weight for weight, p in inner.named_parameters() if p.dtype == torch.float16]
-        if halves:
-            raise ValueError(
-                f"weights of {name} are torch.float16 ({halves[0]}), whose small gradients are lost without a loss "
-                "scale, which a pipeline does not have; load the model with dtype=torch.bfloat16 or torch.float32"
-            )
-        if reason := untrainable(inner, find_dropouts(inner)):
-            raise ValueError(f"{name}: {reason}")
+            refuse_untrainable(inner)
         self._stop_checkpointing()
         with unpatched(inner):
             decoder = Decoder(trainer.model)
-        recompute = self.pipeline_config.recompute or self._recompute
-        if self.pipeline_config.plan is None and recompute not in decoder.recompute_modes:
-            asked = "recompute" if self.pipeline_config.recompute else "gradient_checkpointing"
-            raise ValueError(
-                f"slices of {name} cannot be computed again, as it is cut through its own cache; got {asked}="
-                f"{getattr(self.pipeline_config if asked == 'recompute' else trainer.args, asked)!r}; take "
-                f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
-            )
-        self._refuse_router_losses(decoder.has_auxiliary_losses)
-
-    def _refuse_router_losses(self, in_model: bool) -> None:
-        """``in_model``: whether the model adds them to its own loss."""
-        trainer, args = self._trainer, self._trainer.args
-        if getattr(trainer, "aux_loss_enabled", False):
-            raise ValueError(
-                f"{type(trainer).__name__} adds a loss of routers, with router_aux_loss_coef="
-                f"{trainer.router_aux_loss_coef}, which a pipeline cannot compute beside a loss of outputs; set "
-                "router_aux_loss_coef=0.0"
-            )
-        if in_model and not self._is_plain():
-            raise ValueError(
-                "output_router_logits=True adds losses of routers, which a pipeline cannot compute beside a loss of "
-                "outputs; set output_router_logits=False in the model's configuration"
-            )
-        if in_model and (args.gradient_accumulation_steps > 1 or self.layout.dp > 1):
-            raise ValueError(
-                f"transformers adds losses of routers for each accumulated batch of each replica, got "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps} and dp={self.layout.dp}; take 1 of "
-                "each and larger batches, or set output_router_logits=False in the model's configuration"
-            )
+        refuse_recomputation(decoder, self.pipeline_config, trainer.args)
+        refuse_router_losses(
+            trainer, in_model=decoder.has_auxiliary_losses, is_plain=self._is_plain(), replicas=self.layout.dp
+        )
 
     def _stop_checkpointing(self) -> None:
         """Trainer switches it on in the model; the plan recomputes instead."""
@@ -289,8 +260,8 @@ class PipelineMixin:
             with pipelined.pipe.failing_together():
                 if pipelined.pipe.is_first:
                     outer.to(pipelined.pipe.device)
-                made = generate(*arguments, **named) if pipelined.pipe.is_first else None
-                return pipelined.pipe.gather(made)[0]
+                text = generate(*arguments, **named) if pipelined.pipe.is_first else None
+                return pipelined.pipe.gather(text)[0]
 
         outer.generate = MethodType(on_first, outer)
 
@@ -331,17 +302,17 @@ class PipelineMixin:
                 "save_only_model=True; load its weights with from_pretrained and begin a new run"
             )
         self.make_pipeline().pipe.load(Path(checkpoint) / STATE, self._optimizer())
-        self.make_pipeline().updated()
+        self.make_pipeline().note_update()
         scheduler = self._trainer.lr_scheduler
         scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
         for group, rate in zip(self._optimizer().param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # Pipeline.load leaves it as it is
 
     def _load_best_model(self) -> None:
-        made = self.make_pipeline()
-        made.pipe.load(Path(str(self._trainer.state.best_model_checkpoint)) / STATE)
-        made.updated()
-        made.gather()
+        pipelined = self.make_pipeline()
+        pipelined.pipe.load(Path(str(self._trainer.state.best_model_checkpoint)) / STATE)
+        pipelined.note_update()
+        pipelined.gather()
 
     def _finalize_training(self, *arguments: Any) -> Any:
         self.make_pipeline().gather()  # whoever uses the model next, callbacks too, finds it trained
@@ -354,41 +325,6 @@ class PipelineMixin:
             seed = self._trainer.args.data_seed or self._trainer.args.seed
             sampler.generator = torch.Generator().manual_seed(seed)
         return sampler
-
-
-def _refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
-    """What a pipeline would ignore or get wrong, before training."""
-    several = ranks_per_replica > 1
-    args = trainer.args
-    generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
-    if several and generates:
-        raise ValueError(
-            f"{type(trainer).__name__} generates text on every rank, so ranks of a pipeline would have different data; "
-            "use one process, or PipelineGRPOTrainer"
-        )
-    best_only = args.load_best_model_at_end and args.save_only_model
-    per_layer = str(getattr(args.optim, "value", args.optim)).endswith(PER_LAYER)
-    synced = several and getattr(args, "sync_ref_model", False)
-    rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
-    named = {
-        "save_only_model": ("load_best_model_at_end needs what it leaves out", best_only),
-        "sync_ref_model": ("ranks have only their own stage's weights as they are; leave it off", synced),
-        "train_sampling_strategy": ("'batch_rebalance' counts ranks as replicas; take another", rebalanced),
-        "optim": ("it updates weights in the middle of a backward, with a slice's part; take another", per_layer),
-        "cast_lm_head_to_fp32": ("leave it off", getattr(args, "cast_lm_head_to_fp32", None)),
-        "fsdp": ("PipelineConfig(shard=True) shards over replicas", args.fsdp),
-        "deepspeed": ("a pipeline takes its place", args.deepspeed),
-        "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),
-        "fp16": ("use bf16=True", args.fp16),
-        "torch_compile": ("leave it off", args.torch_compile),
-        "auto_find_batch_size": ("PipelineConfig(plan='auto', memory=...) fits", args.auto_find_batch_size),
-        "neftune_noise_alpha": ("leave it off", args.neftune_noise_alpha),
-        "use_liger_kernel": ("leave it off", args.use_liger_kernel),
-        "activation_offloading": ("use PipelineConfig(recompute=...)", getattr(args, "activation_offloading", None)),
-    }  # fmt: skip
-    for name, (remedy, value) in named.items():
-        if value:
-            raise ValueError(f"{name}={getattr(args, name)!r} does not go with a pipeline: {remedy}")
 
 
 class PipelineTrainer(PipelineMixin, Trainer):

@@ -31,6 +31,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_of_this_machine_can_train(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--port", str(free_port())]) == 0
     shown = capfd.readouterr().out

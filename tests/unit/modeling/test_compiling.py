@@ -58,6 +58,7 @@ def truth(rows: int = 2) -> tuple[float, dict[str, Tensor]]:
     return plain(TINY, *make_batch(TINY, rows, 29, ignored=True), torch.float64)
 
 
+@pytest.mark.exhaustive_ids("^terapipe-deferred")
 @pytest.mark.parametrize(
     ("order", "recompute"),
     [

@@ -199,6 +199,7 @@ def test_plain_attention_in_small_blocks(case: Case, monkeypatch: pytest.MonkeyP
     assert error_of(Plain(), CPU, torch.float64, 8, case) < 1e-12
 
 
+@pytest.mark.exhaustive_ids("^(16-softcap|16-window|128-causal|128-softcap)")
 @pytest.mark.parametrize("case", [c for c in CASES if not c.sinks], ids=lambda case: case.name)
 @pytest.mark.parametrize("block", [16, 128])
 def test_flex_attention_by_its_own_definition(case: Case, block: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def test_the_open_question_in_one_setting() -> None:
     assert by_name["terapipe-1f1b"].step_time < 0.6 * by_name["1f1b"].step_time
 
 
+@pytest.mark.exhaustive
 def test_what_if_cases_have_an_outcome() -> None:
     found = outcome(CASES[0])
     assert found.best_1f1b is not None

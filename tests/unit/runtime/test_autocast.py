@@ -114,6 +114,7 @@ def accounts(ranks: Callable[[int], Ranks], request: pytest.FixtureRequest) -> t
     return kind, {key: merged([first[key], second[key]], TIED.get(kind, {})) for key in first}
 
 
+@pytest.mark.gpu_seldom("llama")
 def test_gradients_are_as_good_as_the_plain_models(accounts: tuple[str, dict[Any, Result]]) -> None:
     """Slices are summed in another order, so they cannot be the same to the bit. But they may not be further from the
     gradients in float32 than twice what rounding does to the plain model, and must be close to that."""
@@ -128,6 +129,7 @@ def test_gradients_are_as_good_as_the_plain_models(accounts: tuple[str, dict[Any
         assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
 
 
+@pytest.mark.gpu_seldom("llama")
 def test_recomputation_changes_nothing(accounts: tuple[str, dict[Any, Result]]) -> None:
     _, found = accounts
     for order in ORDERS:
@@ -146,6 +148,7 @@ def test_in_one_slice_it_is_the_plain_model(kind: str, recompute: bool) -> None:
     assert distance(gradients, wanted[1]) < 1e-5
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_layers_that_compute_again_in_their_backward(kind: str) -> None:
     """In the backward autocast is off; torch.utils.checkpoint turns it on again for what it computes."""
@@ -163,6 +166,8 @@ def test_layers_that_compute_again_in_their_backward(kind: str) -> None:
     assert distance(found[1][1], found[0][1]) < 1e-6
 
 
+@pytest.mark.gpu_seldom
+@pytest.mark.exhaustive_ids("^llama")
 @pytest.mark.parametrize("kind", SOME)
 def test_float64_is_left_alone(ranks: Callable[[int], Ranks], kind: str) -> None:
     """Autocast casts no float64, so all must be exact."""
@@ -185,6 +190,7 @@ def laid_out(layout: Layout, shard: bool) -> Result:
     return loss.item(), gradients_of(pipe)
 
 
+@pytest.mark.gpu_seldom("layout0")
 @pytest.mark.parametrize(
     ("layout", "shard"), [(Layout(2, 1, 1), False), (Layout(2, 1, 1), True), (Layout(1, 1, 2), False)]
 )
@@ -250,6 +256,7 @@ def narrow(order: str, evaluated: bool) -> tuple[list[torch.dtype], list[bool]]:
     return sent, [*same, results[0][0] == results[1][0], loss != results[0][0]]
 
 
+@pytest.mark.gpu_seldom("True|terapipe-v")
 @pytest.mark.parametrize("order", ["terapipe-1f1b", "terapipe-v"])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_hidden_states_are_sent_in_the_dtype_that_they_have(
@@ -281,6 +288,7 @@ def warmed_up(order: str) -> tuple[Result, Result, bool]:
     return stepped(pipes[0]), stepped(pipes[1]), learned
 
 
+@pytest.mark.gpu_seldom("zb")
 @pytest.mark.parametrize("order", ["terapipe-1f1b", "terapipe-zb"])
 def test_nothing_is_learned_from_a_warm_up(ranks: Callable[[int], Ranks], order: str) -> None:
     """It died of its own messages, which have no dtype. Had it not, both ends of a boundary would have learned other
@@ -303,6 +311,7 @@ def of_tokens(kind: str) -> Result:
     return loss.item(), gradients_of(pipe)
 
 
+@pytest.mark.gpu_seldom("llama")
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_values_of_tokens(ranks: Callable[[int], Ranks], kind: str) -> None:
     loss, gradients = merged(ranks(2)(of_tokens, kind), TIED.get(kind, {}))
@@ -373,6 +382,7 @@ def test_backwards_and_sums_are_not_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == {"forward": {True}, "backward": {False}, "weights": {False}}
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("kind", KINDS)
 def test_this_file_can_fail(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Without the gradients that later slices have for keys and values of earlier ones."""

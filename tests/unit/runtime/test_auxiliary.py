@@ -89,6 +89,7 @@ WHOLE = replace(UNEQUAL, boundaries=(0, 4))
 APART = [slice(0, 3), slice(3, 4)]
 
 
+@pytest.mark.gpu_seldom("deferred|dp 2 x pp 1 x tp 1-batch")
 @pytest.mark.parametrize(
     ("plan", "layout", "over", "groups"),
     [

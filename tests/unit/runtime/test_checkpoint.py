@@ -278,6 +278,7 @@ def of_their_own(folder: str) -> tuple[list[str], bool]:
     return said, fine and loaded == {"by": "all"} and loaded.found == {"rank.0", "rank.1"}
 
 
+@pytest.mark.gpu_seldom
 def test_ranks_have_tensors_of_their_own(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     (first, fine), (second, also) = ranks(2)(of_their_own, str(tmp_path / "saved"))
     assert fine
@@ -322,6 +323,8 @@ def in_background(layout: Layout, shard: bool, folder: str, dtype: torch.dtype) 
     return [*results, same(snapshot(other, loaded), after), not same(wanted, after)]
 
 
+@pytest.mark.gpu_seldom("dp 2 x pp 1 x tp 2")
+@pytest.mark.exhaustive_ids("dp 2 x pp 1 x tp 2")
 @pytest.mark.parametrize(
     ("layout", "shard", "dtype"),
     [
@@ -358,6 +361,7 @@ def masters(layout: Layout, shard: bool, folder: str, first: bool) -> dict[str, 
     return {("embedding.weight" if name in pipe.tied else name): x for name, x in found.items()}
 
 
+@pytest.mark.gpu_seldom
 def test_masters_load_in_other_layouts(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     wanted = ranks(2)(masters, Layout(2, 1, 1), True, folder, True)[0]
@@ -409,6 +413,7 @@ def too_much(folder: str, layout: Layout) -> list[tuple[int | None, str]]:
     return said
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_full_disk_stops_nobody(ranks: Callable[[int], Ranks], small_disk: Path, size: int) -> None:
     folder, layout = str(small_disk / "saved"), Layout(1, size, 1)
@@ -467,6 +472,7 @@ def until_killed(rank: int, folder: str) -> None:
         sys.exit(7)
 
 
+@pytest.mark.gpu_seldom
 def test_killed_while_saving(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     code = f"from tests.unit.runtime.test_checkpoint import until_killed; until_killed({{}}, {str(folder)!r})"

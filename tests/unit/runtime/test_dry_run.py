@@ -16,6 +16,7 @@ from terapipe.planning.memory import ShapeMemory
 from terapipe.runtime import MemoryCounter
 
 
+@pytest.mark.exhaustive_ids("^(1-options1|2-options2)")
 @pytest.mark.parametrize(
     ("dp", "options"),
     [

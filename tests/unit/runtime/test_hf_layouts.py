@@ -57,6 +57,7 @@ def laid_out(name: str, layout: Layout, shard: bool, folded: bool) -> Found:
 MORE = pytest.mark.exhaustive
 
 
+@pytest.mark.gpu_seldom("bert|llama-layout5|gpt2-layout9")
 @pytest.mark.parametrize(
     ("name", "layout", "shard", "folded"),
     [

@@ -113,6 +113,8 @@ def truth() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     return plainly(2)
 
 
+@pytest.mark.gpu_seldom("pp 2 x tp 2|pp 3|dp 2 x pp 2 x tp 1-sharded")
+@pytest.mark.exhaustive_ids("dp 2 x pp 2 x tp 1-sharded")
 @pytest.mark.parametrize(
     ("layout", "shard"),
     [pytest.param(*case, marks=[] if i == 4 else [pytest.mark.exhaustive]) for i, case in enumerate(LAYOUTS)],
@@ -148,6 +150,7 @@ def state_bytes(layout: Layout, shard: bool) -> tuple[int, int]:
     return held, sum(x.nbytes for x in moments)
 
 
+@pytest.mark.gpu_seldom
 def test_shared_state_is_smaller_by_the_number_of_replicas(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4)(state_bytes, Layout(2, 2, 1), True)
     for (held, all_of_it), (rest, _) in zip(answers[:2], answers[2:], strict=True):
@@ -166,6 +169,7 @@ def uneven(layout: Layout, shares: tuple[int, ...], shard: bool) -> tuple[float,
     return loss.item(), gradients(pipe)
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("shares", [(2, 1), (1, 0), (0, 2)])
 def test_replicas_may_have_different_numbers_of_sequences(

@@ -45,6 +45,7 @@ def piped(layout: Layout, plan: Plan, shard: bool = False) -> list[Tensor]:
     return found
 
 
+@pytest.mark.exhaustive_ids("dp 1 x pp 1 x tp 2")
 @pytest.mark.parametrize(
     ("layout", "plan", "shard"),
     [

@@ -49,6 +49,7 @@ def named(names: tuple[str, str], dims: dict[str, str], shard: bool) -> tuple[fl
     return loss, gradients(pipe), pipe.grad_norm().item()
 
 
+@pytest.mark.exhaustive_ids(r"^\('replicate', 'tensor'")
 @pytest.mark.parametrize(
     ("names", "dims", "shard"),
     [

@@ -401,6 +401,7 @@ def round_trip(order: str, layout: Layout, shard: bool, folder: str) -> list[boo
     return [*results, equal(snapshot(other, loaded), snapshot(pipe, optimizer))]
 
 
+@pytest.mark.exhaustive_ids("terapipe-dp 2 x pp 1 x tp 1-False")
 @pytest.mark.parametrize(("order", "layout", "shard"), LAYOUTS, ids=str)
 def test_torchs_state_dict_functions_round_trip(
     ranks: Callable[[int], Ranks], tmp_path: Path, order: str, layout: Layout, shard: bool

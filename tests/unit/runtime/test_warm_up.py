@@ -62,6 +62,8 @@ def compiled() -> tuple[int, int]:
     return warm - before, graphs() - warm
 
 
+@pytest.mark.gpu_seldom
+@pytest.mark.exhaustive
 def test_all_ranks_compile_at_the_same_time(ranks: Callable[[int], Ranks]) -> None:
     """In a step, each would begin when the one before is done, and the last wait for all others to compile."""
     for in_warm_up, in_step in ranks(2)(compiled):

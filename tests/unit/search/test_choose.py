@@ -96,6 +96,7 @@ def test_the_budget_rules() -> None:
     assert lean.plan.order in ("terapipe-1f1b", "1f1b", "interleaved", "terapipe-zb", "terapipe-zb2")
 
 
+@pytest.mark.exhaustive_ids("^536870912")
 @pytest.mark.parametrize("budget", [2**29, 2**30])
 def test_counting_memory_first_changes_no_choice(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that memory rules out are not simulated; all others are, and the same plans are found. Into the

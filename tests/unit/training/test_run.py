@@ -169,6 +169,7 @@ def straight(ranks: Callable[[int], Ranks], folder: Path, steps: int) -> list[fl
     return losses(told.folder)
 
 
+@pytest.mark.gpu_seldom
 def test_a_killed_rank_is_survived(ranks: Callable[[int], Ranks], place: Path) -> None:
     """By itself, from the last checkpoint, to the last bit."""
     folder = place / "killed"
@@ -189,6 +190,8 @@ def _after_resuming(folder: Path) -> list[dict[str, Any]]:
     return rows[next((at for at, row in enumerate(rows) if row.get("event") == "resumed"), len(rows)) :]
 
 
+@pytest.mark.gpu_seldom
+@pytest.mark.exhaustive
 def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) -> None:
     folder, steps = place / "moved", ("lr.kind=constant", "optimizer.steps=40")
     ranks(2)(train, config(folder, "", *steps), 11)
@@ -199,6 +202,8 @@ def test_going_on_in_another_layout(ranks: Callable[[int], Ranks], place: Path) 
     assert losses(folder) == pytest.approx(straight(ranks, folder, 40), rel=1e-9)
 
 
+@pytest.mark.gpu_seldom
+@pytest.mark.exhaustive_ids("^1$")
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_asked_to_stop_it_saves_and_ends_well(ranks: Callable[[int], Ranks], place: Path, size: int) -> None:
     folder = place / f"stopped{size}"
@@ -216,6 +221,7 @@ def test_asked_to_stop_it_saves_and_ends_well(ranks: Callable[[int], Ranks], pla
     assert found == (wanted if size == 2 else pytest.approx(wanted, rel=1e-9))
 
 
+@pytest.mark.gpu_seldom
 def test_beginning_anew_and_from_another_run(ranks: Callable[[int], Ranks], place: Path) -> None:
     first, second = place / "first", place / "second"
     ranks(2)(train, config(first, "", "optimizer.steps=3", "checkpoints.resume=off"))
@@ -232,6 +238,7 @@ def test_beginning_anew_and_from_another_run(ranks: Callable[[int], Ranks], plac
 # Failing
 
 
+@pytest.mark.gpu_seldom
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_what_is_not_finite_is_not_learned(ranks: Callable[[int], Ranks], place: Path, policy: str) -> None:
     folder = place / f"nan-{policy}"
@@ -245,6 +252,7 @@ def test_what_is_not_finite_is_not_learned(ranks: Callable[[int], Ranks], place:
     assert rows[-1]["loss"] is None
 
 
+@pytest.mark.gpu_seldom
 def test_bad_input_is_one_message(place: Path) -> None:
     folder = place / "bad"
     told = config(folder, "", "plan.pp=2", f"data.train={place / 'nothing.txt'}")
@@ -253,6 +261,7 @@ def test_bad_input_is_one_message(place: Path) -> None:
         assert run.said.count("nothing.txt") == run.said.count("\n") == 1
 
 
+@pytest.mark.gpu_seldom
 def test_a_finished_run_says_so_and_starts_no_ranks(
     ranks: Callable[[int], Ranks], place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

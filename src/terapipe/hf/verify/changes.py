@@ -100,9 +100,9 @@ def check_changes(model: PreTrainedModel, structure: ModelStructure) -> CheckedC
 # Finding changes
 
 
-def _changes(model: PreTrainedModel, made: PreTrainedModel, structure: ModelStructure) -> Iterator[Change]:
-    """``made`` is the model as its configuration says."""
-    layers, wanted = (len(list(m.get_submodule(structure.layers).children())) for m in (model, made))
+def _changes(model: PreTrainedModel, plain: PreTrainedModel, structure: ModelStructure) -> Iterator[Change]:
+    """``plain`` is the model as its configuration says."""
+    layers, wanted = (len(list(m.get_submodule(structure.layers).children())) for m in (model, plain))
     if layers != wanted:
         yield Change(
             structure.layers,
@@ -110,7 +110,7 @@ def _changes(model: PreTrainedModel, made: PreTrainedModel, structure: ModelStru
             refusal=f"the configuration of {type(model).__name__} says {wanted}; set its number of layers to {layers}",
         )
         return
-    for change in _compare(model, made, ""):
+    for change in _compare(model, plain, ""):
         around = f"{structure.layers}.".startswith(f"{change.name}.") or not change.name
         if around and not change.refusal:
             refusal = "stages call it otherwise than the model does; change modules inside layers, embedding or head"
@@ -119,15 +119,15 @@ def _changes(model: PreTrainedModel, made: PreTrainedModel, structure: ModelStru
             yield change
 
 
-def _compare(module: nn.Module, made: nn.Module, name: str) -> Iterator[Change]:
+def _compare(module: nn.Module, plain: nn.Module, name: str) -> Iterator[Change]:
     if type(module).__module__.startswith("peft."):  # adapters of known kinds are exact
-        for inner_name, inner in _adapted(module, name):
-            yield from _compare(inner, made, inner_name)
+        for inner_name, inner in _modules_inside(module, name):
+            yield from _compare(inner, plain, inner_name)
         return
-    yield from _differences(module, made, name)
-    if parametrize.type_before_parametrizations(module) is not type(made):
+    yield from _differences(module, plain, name)
+    if parametrize.type_before_parametrizations(module) is not type(plain):
         return
-    own, wanted = ({key: m for key, m in one._modules.items() if m is not None} for one in (module, made))
+    own, wanted = ({key: m for key, m in one._modules.items() if m is not None} for one in (module, plain))
     own.pop("parametrizations", None)
     for key in own | wanted:
         path = f"{name}.{key}".removeprefix(".")
@@ -139,7 +139,7 @@ def _compare(module: nn.Module, made: nn.Module, name: str) -> Iterator[Change]:
             yield Change(path, f"is a {type(own[key]).__name__} that its configuration does not have", is_replaced=True)
 
 
-def _adapted(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_inside(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The model's own modules inside a layer of peft."""
     for key, child in module.named_children():
         inner = f"{name}.{key}"
@@ -148,11 +148,11 @@ def _adapted(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         elif key == SAVED:
             yield from ((f"{inner}.{one}", saved) for one, saved in child.named_children())
         elif type(child).__module__.startswith("peft."):
-            yield from _adapted(child, inner)
+            yield from _modules_inside(child, inner)
 
 
-def _differences(module: nn.Module, made: nn.Module, name: str) -> Iterator[Change]:
-    kind, wanted = parametrize.type_before_parametrizations(module), type(made)
+def _differences(module: nn.Module, plain: nn.Module, name: str) -> Iterator[Change]:
+    kind, wanted = parametrize.type_before_parametrizations(module), type(plain)
     if kind is not wanted:
         yield Change(name, f"is a {kind.__name__} where its configuration has a {wanted.__name__}", is_replaced=True)
     elif "forward" in vars(module) and name:
@@ -242,9 +242,9 @@ class _Probe:
             module = copy.deepcopy(module).float()  # half precision would hide small errors
         try:
             if change.is_replaced:
-                return _not_local(lambda given: module(*given[0], **given[1]), call[:2], list(module.parameters()))
+                return _not_local(lambda cut: module(*cut[0], **cut[1]), call[:2], list(module.parameters()))
             for hook in change.hooks:
-                if reason := _not_local(functools.partial(_hooked, hook, module), call, [], strictly=False):
+                if reason := _not_local(functools.partial(_call_hook, hook, module), call, [], strictly=False):
                     return reason
         except Exception as error:  # whatever the module or the hook raises
             return first_line(error)
@@ -268,10 +268,10 @@ def _record(model: nn.Module, name: str, calls: dict[str, _Call]) -> list[Any]:
     begun: dict[str, Any] = {}
 
     def begin(module: nn.Module, arguments: Any, named: Any) -> None:
-        begun.setdefault(name, (_cloned(arguments), _cloned(named)))
+        begun.setdefault(name, (_clone(arguments), _clone(named)))
 
     def end(module: nn.Module, arguments: Any, output: Any) -> None:
-        calls.setdefault(name, (*begun[name], _cloned(output)))
+        calls.setdefault(name, (*begun[name], _clone(output)))
 
     module = model.get_submodule(name)
     return [
@@ -280,12 +280,12 @@ def _record(model: nn.Module, name: str, calls: dict[str, _Call]) -> list[Any]:
     ]
 
 
-def _cloned(values: Any) -> Any:
+def _clone(values: Any) -> Any:
     leaves, form = tree_flatten(values)
     return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], form)
 
 
-def _hooked(hook: Hook, module: nn.Module, call: _Call) -> Any:
+def _call_hook(hook: Hook, module: nn.Module, call: _Call) -> Any:
     """What goes on after the hook: the arguments of the module, or its output."""
     arguments, named, output = call
     if hook.comes_before:
@@ -299,12 +299,14 @@ class _NotTokensError(Exception):
     """Something has no tokens, or they are not where those of hidden states are."""
 
 
-def _not_local(call: Callable[[Any], Any], given: Any, weights: list[nn.Parameter], *, strictly: bool = True) -> str:
+def _not_local(
+    call: Callable[[Any], Any], arguments: Any, weights: list[nn.Parameter], *, strictly: bool = True
+) -> str:
     """Why the call is not the same for each row and each part of its tokens alone; empty if it is.
 
     Compares a random sum of all results, and its gradients. ``strictly``: all arguments must be cut.
     """
-    leaves, form = tree_flatten(given)
+    leaves, form = tree_flatten(arguments)
     inputs = [_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
     sources = [x for x in [*inputs, *weights] if isinstance(x, Tensor) and x.requires_grad]
     projections: list[Tensor] = []
@@ -312,13 +314,13 @@ def _not_local(call: Callable[[Any], Any], given: Any, weights: list[nn.Paramete
     pieces = [(row, part) for row in range(ROWS) for part in (slice(0, CUT), slice(CUT, TOKENS))]
     try:
         for piece in (None, *pieces):
-            cut = [_cut(x, piece, strictly=strictly) for x in inputs]
+            cut = [_take_piece(x, piece, strictly=strictly) for x in inputs]
             results = [x for x in tree_leaves(call(tree_unflatten(cut, form))) if _is_number(x)]
             if piece is None:
                 compared = [strictly or _has_tokens(x) for x in results]
                 projections = [torch.randn_like(x) for x in compress(results, compared)]
             results = list(compress(results, compared))
-            wanted = [_cut(x, piece, strictly=strictly) for x in projections]
+            wanted = [_take_piece(x, piece, strictly=strictly) for x in projections]
             if [x.shape for x in results] != [x.shape for x in wanted]:
                 return "shapes of what it returns do not follow those of its tokens"
             sums.append(sum((x * w).sum() for x, w in zip(results, wanted, strict=True)))
@@ -358,7 +360,7 @@ def _has_tokens(x: Tensor) -> bool:
     return tuple(x.shape[:2]) in ((ROWS, TOKENS), (1, TOKENS)) or x.shape[:1] == (ROWS * TOKENS,)
 
 
-def _cut(x: Any, piece: tuple[int, slice] | None, *, strictly: bool) -> Any:
+def _take_piece(x: Any, piece: tuple[int, slice] | None, *, strictly: bool) -> Any:
     """The part of a tensor that belongs to some tokens of a row; a copy, which may be changed in place."""
     if not isinstance(x, Tensor) or not x.ndim:
         return x

@@ -199,15 +199,15 @@ class SlicedModel:
         return gradients
 
 
-def errors(wanted: Result, found: Result) -> dict[str, float]:
+def errors(wanted: Result, computed: Result) -> dict[str, float]:
     """The largest error of each group of parameters; a group is a name without the layer's number.
 
     Relative to the largest gradient of the model, because some gradients are zero but for rounding.
     """
     largest = max(gradient.abs().max().item() for gradient in wanted[1].values())
-    groups = {"loss": _number(abs(found[0] - wanted[0]) / abs(wanted[0]))}
-    for name in wanted[1].keys() | found[1].keys():
-        truth, mine = wanted[1].get(name), found[1].get(name)
+    groups = {"loss": _number(abs(computed[0] - wanted[0]) / abs(wanted[0]))}
+    for name in wanted[1].keys() | computed[1].keys():
+        truth, mine = wanted[1].get(name), computed[1].get(name)
         if truth is None or mine is None:  # a gradient of zeros may be missing
             rest = mine if truth is None else truth
             error = 0.0 if rest is None or not rest.any() else float("inf")

@@ -1,0 +1,140 @@
+"""What a trainer through a pipeline refuses: arguments, models and losses that it would ignore or get wrong.
+
+All of it is refused when the trainer is made, before training begins, but for a loss of the model's own, which only a
+step with labels asks for. What no pipeline could compute exactly, ``Decoder`` refuses itself (hf/refusals.py).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.decoder import Decoder
+from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
+from terapipe.hf.routers import with_router_logits
+from terapipe.hf.verify.small_model import shrink_config, small_model
+from terapipe.planning.recompute import Recompute
+from terapipe.trainers.config import PipelineConfig
+
+PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
+
+
+def refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
+    """What a pipeline would ignore or get wrong, before training."""
+    several = ranks_per_replica > 1
+    args = trainer.args
+    generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
+    if several and generates:
+        raise ValueError(
+            f"{type(trainer).__name__} generates text on every rank, so ranks of a pipeline would have different data; "
+            "use one process, or PipelineGRPOTrainer"
+        )
+    best_only = args.load_best_model_at_end and args.save_only_model
+    per_layer = str(getattr(args.optim, "value", args.optim)).endswith(PER_LAYER)
+    synced = several and getattr(args, "sync_ref_model", False)
+    rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
+    named = {
+        "save_only_model": ("load_best_model_at_end needs what it leaves out", best_only),
+        "sync_ref_model": ("ranks have only their own stage's weights as they are; leave it off", synced),
+        "train_sampling_strategy": ("'batch_rebalance' counts ranks as replicas; take another", rebalanced),
+        "optim": ("it updates weights in the middle of a backward, with a slice's part; take another", per_layer),
+        "cast_lm_head_to_fp32": ("leave it off", getattr(args, "cast_lm_head_to_fp32", None)),
+        "fsdp": ("PipelineConfig(shard=True) shards over replicas", args.fsdp),
+        "deepspeed": ("a pipeline takes its place", args.deepspeed),
+        "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),
+        "fp16": ("use bf16=True", args.fp16),
+        "torch_compile": ("leave it off", args.torch_compile),
+        "auto_find_batch_size": ("PipelineConfig(plan='auto', memory=...) fits", args.auto_find_batch_size),
+        "neftune_noise_alpha": ("leave it off", args.neftune_noise_alpha),
+        "use_liger_kernel": ("leave it off", args.use_liger_kernel),
+        "activation_offloading": ("use PipelineConfig(recompute=...)", getattr(args, "activation_offloading", None)),
+    }  # fmt: skip
+    for name, (remedy, value) in named.items():
+        if value:
+            raise ValueError(f"{name}={getattr(args, name)!r} does not go with a pipeline: {remedy}")
+
+
+def refuse_untrainable(model: PreTrainedModel) -> None:
+    """Refuses weights and dropout with which no step would be right, before anything is made of the model."""
+    refuse_unfit(model)
+    name = type(model).__name__
+    halves = [weight for weight, p in model.named_parameters() if p.dtype == torch.float16]
+    if halves:
+        raise ValueError(
+            f"weights of {name} are torch.float16 ({halves[0]}), whose small gradients are lost without a loss "
+            "scale, which a pipeline does not have; load the model with dtype=torch.bfloat16 or torch.float32"
+        )
+    if reason := untrainable(model, find_dropouts(model)):
+        raise ValueError(f"{name}: {reason}")
+
+
+def recompute_of(args: Any) -> Recompute:
+    """What gradient checkpointing becomes, unless the configuration of the pipeline says it."""
+    return "full" if args.gradient_checkpointing else "none"
+
+
+def refuse_recomputation(decoder: Decoder, config: PipelineConfig, args: Any) -> None:
+    """Refuses recomputation that the model cannot do; ``args`` are those of the trainer."""
+    recompute = config.recompute or recompute_of(args)
+    if config.plan is None and recompute not in decoder.recompute_modes:
+        asked = "recompute" if config.recompute else "gradient_checkpointing"
+        raise ValueError(
+            f"slices of {type(decoder.model).__name__} cannot be computed again, as it is cut through its own cache; "
+            f"got {asked}={getattr(config if asked == 'recompute' else args, asked)!r}; take "
+            f"{'recompute=None and ' * (asked == 'recompute')}gradient_checkpointing=False"
+        )
+
+
+def refuse_router_losses(trainer: Any, *, in_model: bool, is_plain: bool, replicas: int) -> None:
+    """Refuses losses of routers that would not be transformers' own.
+
+    Args:
+        trainer: Which may add one itself, as TRL's do.
+        in_model: Whether the model adds them to its own loss.
+        is_plain: Whether a step is Trainer's own, and its loss the model's.
+        replicas: How many there are.
+    """
+    args = trainer.args
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            f"{type(trainer).__name__} adds a loss of routers, with router_aux_loss_coef="
+            f"{trainer.router_aux_loss_coef}, which a pipeline cannot compute beside a loss of outputs; set "
+            "router_aux_loss_coef=0.0"
+        )
+    if in_model and not is_plain:
+        raise ValueError(
+            "output_router_logits=True adds losses of routers, which a pipeline cannot compute beside a loss of "
+            "outputs; set output_router_logits=False in the model's configuration"
+        )
+    if in_model and (args.gradient_accumulation_steps > 1 or replicas > 1):
+        raise ValueError(
+            f"transformers adds losses of routers for each accumulated batch of each replica, got "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and dp={replicas}; take 1 of "
+            "each and larger batches, or set output_router_logits=False in the model's configuration"
+        )
+
+
+def refuse_other_losses(model: PreTrainedModel) -> None:
+    """Refuses a model whose loss from labels is not the cross-entropy of next tokens.
+
+    The two are compared on a small copy, which does not have a loss that was given to the model itself.
+    """
+    if "_loss_function" in model.__dict__:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was given a loss of its own (loss_function), which a pipeline would not compute; "
+            "compute it from logits, with compute_loss_func"
+        )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        small = small_model(with_router_logits(shrink_config(model.config), False), torch.float32, kind=type(model))
+        small.train(False)
+        ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+        small.loss_type = model.loss_type
+        output = small(input_ids=ids, labels=ids, use_cache=False)
+        wanted = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    if not torch.allclose(output.loss.float(), wanted, rtol=1e-4):
+        raise UnsupportedModelError(
+            f"the loss of {type(model).__name__} is not the cross-entropy of the next tokens ({float(output.loss):.4f} "
+            f"against {float(wanted):.4f} for a small copy); compute it from logits, with compute_loss_func"
+        )
