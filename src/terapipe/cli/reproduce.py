@@ -32,6 +32,8 @@ from terapipe.search.evaluator import PlanEstimate
 
 
 class Section(NamedTuple):
+    """A table of the report beyond the published ones, with a picture or none."""
+
     heading: str
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -45,6 +47,13 @@ CUT = "microbatches and slices"
 
 
 def sections(*, question: bool, grow: bool, what_if: bool) -> Iterator[Section]:
+    """Simulates what the paper leaves open.
+
+    Args:
+        question: Whether to try every order in the ten settings.
+        grow: Whether to try larger batches.
+        what_if: Whether to plan newer models on newer clusters.
+    """
     room = f"the {style.memory(source_of(SETTINGS[0]).budget)} of a V100 that are usable"
     if question:
         header: tuple[str, ...] = ("setting", "order", "step", "idle", "peak memory", "dp x pp x tp", CUT)
@@ -75,12 +84,14 @@ def picture(outcomes: Sequence[Outcome]) -> str:
 
 
 def _orders(setting: Setting) -> Iterator[tuple[str, ...]]:
+    """The rows of one setting: each order with its time, idle share, memory and cut."""
     for i, c in enumerate(orders(setting)):
         first = "" if i else f"({setting.number}) {setting.model}"
         yield first, c.title, style.seconds(c.step_time), style.share(c.idle), *_how(c)
 
 
 def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
+    """The rows of one setting: each order with its highest throughput and the batch that gave it."""
     for i, c in enumerate(largest_throughput(setting).values()):
         first = "" if i else f"({setting.number}) {setting.model}"
         yield first, c.title, f"{c.tokens_per_second:,.0f}", str(c.plan.batch_size * c.layout.dp), *_how(c)
@@ -113,6 +124,7 @@ HEADER = ("setting", "without", "", "with slices", "", "speed-up", "", "planned 
 
 
 def add(verbs: Verbs) -> None:
+    """Adds the verb and its options to the command line."""
     parser = verbs.add_parser(
         "reproduce",
         help="simulate the experiments of the TeraPipe paper",
@@ -137,6 +149,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Runs the verb. Published tables come first, in seconds; sections that were asked for take minutes."""
     if parsed.out is not None:
         _check_folder(parsed.out)
     began = time.perf_counter()
@@ -169,6 +182,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    """A row of the main table, published and simulated beside each other: as in ``HEADER``."""
     s = row.setting
     without, sliced, speedup = row.errors
     lengths = row.sliced.plan.lengths[0]
@@ -204,6 +218,7 @@ def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
 
 
 def figures(settings: list[Row], swept: list[dict[str, object]]) -> dict[str, str]:
+    """The charts of the report, by name."""
     names = ("published, without slices", "simulated, without", "published, with slices", "simulated, with")
     times = {
         f"({r.setting.number}) {r.setting.model}": (
@@ -232,6 +247,7 @@ def figures(settings: list[Row], swept: list[dict[str, object]]) -> dict[str, st
 def _write(
     folder: Path, settings: list[Row], swept: list[dict[str, object]], error: float, more: Sequence[Section]
 ) -> None:
+    """Writes the page and its figures. Figures are PNG if the extra is installed, else SVG."""
     drawn = figures(settings, swept)
     pictures = list(drawn.items()) + [("beyond", s.picture) for s in more if s.picture]
     for name, picture in pictures:

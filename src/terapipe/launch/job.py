@@ -60,8 +60,8 @@ class Launch:
     image: str = "YOUR_IMAGE"
 
     def __post_init__(self) -> None:
-        found = re.fullmatch(r"[\w.:-]+:([0-9]{1,5})", self.endpoint)
-        if found is None or not 1 <= int(found[1]) <= 65535:
+        match = re.fullmatch(r"[\w.:-]+:([0-9]{1,5})", self.endpoint)
+        if match is None or not 1 <= int(match[1]) <= 65535:
             raise ValueError(
                 f"an endpoint is HOST:PORT with a port between 1 and 65535, got {self.endpoint!r}; try {HOST0}"
             )

@@ -34,9 +34,11 @@ class AnalyticCost:
     hosted: bool = True  # whether a computation takes as long as its host does, if that is longer
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
+        """The same costs, with backwards that compute activations again."""
         return replace(self, recompute=mode)
 
     def by_side(self) -> tuple["AnalyticCost", HostTime]:
+        """Device and host apart: a device that never waits for its host, and what the host takes."""
         return replace(self, hosted=False), self._host if self.hosted else HostTime()
 
     @cached_property
@@ -56,10 +58,12 @@ class AnalyticCost:
         )
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Seconds of a forward: products and attention of every layer, and on the ends embedding, head and loss."""
         seconds = stage.layers * self._layer(size, length, context) + self._ends(stage, size, length)
         return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Seconds of a backward: twice the products of a forward, and what it computes again."""
         recomputed = self._recompute_time(size, length, context)
         device = self.cluster.host.device
         # Input and weight gradients take the FLOPs of one forward each. Weight gradients are then accumulated.

@@ -50,13 +50,16 @@ class HostTime:
         return any(astuple(self))
 
     def of_forward(self, stage: StageSpec) -> float:
+        """Seconds in which the host issues a forward on this stage."""
         ends = self.embedding * stage.first + self.head * stage.last
         return self.action + stage.layers * self.forward + ends
 
     def of_backward(self, stage: StageSpec) -> float:
+        """Seconds in which the host issues a backward on this stage."""
         return self.action + stage.layers * self.backward + self.embedding_backward * stage.first
 
     def of_weights(self, stage: StageSpec) -> float:
+        """Seconds in which the host issues the weight half. It is a part of the backward, so never more."""
         return min(stage.layers * self.weights, self.of_backward(stage))
 
 

@@ -14,10 +14,13 @@ FLASH, EFFICIENT, CPU_ATTENTION = "flash", "memory-efficient", "flash for CPUs" 
 
 @dataclass(frozen=True)
 class Link:
+    """A connection between devices. A message takes its latency, then its bytes at the bandwidth."""
+
     bandwidth: float  # bytes per second, in one direction
     latency: float  # seconds
 
     def seconds(self, nbytes: float) -> float:
+        """Seconds of a message."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -88,6 +91,8 @@ def _without_fragmentation(nbytes: float) -> int:
 
 @dataclass(frozen=True)
 class Host:
+    """A machine: its devices, and the links inside of it and to others."""
+
     device: Device
     devices: int
     intra_node: Link  # between two devices of the host

@@ -115,6 +115,7 @@ class ShapeMemory:
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
         # that gradient.
+        """What a slice keeps from its forward to its backward, by the mode of recomputation."""
         hidden = np.multiply(size, length) * float(self.config.hidden * self._weight) / self.tp  # sequence parallel
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
@@ -129,6 +130,7 @@ class ShapeMemory:
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+        """Keys, values and their gradients of whole sequences: later slices attend to them."""
         width = 2 * self.config.num_kv_heads * self.config.head_size  # keys and values, and the gradient of each
         nbytes = width * (self.element + self._sum) / self.tp
         return np.asarray(stage.layers * np.multiply(size, seq_len) * nbytes, dtype=np.float64)

@@ -31,10 +31,12 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
+        """Features of one attention head."""
         return self.hidden // self.heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Heads of keys and values. Fewer than query heads with grouped-query attention."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -43,6 +45,7 @@ class GPTConfig:
 
     @property
     def layer_parameters(self) -> int:
+        """The number of parameters of one layer."""
         h, kv = self.hidden, self.num_kv_heads * self.head_size
         attention = h * (h + 2 * kv) + (h + 2 * kv) + h * h + h
         mlp = 2 * h * self.ffn_hidden + self.ffn_hidden + h
@@ -50,6 +53,7 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
+        """The number of parameters of the whole model."""
         ends = (self.vocab if self.tied else 2 * self.vocab) * self.hidden + self.max_seq_len * self.hidden
         return self.layers * self.layer_parameters + ends + 2 * self.hidden
 
@@ -58,6 +62,7 @@ class GPTConfig:
         return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.hidden
 
     def head_flops(self, tokens: int) -> float:
+        """FLOPs of the head's forward over this many tokens."""
         return 2.0 * tokens * self.hidden * self.vocab
 
 

@@ -111,6 +111,7 @@ class Profile:
 
     @property
     def on_gpu(self) -> bool:
+        """Whether a GPU was measured, rather than a CPU."""
         return bool(self.machine.get("device", "cpu") != "cpu")
 
     @property
@@ -126,10 +127,20 @@ class Profile:
         return max(Counter(self.hosts).values())
 
     def save(self, path: str | Path) -> None:
+        """Writes the profile as a JSON file.
+
+        Args:
+            path: The file.
+        """
         files.write(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
+        """Reads a profile that ``save`` wrote. A ValueError says what is wrong with the file.
+
+        Args:
+            path: The file.
+        """
         text = files.read(Path(path))
         try:
             return cls.from_json(text)
@@ -235,6 +246,11 @@ class Fit:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Fit":
+        """Fits the formula to samples of one kind.
+
+        Args:
+            samples: Measurements with and without context, at some sizes and lengths.
+        """
         tables = {}
         for n in sorted({s.size for s in samples}):
             rows = sorted((s.length, typical(s.seconds)) for s in samples if s.size == n and not s.context)
@@ -315,6 +331,11 @@ class MeasuredLink:
 
     @classmethod
     def of(cls, transfers: Sequence[Transfer]) -> "MeasuredLink":
+        """Interpolates between measured messages.
+
+        Args:
+            transfers: Measurements of messages of several sizes.
+        """
         rows = sorted((t.nbytes, typical(t.seconds)) for t in transfers)
         nbytes, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
         return cls(nbytes, seconds, any(t.between_hosts for t in transfers))
@@ -333,9 +354,17 @@ NO_LINK = MeasuredLink(np.ones(1), np.zeros(1), False)  # for profiles without t
 
 @dataclass(frozen=True)
 class FittedCost:
-    """Ranks, numbered tp innermost, then pp, then dp, fill the hosts in order, as many on each as in the profile.
+    """Seconds of slices, interpolated from a profile.
 
-    A computation takes what it took on the device, or as long as the host took to issue it, if that is longer.
+    Ranks, numbered tp innermost, then pp, then dp, fill the hosts in order, as many on each as in the profile. A
+    computation takes what it took on the device, or as long as the host took to issue it, if that is longer.
+
+    Args:
+        profile: The measurements.
+        recompute: What backwards compute again.
+        layout: Replicas, pipeline ranks and tensor parallel ranks. It says which ranks share a host.
+        fused: Whether gradients of weights can be deferred.
+        hosted: Whether a computation takes as long as its host does, if that is longer.
     """
 
     profile: Profile
@@ -358,9 +387,11 @@ class FittedCost:
         return {kind: Fit.of([s for s in samples if s.kind == kind]) for kind in kinds}
 
     def with_recompute(self, mode: Recompute) -> "FittedCost":
+        """The same costs, with backwards that compute activations again."""
         return self._copy_with(recompute=mode)
 
     def by_side(self) -> tuple["FittedCost", HostTime]:
+        """Device and host apart: a device that never waits for its host, and what the host takes."""
         return self._copy_with(hosted=False), self._host if self.hosted else HostTime()
 
     def _copy_with(self, **fields: Any) -> "FittedCost":
@@ -390,6 +421,7 @@ class FittedCost:
         return fit(size, length, context) if fit else np.zeros(np.broadcast(size, length, context).shape)
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Seconds of a forward. Measured layers stand for all layers, so their time is scaled by the number."""
         seconds = self._seconds("forward", size, length, context) * (stage.layers / self.profile.layers)
         if stage.first:
             seconds = seconds + self._seconds("embedding", size, length)
@@ -398,6 +430,7 @@ class FittedCost:
         return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Seconds of a backward, and of what it computes again."""
         seconds = self._seconds("backward", size, length, context) + self._recompute_time(size, length, context)
         seconds = seconds * (stage.layers / self.profile.layers)
         if stage.first:

@@ -54,6 +54,7 @@ class Slice(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The number of tokens up to the end of the slice."""
         return self.context + self.length
 
     def __str__(self) -> str:
@@ -216,9 +217,15 @@ class Plan:
 
     @cached_property
     def num_ranks(self) -> int:
+        """The number of pipeline ranks: each holds ``chunks`` stages."""
         return self.num_stages // self.chunks
 
     def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage.
+
+        Args:
+            stage: The index of the stage, from the first layers on.
+        """
         chunk, place = divmod(stage, self.num_ranks)
         return self._reversed_rank(place) if chunk % 2 else place
 
@@ -272,6 +279,7 @@ class Plan:
         return self.recompute != "none"
 
     def to_json(self) -> str:
+        """The plan as one line of JSON: ``from_json`` reads it."""
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -287,6 +295,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Reads a plan that ``to_json`` wrote. A ValueError says what is wrong with it.
+
+        Args:
+            text: The JSON.
+        """
         try:
             data = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -295,6 +308,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
+        """As ``from_json``, from the parsed JSON."""
         keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
         if not isinstance(data, Mapping) or set(data) - {PLANNED} != keys:
             got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__

@@ -49,6 +49,7 @@ class Setting:
 
     @property
     def speedup(self) -> float:
+        """The published gain of slices."""
         return self.without / self.sliced
 
 
@@ -103,6 +104,7 @@ def source_of(setting: Setting) -> ClusterSource:
 
 
 def request_of(setting: Setting) -> Request:
+    """The published batch in the published layout, without recomputation and without a memory limit."""
     layout = setting.layout
     return Request(
         batch_size=setting.batch_size,
@@ -116,6 +118,7 @@ def request_of(setting: Setting) -> Request:
 
 
 def evaluator_of(setting: Setting) -> PlanEvaluator:
+    """Evaluates plans in the published layout."""
     return PlanEvaluator(source_of(setting), request_of(setting), setting.layout, "none")
 
 
@@ -277,6 +280,11 @@ class Outcome:
 
 
 def outcome(case: Case) -> Outcome:
+    """Plans one case, and compares the plan with what there is without slices.
+
+    Args:
+        case: The model, the cluster and the batch.
+    """
     request = Request(case.batch_size, case.seq_len)
     rows = [row for row in compare(case.source, request) if row.fits]
     whole = min((row for row in rows if not row.sliced), key=lambda row: row.step_time, default=None)

@@ -27,7 +27,14 @@ class Point(NamedTuple):
 
 
 def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260) -> str:
-    """One line per series over 1, 2, 3, ..., labeled with its last value."""
+    """Draws one line per series over 1, 2, 3, ..., labeled with its last value.
+
+    Args:
+        shown: Series by name.
+        label: What the values are.
+        width: Of the picture, in SVG units.
+        height: Of the picture, in SVG units.
+    """
     values = [v for ys in shown.values() for v in ys if math.isfinite(v)]
     if not values:
         raise ValueError("a chart needs at least one finite value")
@@ -172,12 +179,15 @@ Place = tuple[float, float]
 
 
 class Box(NamedTuple):
+    """A rectangle that a label would take, in SVG units."""
+
     left: float
     top: float
     right: float
     bottom: float
 
     def overlap(self, other: "Box") -> float:
+        """The area that two boxes share."""
         wide = min(self.right, other.right) - max(self.left, other.left)
         high = min(self.bottom, other.bottom) - max(self.top, other.top)
         return wide * high if wide > 0 and high > 0 else 0.0
@@ -222,7 +232,18 @@ def _obstacles(corners: Sequence[Place], limit: float | None) -> list[Box]:
 
 
 def label_boxes(placed: Mapping[str, Place], obstacles: Sequence[Box] = ()) -> dict[str, Box]:
-    """A box for each name: beside, above or below its point, farther away if it is crowded there."""
+    """Places a label for each point: beside, above or below it, farther away if it is crowded there.
+
+    Labels are placed one after the other. Each takes the candidate box that overlaps least with the boxes so far::
+
+            [ name ]          candidates around the point x, near ones first
+        [ name ] x [ name ]
+            [ name ]
+
+    Args:
+        placed: Points by name, in SVG units.
+        obstacles: Boxes that no label should cross.
+    """
     boxes: dict[str, Box] = {}
     for name, (x, y) in placed.items():
         # Keep clear of the other points, or the name would seem to be theirs.

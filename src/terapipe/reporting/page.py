@@ -44,6 +44,7 @@ _MOST_CUTS = 8  # different ways to slice a microbatch that are drawn
 
 
 def comparison_heading(runs: Sequence[RunView]) -> str:
+    """The heading above the table of runs."""
     return "Predicted against measured" if _pair(runs) else "The runs" if len(runs) > 1 else "The step"
 
 
@@ -73,6 +74,7 @@ def comparison(runs: Sequence[RunView]) -> str:
 
 
 def _totals(timeline: Timeline) -> dict[Op, float]:
+    """Seconds of all ranks by kind of computation."""
     totals: dict[Op, float] = {}
     for event in timeline.computations:
         totals[event.action.op] = totals.get(event.action.op, 0.0) + event.end - event.start
@@ -111,6 +113,7 @@ def idle_bars(runs: Sequence[RunView]) -> str:
 
 
 def _idle_panel(run: RunView, colors: Mapping[str, str], most: float) -> str:
+    """The bars of one run."""
     ranks, step = len(run.idle), run.timeline.makespan
     every = max(1, ranks // _MANY) if ranks > _MANY else 1
     rows = [_idle_row(i, spent, step, colors, most, labeled=i % every == 0) for i, spent in enumerate(run.idle)]
@@ -167,6 +170,7 @@ def _ranks_to_draw(shown: Sequence[RunView]) -> dict[int, str]:
 
 
 def _memory_chart(shown: Sequence[RunView], rank: int, name: str, span: float, top: float, budget: int | None) -> str:
+    """The curves of all runs on one rank. The first run is drawn last, on top."""
     x_unit, y_unit = (_RIGHT - _LEFT) / span, (_BOTTOM - _TOP) / top
     parts = [text(0, 14, name, weight=600), *_memory_scales(span, top, x_unit, y_unit)]
     end = float(_RIGHT)
@@ -319,12 +323,12 @@ def _timeline(runs: Sequence[RunView]) -> str:
         "two fingers zoom, dragging pans, a double click shows the whole step; arrow keys walk from action to action."
         "</p>"
         "<noscript><p class='note'>The timeline is drawn by a script, which this browser does not run.</p></noscript>"
-        f"<script type='application/json' id='timeline-data'>{_embed(runs)}</script>"
+        f"<script type='application/json' id='timeline-data'>{_json_of(runs)}</script>"
         f"<script>\n{asset('timeline.js')}</script>"
     )
 
 
-def _embed(runs: Sequence[RunView]) -> str:
+def _json_of(runs: Sequence[RunView]) -> str:
     """The runs as compact JSON for ``timeline.js``. It is safe in a script element: ``<`` is escaped.
 
     All times are whole ticks. A bar is three numbers: its code (op, stage and slice as one number), the ticks since the
@@ -342,6 +346,7 @@ def _embed(runs: Sequence[RunView]) -> str:
 
 
 def _run_data(run: RunView, tick: float) -> dict[str, Any]:
+    """One run as ``timeline.js`` reads it: bars by row, in ticks of time."""
     timeline, plan = run.timeline, run.timeline.plan
     op_code = {op: i for i, op in enumerate(OP_HUES)}
     number = {(s.microbatch, s.number): i for i, s in enumerate(plan.slices)}

@@ -24,10 +24,12 @@ WIDTH = 170  # columns, where there is no terminal
 
 
 def explain(result: "PlanResult") -> str:
+    """A planner's result for a terminal: what was chosen, why, and next to what."""
     return as_text(explanation(result))
 
 
 def as_text(parts: Iterator[RenderableType]) -> str:
+    """Renders parts as plain text, without colors."""
     file = StringIO()
     console = Console(file=file, width=WIDTH, highlight=False, soft_wrap=True, color_system=None)
     for part in parts:
@@ -36,6 +38,7 @@ def as_text(parts: Iterator[RenderableType]) -> str:
 
 
 def explanation(result: "PlanResult") -> Iterator[RenderableType]:
+    """The parts of ``explain``, for a console that draws tables itself."""
     estimate = result.estimate
     yield f"[bold]{estimate.title}[/] on {estimate.layout}: [bold]{style.seconds(estimate.step_time)}[/] per step"
     for name, value in (describe(estimate) | {"budget": budget_title(result)}).items():
@@ -50,6 +53,7 @@ def explanation(result: "PlanResult") -> Iterator[RenderableType]:
 
 
 def describe(estimate: "PlanEstimate") -> dict[str, str]:
+    """Facts of a plan by name, in the order in which they are shown."""
     plan = estimate.plan
     out = {
         "order": plan.order,
@@ -68,6 +72,7 @@ def describe(estimate: "PlanEstimate") -> dict[str, str]:
 
 
 def slices(plan: Plan) -> str:
+    """The lengths of the slices, in a few words."""
     if all(len(row) == 1 for row in plan.lengths):
         return f"none: whole sequences of {plan.seq_len} tokens (do not slice)"
     rows = [f"{len(row)}: {runs(row)}" for row in dict.fromkeys(plan.lengths)]
@@ -106,6 +111,7 @@ def described_device(source: "Source | None") -> Device | None:
 
 
 def reasons(result: "PlanResult") -> list[str]:
+    """Sentences that say why the plan was chosen: what it gains over whole sequences, and what bounds it."""
     estimate, whole = result.estimate, result.unsliced
     out = []
     if result.runners_up and not estimate.sliced:
@@ -190,6 +196,7 @@ def cut_title(plan: Plan) -> str:
 
 
 def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
+    """The parts of a comparison, for a console that draws tables itself."""
     yield table(comparison.rows, comparison.fastest, {id(e) for e in comparison.front})
     yield "\n[dim]* no other that fits is both faster and smaller[/]"
     yield from (f"[dim]{name}: {value}[/]" for name, value in _facts(comparison).items())
@@ -220,10 +227,12 @@ def _factor(comparison: "Comparison") -> str:
 
 
 def comparison_text(comparison: "Comparison") -> str:
+    """A comparison for a terminal."""
     return as_text(comparison_parts(comparison))
 
 
 def comparison_chart(comparison: "Comparison") -> str:
+    """Step time against peak memory of all rows, as SVG."""
     points = {e.title: (float(e.peak_bytes), e.step_time) for e in comparison.rows}
     front = {e.title for e in comparison.front}
     return charts.frontier(points, front, "peak memory per device", "step time", comparison.budget)

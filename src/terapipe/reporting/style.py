@@ -87,10 +87,12 @@ TONES = {
 
 
 def hsl(hue: float, saturation: float, lightness: float) -> str:
+    """A color by hue in degrees, saturation and lightness."""
     return "#" + "".join(f"{round(255 * c):02x}" for c in hls_to_rgb(hue / 360, lightness, saturation))
 
 
 def op_color(op: Op, light: float = MIDDLE) -> str:
+    """The color of a kind of computation."""
     return hsl(*OP_HUES[op], light)
 
 

@@ -24,6 +24,14 @@ _NARROW = 2.0  # bars narrower than this are drawn together
 
 
 def document(width: float, height: float, parts: Sequence[str], label: str = "") -> str:
+    """Puts elements into an SVG document.
+
+    Args:
+        width: In SVG units.
+        height: In SVG units.
+        parts: The elements, as SVG.
+        label: What a screen reader says.
+    """
     idle = (
         "<defs><pattern id='idle' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
         f"<rect width='6' height='6' class='idle' fill='{TONES['idle']}'/>"
@@ -57,18 +65,21 @@ def text(
 
 
 def box(x: float, y: float, width: float, height: float, *, tone: str = "", fill: str = "", round_: float = 0) -> str:
+    """A rectangle, filled with a tone of the page or a fixed color."""
     color = f"fill='{fill}'" if fill else f"class='{tone}' fill='{TONES[tone]}'"
     corner = f" rx='{round_:g}'" if round_ else ""
     return f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}'{corner} {color}/>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, tone: str = "line", dash: str = "") -> str:
+    """A straight line, in a tone of the page."""
     dashes = f" stroke-dasharray='{dash}'" if dash else ""
     place = f"x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'"
     return f"<line {place} class='{tone}' stroke='{TONES[tone]}'{dashes}/>"
 
 
 def path(points: Sequence[tuple[float, float]], color: str, *, width: float = 2, extra: str = "") -> str:
+    """A line through points, in a fixed color."""
     drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return (
         f"<polyline points='{drawn}' fill='none' stroke='{color}' stroke-width='{width:g}' stroke-linejoin='round'"
@@ -77,11 +88,13 @@ def path(points: Sequence[tuple[float, float]], color: str, *, width: float = 2,
 
 
 def dot(x: float, y: float, radius: float, color: str) -> str:
+    """A filled circle."""
     edge = f"class='edge' stroke='{TONES['paper']}'"
     return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius:g}' fill='{color}' {edge}/>"
 
 
 def text_width(words: str, size: float) -> float:
+    """About how wide the words are drawn: the number of letters times an average width."""
     return _GLYPH * size * len(words)
 
 
@@ -108,7 +121,12 @@ def staircase(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
-    """Several timelines, one below the other, on one time scale."""
+    """Draws several timelines, one below the other, on one time scale.
+
+    Args:
+        drawn: Timelines by name.
+        width: Of the picture, in SVG units.
+    """
     span = max((t.makespan for t in drawn.values()), default=0.0)
     if span <= 0:
         raise ValueError("a picture needs a timeline with at least one computation")

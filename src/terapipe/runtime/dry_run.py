@@ -67,16 +67,27 @@ class DryRun:
 def fake_device() -> torch.device:
     """A GPU where torch knows GPUs, even if there is none; else the CPU, whose attention kernels need a little more
     memory."""
-    known = torch.cuda.is_available() or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    return torch.device("cuda", 0) if known else torch.device("cpu")
+    has_cuda = torch.cuda.is_available() or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", 0) if has_cuda else torch.device("cpu")
 
 
 def dry_run(
     model: PipelineModel, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
 ) -> DryRun:
-    """Two steps of this rank of the pipeline, forward and backward. The model must be on the meta device. ``state`` is
-    the number of bytes that the optimizer keeps for a parameter, ``attention`` the kernel of the device that is planned
-    for, and ``blas`` the bytes of its cuBLAS."""
+    """Runs two steps of one rank of the pipeline, forward and backward, on fake tensors.
+
+    While stages are made, ``nn.Module._apply`` is replaced for the process: torch would exchange the data of
+    parameters, which fake ones do not allow.
+
+    Args:
+        model: on the meta device.
+        plan: of the steps.
+        layout: of all ranks; not with ``shard``.
+        rank: of the pipeline.
+        state: bytes that the optimizer has for a parameter.
+        attention: the kernel of the device that is planned for.
+        blas: bytes of its cuBLAS.
+    """
     if layout.shard:
         raise ValueError(
             "a dry run does not know sharded replicas (FSDP2); take a layout with shard=False, on the command line one "
@@ -98,10 +109,10 @@ def dry_run(
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
-        kept = blas + state * sum(to_local(p).numel() for p in pipe.parameters())
+        beside = blas + state * sum(to_local(p).numel() for p in pipe.parameters())
     sent = {kind: count // STEPS for kind, count in transport.sent.items()}
     seconds = time.perf_counter() - began
-    return DryRun(rank, device.type, weights, counter.peak + kept, seconds, sent, waits)
+    return DryRun(rank, device.type, weights, counter.peak + beside, seconds, sent, waits)
 
 
 @contextmanager
@@ -121,9 +132,9 @@ def _tensor_parallel(degree: int, device: torch.device) -> Iterator[DeviceMesh |
 
 def _line_of(error: Exception) -> str:
     """The innermost line of this package or of the model that read a number."""
-    known = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
     own = (__file__, memory_counter.__file__)
-    lines = [line for line in known if "/torch/" not in line.filename and line.filename not in own]
+    lines = [line for line in frames if "/torch/" not in line.filename and line.filename not in own]
     return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(error)
 
 

@@ -29,7 +29,7 @@ from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.environment import host_name, local_device
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.points import Point, far_apart_first, grid, needed, sparse
+from terapipe.runtime.profile_grid import Point, ProfileGrid
 from terapipe.runtime.stopwatch import Stopwatch
 
 LEAST, MOST = 3, 15  # measurements of each point
@@ -46,12 +46,19 @@ Clock = Callable[..., list[float]]  # seconds of some actions
 
 
 class Profiler:
-    """Every rank creates a Profiler with the same arguments, and all call ``run`` together.
+    """Measures stages of a model. Every rank creates one with the same arguments, and all call ``run`` together.
 
-    ``shape`` is the GPT that the planner computes memory and message sizes with. A GPT has its own, a Decoder
-    says its own as ``shape``, and for a model of your own a rough one will do. Of a model on the meta device, only
-    the measured stages are materialized. ``dtype`` is that of parameters and hidden states, by default the model's. Of
-    microbatch sizes after the first, ``max_tokens`` leaves out slices that hold more tokens with their context.
+    Args:
+        model: of which single layers are measured. If it is on the meta device, only the measured stages are
+            materialized.
+        layers: number of layers of the measured stage.
+        seq_len: tokens of a sequence.
+        sizes: of microbatches, in sequences.
+        shape: the GPT that the planner computes memory and message sizes with. A GPT has its own, ``shape_of`` finds it
+            from a Hugging Face decoder, and for a model of your own a rough one will do.
+        dtype: of parameters and hidden states, by default the model's.
+        max_tokens: of microbatch sizes after the first, leaves out slices that hold more tokens with their context.
+        transport: of a program that has met the other ranks before; by default they meet here.
     """
 
     def __init__(
@@ -85,17 +92,18 @@ class Profiler:
         self._sliced = {stage: SlicedStage(stage) for stage in (self.stage, self.plain, self.first)}
         self._selects = _takes(model, seq_len, "block")
         self.dtype = self._convert(dtype)
-        self._sparse = sparse(seq_len)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
         self._carrying: set[int] = set()  # stages with other states than keys and values
         self._taken: dict[tuple[str, Point], list[float]] = {}
         self._queued: dict[tuple[str, Point], list[float]] = {}  # seconds of the host
         most = inf if max_tokens is None else max_tokens
-        self.points = [
-            p
-            for p in grid(seq_len, sizes)
-            if _takes(model, p.length) and (p.size == sizes[0] or p.size * (p.length + p.context) <= most)
-        ]
+
+        def takes(p: Point) -> bool:
+            fits = p.size == sizes[0] or p.size * (p.length + p.context) <= most
+            return _takes(model, p.length) and fits
+
+        self._grid = ProfileGrid(seq_len, sizes, takes)
+        self.points = self._grid.points
 
     def _convert(self, dtype: torch.dtype | None) -> torch.dtype:
         """All stages to this dtype; by default they are left as they are."""
@@ -115,7 +123,7 @@ class Profiler:
         """Round after round over all points, until everything is known well enough or the time is up."""
         began = time.monotonic()
         deadline = began + seconds * (1 - 2 * SHARE)
-        points = far_apart_first(self.points)
+        points = self._grid.measurement_order()
         whole = self.round(points, until=deadline)
         quick = time.monotonic() - began < SHARE * seconds
         if all(self.transport.gather(quick)):
@@ -132,7 +140,7 @@ class Profiler:
     def round(self, points: Sequence[Point] | None = None, until: float = inf) -> bool:
         """Measures every point once. When a rank's time is up, all stop, and only points without which there is no
         profile are still measured; whether none was left out."""
-        whole, first = True, needed(self.points)
+        whole, first = True, self._grid.required()
         for point in self.points if points is None else points:
             late = self._together(time.monotonic() > until)
             if late and (point not in first or ("forward", point) in self._taken):
@@ -147,7 +155,7 @@ class Profiler:
         tell: they leave the device idle."""
         if self.device.type != "cuda":
             return
-        shortest = sorted(self._sparse & {p.length for p in self.points})[:2]
+        shortest = sorted(self._grid.sparse_lengths & {p.length for p in self.points})[:2]
         self._clock = self._timed.queueing
         for point in [
             p for p in self.points if p.length in shortest and not p.context and not p.held_out
@@ -211,7 +219,7 @@ class Profiler:
         for forward, backward in zip(forwards, backwards, strict=True):
             yield "forward", forward
             yield "backward", backward
-        if point.context or point.held_out or point.length not in self._sparse:
+        if point.context or point.held_out or point.length not in self._grid.sparse_lengths:
             return
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
         if self._selects:
@@ -243,7 +251,7 @@ class Profiler:
         shape = stage.hidden_shape(point.size, point.length)
         gradient = torch.randn(shape, dtype=self.dtype, device=self.device)
         done: list[tuple[SliceCache, Tensor]] = []
-        caches = [self._begun(stage, point, deferred) for _ in range(count + warm)]
+        caches = [self._begin_slice(stage, point, deferred) for _ in range(count + warm)]
         sliced = self._sliced[stage]
         forwards = self._clock(
             *(partial(self._forward, sliced, self._input(stage, point), cache, block, done) for cache in caches)
@@ -259,7 +267,7 @@ class Profiler:
         times = self._clock(*(half for both in halves for half in both))
         return forwards[warm:], times[2 * warm :: 2], times[2 * warm + 1 :: 2]
 
-    def _begun(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
+    def _begin_slice(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
         cache = self._cache(stage, point.size, point.context).clone()
         cache.begin(point.context, point.length, defer=deferred, main_grads=True)
         return cache
@@ -303,10 +311,10 @@ class Profiler:
         return bool(self.transport.all_reduce(torch.full((1,), float(late), device=self.device)).item())
 
     def _cache(self, stage: Stage, size: int, context: int) -> SliceCache:
-        """As it is behind so many tokens; to be left so."""
+        """The cache after ``context`` tokens. Callers must clone it before use."""
         start, here = (id(stage), size, 0), (id(stage), size, context)
         if start not in self._caches:
-            self._caches[start] = self._written(stage, size)
+            self._caches[start] = self._fill_cache(stage, size)
         if id(stage) not in self._carrying:
             return self._caches[start]  # keys and values are those of all tokens
         if here not in self._caches:
@@ -316,7 +324,7 @@ class Profiler:
                 stage(self._input(stage, Point(size, context, 0)), cache)
         return self._caches[here]
 
-    def _written(self, stage: Stage, size: int) -> SliceCache:
+    def _fill_cache(self, stage: Stage, size: int) -> SliceCache:
         """A cache in which all keys, values and their gradients have been written once, by two slices."""
         cache = stage.make_cache(size, self.seq_len)
         half = self.seq_len // 2 or 1
@@ -343,14 +351,14 @@ class Profiler:
 
     def _transfers(self, seconds: float = inf) -> list[Transfer]:
         """Messages between the first neighbours on one host, and between the first on two; so long for either."""
-        found = []
+        transfers = []
         for apart in (False, True):
             first = next((rank for rank, (a, b) in enumerate(pairwise(self.hosts)) if (a != b) == apart), None)
             if first is not None:
                 messages = self._messages(first, min(SENDING, seconds))
                 posted = self._posted(first)
-                found += [Transfer(nbytes, taken, apart, posted) for nbytes, taken in messages]
-        return found
+                transfers += [Transfer(nbytes, taken, apart, posted) for nbytes, taken in messages]
+        return transfers
 
     def _posted(self, first: int) -> tuple[float, ...]:
         """Seconds in which the host of a GPU posts one end of a message and its wait."""

@@ -39,10 +39,17 @@ class Action(NamedTuple):
         return f"{self.op}(stage {self.stage}, microbatch {self.slice.microbatch}, slice {self.slice.number})"
 
     def to_text(self) -> str:
+        """The action as 'OP STAGE MICROBATCH.SLICE'."""
         return f"{self.op} {self.stage} {self.slice}"
 
     @classmethod
     def from_text(cls, text: str, plan: Plan) -> Self:
+        """Reads what ``to_text`` wrote.
+
+        Args:
+            text: The action.
+            plan: The plan that it is of.
+        """
         try:
             op, stage, place = text.split()
             m, i = map(int, place.split("."))

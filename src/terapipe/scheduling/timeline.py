@@ -40,6 +40,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Event, ...]:
+        """The events without transfers."""
         return tuple(e for e in self.events if e.action.op in COMPUTE)
 
     @cached_property
@@ -52,6 +53,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
+        """Seconds from the first computation to the end of the last."""
         return max((e.end for e in self.computations), default=0.0)
 
     @cached_property
@@ -61,11 +63,17 @@ class Timeline:
         return 1.0 - sum(e.end - e.start for e in self.computations) / total if total else 0.0
 
     def to_json(self) -> str:
+        """The timeline as JSON: ``from_json`` reads it."""
         events = [[e.rank, e.action.to_text(), e.start, e.end] for e in self.events]
         return json.dumps({"plan": self.plan.to_dict(), "events": events})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Reads a timeline that ``to_json`` wrote.
+
+        Args:
+            text: The JSON.
+        """
         try:
             data: Any = json.loads(text)
             plan = Plan.from_dict(data["plan"])
@@ -163,6 +171,7 @@ class Idle(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Seconds of all causes together."""
         return sum(self)
 
 

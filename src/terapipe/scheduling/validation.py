@@ -120,6 +120,7 @@ class _BlockingRun:
         return unmet
 
     def check(self) -> None:
+        """Refuses a schedule in which some rank does not reach the end of its list."""
         stops = np.flatnonzero((self._others >= 0) | (self._unmet >= 0))  # a rank passes all other entries at once
         place = np.full(len(self._numbers), -1)
         place[stops] = np.arange(len(stops))
@@ -179,6 +180,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
+        """The shape of a plan."""
         return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks, plan.recomputes)
 
     def plan(self) -> Plan:

@@ -42,7 +42,15 @@ class Candidate:
 
 
 def candidates(source: Source, request: Request) -> list[Candidate]:
-    """All candidates, the most promising first."""
+    """All kinds of plans that may be simulated, the most promising first.
+
+    The space is the product of layouts, modes of recomputation, sizes of microbatches, numbers of slices, orders and
+    chunks: too many to simulate. Formulas give each a step time and bytes; choose.py simulates the promising ones.
+
+    Args:
+        source: Model and devices: what computations and transfers cost.
+        request: The batch, and what the user has fixed. What is fixed is not varied.
+    """
     pool: list[Candidate] = []
     for layout in layouts(source, request):
         lighter: dict[tuple[object, ...], Candidate] = {}  # the same with less recomputation
@@ -72,6 +80,11 @@ def _promising(candidate: Candidate, lighter: Candidate | None) -> Candidate:
 
 
 def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
+    """The candidates of one layout with one mode of recomputation, by the formula::
+
+    step = microbatches * seconds of one microbatch + bubble + work once per step
+    bubble = (ranks - 1) * seconds of one slice / chunks * what the order has of a flush's bubble
+    """
     kinds = set(stage_specs(evaluator.boundaries()))
     per_step = max(evaluator.cost.per_step([stage]) for stage in kinds)
     memory, pp = evaluator.memory, evaluator.layout.pp
@@ -101,12 +114,14 @@ def _totals(evaluator: PlanEvaluator, size: int, counts: list[int]) -> list[floa
 
 
 def _even(request: Request, count: int) -> Array:
+    """The lengths of the slices: those of the request, or equal ones, which need not be whole numbers here."""
     if request.slice_lengths is not None:
         return np.array(request.slice_lengths, dtype=np.float64)
     return np.full(count, request.seq_len / count)
 
 
 def _sizes(evaluator: PlanEvaluator) -> list[int]:
+    """Microbatch sizes to try: the fixed one, else powers of two."""
     fixed = evaluator.request.microbatch_size
     if fixed is not None:
         if fixed > evaluator.batch_size:
@@ -119,6 +134,7 @@ def _sizes(evaluator: PlanEvaluator) -> list[int]:
 
 
 def _counts(evaluator: PlanEvaluator) -> list[int]:
+    """Numbers of slices to try: the fixed one, else those of ``COUNTS`` whose slices are at least a tile."""
     request, tile = evaluator.request, evaluator.tile
     if request.slice_lengths is not None:
         return [len(request.slice_lengths)]
@@ -128,6 +144,7 @@ def _counts(evaluator: PlanEvaluator) -> list[int]:
 
 
 def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]:
+    """Orders and chunks to try with so many slices. Without a pipeline one order stands for all."""
     request, pp = evaluator.request, evaluator.layout.pp
     for order in [order_named(request.order)] if request.order else ORDERS.values():
         if not order.sliced and count > 1:

@@ -45,10 +45,12 @@ class PlanEstimate:
 
     @property
     def sliced(self) -> bool:
+        """Whether some microbatch is cut into several slices."""
         return any(len(row) > 1 for row in self.plan.lengths)
 
     @property
     def tokens_per_second(self) -> float:
+        """The throughput of all replicas together."""
         return self.plan.batch_size * self.layout.dp * self.plan.seq_len / self.step_time
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +95,13 @@ class Grid:
 
     @classmethod
     def of(cls, seconds: Seconds, seq_len: int, tile: int) -> Self:
+        """Asks for the seconds of all slices at once.
+
+        Args:
+            seconds: Of slices, by their lengths and contexts.
+            seq_len: Tokens in a sequence.
+            tile: Cut points are multiples of it.
+        """
         tile *= -(-seq_len // (tile * UNITS))
         ends = np.minimum(np.arange(1, -(-seq_len // tile) + 1) * tile, seq_len).astype(np.float64)
         starts = np.concatenate(([0.0], ends[:-1]))
@@ -159,10 +168,12 @@ class PlanEvaluator:
 
     @cached_property
     def tile(self) -> int:
+        """Slice lengths are multiples of it."""
         return self.request.tile_for(tile=self.source.tile, tp=self.layout.tp)
 
     @cached_property
     def budget(self) -> int | None:
+        """Memory per device in bytes, if known."""
         return self.request.budget or self.source.budget
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
@@ -194,6 +205,7 @@ class PlanEvaluator:
 
     @cached_property
     def slowest_stage(self) -> StageSpec:
+        """The stage that takes longest, of one stage per rank."""
         return max(stage_specs(self.boundaries()), key=self._sequence_time)
 
     @cached_property
@@ -212,6 +224,7 @@ class PlanEvaluator:
         return slice_time(self.cost, self.slowest_stage, self._slowest_links, self.layout.pp, size, length, context)
 
     def grid(self, size: int) -> Grid:
+        """The seconds of slices of microbatches of this size. Made once for each size."""
         if size not in self._grids:
             request = self.request
             self._grids[size] = Grid.of(lambda l, c: self.seconds(size, l, c), request.seq_len, self.tile)

@@ -103,6 +103,13 @@ def _solutions(evaluator: PlanEvaluator, size: int) -> list[Cuts]:
 
 
 def solve_for(evaluator: PlanEvaluator, sizes: list[int], lengths: Lengths | None = None) -> Cuts:
+    """The solver's cuts for this evaluator's costs.
+
+    Args:
+        evaluator: For costs, batch and tile.
+        sizes: The allowed microbatch sizes.
+        lengths: The allowed slice lengths. None: multiples of a step.
+    """
     return solve(
         evaluator.seconds,
         seq_len=evaluator.request.seq_len,

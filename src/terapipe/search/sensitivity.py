@@ -46,6 +46,13 @@ CONSTANTS = ("speed of arithmetic", "overhead per layer", "memory bandwidth", "l
 
 
 def wrong_host(host: Host, constant: str, factor: float) -> Host:
+    """The host with one constant multiplied by a factor.
+
+    Args:
+        host: The true host.
+        constant: One of ``CONSTANTS``.
+        factor: What to multiply it by.
+    """
     device = host.device
     if constant == "speed of arithmetic":
         return replace(host, device=replace(device, peak=device.peak * factor))

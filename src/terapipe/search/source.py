@@ -16,21 +16,26 @@ class Source(Protocol):
     """What the planner needs to know about devices and model."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For messages and reports."""
 
     @property
-    def layers(self) -> int: ...
+    def layers(self) -> int:
+        """Layers of the model."""
 
     @property
-    def devices(self) -> int: ...
+    def devices(self) -> int:
+        """The number of devices."""
 
     @property
     def budget(self) -> int | None:
         """Usable memory of a device in bytes, if known."""
 
-    def cost(self, layout: Layout) -> Cost: ...
+    def cost(self, layout: Layout) -> Cost:
+        """Seconds of computations and transfers in a layout."""
 
-    def memory(self, layout: Layout) -> Memory: ...
+    def memory(self, layout: Layout) -> Memory:
+        """Bytes of slices and stages in a layout."""
 
     @property
     def tile(self) -> int:

@@ -29,6 +29,11 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """Reads a list of rows, each with size, length, context and seconds.
+
+        Args:
+            text: The JSON.
+        """
         try:
             rows = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -41,6 +46,7 @@ class CostTable:
 
     @property
     def sizes(self) -> list[int]:
+        """The microbatch sizes that the table lists, ascending."""
         return sorted({size for size, _, _ in self.seconds})
 
     @property
@@ -49,6 +55,7 @@ class CostTable:
         return max(length + context for _, length, context in self.seconds)
 
     def times(self, plan: Plan) -> list[float]:
+        """The seconds of each slice of a plan; inf where the table has no row."""
         return [self.seconds.get((s.size, s.length, s.context), math.inf) for s in plan.slices]
 
     def formula(self, plan: Plan) -> float:
@@ -78,9 +85,11 @@ class CostTable:
     # As a Cost, for the simulator
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """A third of a slice's seconds, as the FLOPs are."""
         return self._look_up(size, length, context) / 3
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Two thirds of a slice's seconds."""
         return self._look_up(size, length, context) * 2 / 3
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
@@ -119,7 +128,12 @@ def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
 
 
 def choose_by_table(table: CostTable, request: Request) -> PlanResult:
-    """Optimal cuts by the formula for ``terapipe``, and the same cuts simulated for ``terapipe-1f1b``."""
+    """Cuts optimally by the formula for ``terapipe``, and simulates the same cuts for ``terapipe-1f1b``.
+
+    Args:
+        table: Seconds of slices.
+        request: The batch, and what the user has fixed. It must fix ``pp``; a table says nothing of stages.
+    """
     if request.pp is None:
         raise ValueError("a cost table says nothing of the number of stages; give pp")
     if request.order not in (None, *ORDERS):

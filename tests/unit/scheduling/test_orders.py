@@ -174,7 +174,7 @@ def test_what_an_order_cannot_do_is_said() -> None:
         schedule(uniform("terapipe-1f1b", 2, 2, 3, chunks=2))
     with pytest.raises(ValueError, match="'terapipe-v' takes 2 chunks of layers per rank, got 1; set chunks to 2"):
         schedule(uniform("terapipe-v", 2, 2, 3))
-    with pytest.raises(ValueError, match="unknown order 'gpip'; the orders are gpipe, 1f1b"):
+    with pytest.raises(ValueError, match=r"unknown order 'gpip'; did you mean 'gpipe'\? the orders are gpipe, 1f1b"):
         schedule(replace(sliced, order="gpip"))
 
 

@@ -59,7 +59,7 @@ class FrozenBase:
         others = [name for name in weights if name not in mine] if asks else []
         answers = self._transport.gather((mine, others), ALL)
         saved = {name for _, names in answers for name in names}
-        return {name: x for found, _ in answers for name, x in found.items() if name not in saved}
+        return {name: x for digests, _ in answers for name, x in digests.items() if name not in saved}
 
     def _in_source(self, digests: Digests) -> Digests:
         """Those of which the source gives the same bits. If it cannot be read, none: all is saved then."""

@@ -89,8 +89,8 @@ def damage(folder: Path, part: int = 0, parts: int = 1, *, sums: bool = True) ->
         files = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
-    found = (_damage(folder / name, files[name], sums) for name in sorted(files)[part::parts])
-    return [wrong for wrong in found if wrong]
+    damages = (_damage(folder / name, files[name], sums) for name in sorted(files)[part::parts])
+    return [wrong for wrong in damages if wrong]
 
 
 def is_whole(folder: Path, name: str) -> bool:
@@ -116,8 +116,8 @@ def _damage(path: Path, wanted: Sum, sums: bool) -> str:
 
 
 def _sum(path: Path) -> Sum:
-    found, view = Sum(), memoryview(bytearray(CHUNK))
+    total, view = Sum(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(view):
-            found = found.add(view[:count])
-    return found
+            total = total.add(view[:count])
+    return total

@@ -83,17 +83,17 @@ def reason(error: BaseException) -> str:
 def _index(path: Path) -> Metadata:
     check_kind(path)
     try:
-        found = _unpickled(path)
+        index = _unpickled(path)
     except OSError:
         raise
     except Exception as error:  # a pickle can fail in any way
         raise ValueError(f"{path} is not the index of a checkpoint, or a damaged one: {reason(error)}") from None
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise ValueError(f"{path} is not the index of a checkpoint: it holds {type(found).__name__}")
-    places = found.storage_data if isinstance(found.storage_data, dict) else {}
+    if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
+        raise ValueError(f"{path} is not the index of a checkpoint: it holds {type(index).__name__}")
+    places = index.storage_data if isinstance(index.storage_data, dict) else {}
     for name in {getattr(place, "relative_path", None) for place in places.values()}:
         inside(path.parent, name, links=False)
-    return found
+    return index
 
 
 def _unpickled(path: Path) -> object:

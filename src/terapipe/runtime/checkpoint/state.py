@@ -58,8 +58,8 @@ class OptimizerState:
         self._parameters = {name: p for name, p in parameters.items() if p in trained}
 
     def _places(self) -> dict[str, Place]:
-        found = (_leaves(self._state[p], f"state.{name}") for name, p in self._parameters.items() if p in self._state)
-        return {name: place for leaves in found for name, place in leaves}
+        states = (_leaves(self._state[p], f"state.{name}") for name, p in self._parameters.items() if p in self._state)
+        return {name: place for leaves in states for name, place in leaves}
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of the state itself; numbers as tensors."""
@@ -233,23 +233,23 @@ class Checkpoint:
 
     def check_base(self, folder: Path) -> None:
         """Refuses a checkpoint of another frozen base, on all ranks alike. Nothing is changed, and all can go on."""
-        found = _place(folder)
-        source, left_out = ("", {}) if found is None else read_frozen(found)
+        place = _place(folder)
+        source, left_out = ("", {}) if place is None else read_frozen(place)
         if left_out:
             self._base.check(folder, left_out, source, self._tensors)
 
     @torch.no_grad()
     def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
         """Into tensors as they are; every rank reads what it holds."""
-        found = _place(folder)
-        if found is None:
+        place = _place(folder)
+        if place is None:
             raise ValueError(_nothing_in(folder))
-        reader, notes = Reader(found), read_notes(found)
+        reader, notes = Reader(place), read_notes(place)
         saved = reader.index.state_dict_metadata
         there = {name: x for name, x in extra.items() if _fits(saved.get(f"extra.{name}"), x)}
         if self._optimizer_state is not None:
             self._optimizer_state.prepare(saved)
-        state = self._state(there, read_frozen(found)[1])
+        state = self._state(there, read_frozen(place)[1])
         self._read(state, reader)
         if self._optimizer_state is not None:
             self._optimizer_state.finish(state.get(PART, {}))
@@ -291,16 +291,16 @@ def verify_files(folder: Path, transport: Transport) -> str:
     with ThreadPoolExecutor(1) as thread:
         work = thread.submit(_damage, folder, part, len(ranks))
         transport.until_all(lambda span: bool(wait([work], span).done))
-    found = dict.fromkeys(wrong for share in transport.gather(work.result(), ALL) for wrong in share)
-    if not found:
+    damages = dict.fromkeys(wrong for share in transport.gather(work.result(), ALL) for wrong in share)
+    if not damages:
         return ""
     nothing = _nothing_in(folder)
-    return nothing if nothing in found else f"the checkpoint {folder} is damaged: {'; '.join(found)}"
+    return nothing if nothing in damages else f"the checkpoint {folder} is damaged: {'; '.join(damages)}"
 
 
 def _damage(folder: Path, part: int, parts: int) -> list[str]:
-    found = _place(folder)
-    return [_nothing_in(folder)] if found is None else manifest.damage(found, part, parts)
+    place = _place(folder)
+    return [_nothing_in(folder)] if place is None else manifest.damage(place, part, parts)
 
 
 def _place(folder: Path) -> Path | None:

@@ -218,9 +218,9 @@ def _gathered(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str
     """Those of the files that all ranks have written."""
     if group is None:
         return sums
-    found: list[dict[str, Sum]] = [{}] * group.size()
-    dist.all_gather_object(found, sums, group=group)
-    return {name: x for part in found for name, x in part.items()}
+    everyone: list[dict[str, Sum]] = [{}] * group.size()
+    dist.all_gather_object(everyone, sums, group=group)
+    return {name: x for part in everyone for name, x in part.items()}
 
 
 def _finish(folder: Path, partial: Path, texts: Mapping[str, str], sums: dict[str, Sum]) -> None:

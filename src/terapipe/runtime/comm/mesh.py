@@ -16,10 +16,15 @@ ROLES = (DP, PP, TP)  # of the dimensions of a mesh
 
 
 def device_mesh(layout: Layout, *, device: torch.device | str | None = None, timeout: float = 300.0) -> DeviceMesh:
-    """All processes as a mesh with the dimensions ``dp``, ``pp`` and ``tp``, for ``Pipeline(mesh=...)``.
+    """Arranges all processes as a mesh with the dimensions ``dp``, ``pp`` and ``tp``, for ``Pipeline(mesh=...)``.
 
     Consecutive ranks are tensor parallel, then come the stages, then the replicas: the most traffic is between
-    neighbors. Ranks that do not call it within ``timeout`` seconds are named on all others.
+    neighbors.
+
+    Args:
+        layout: the sizes of the dimensions. There must be as many processes as it has devices.
+        device: of this process; by default its GPU, or the CPU where there is none.
+        timeout: seconds after which ranks that have not called it are named on all others.
     """
     device = device_of(device)
     if device.type == "cuda":
@@ -48,10 +53,10 @@ def await_ranks(ranks: Sequence[int], timeout: float, what: str) -> None:
 def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:
     """Refuses operators that are split over hosts: their every layer would wait for the network."""
     for first in range(0, layout.devices, layout.tp):
-        found = sorted(set(hosts[first : first + layout.tp]))
-        if len(found) > 1:
+        several = sorted(set(hosts[first : first + layout.tp]))
+        if len(several) > 1:
             raise ValueError(
                 f"the devices that share an operator must be of one host, got ranks {first} to "
-                f"{first + layout.tp - 1} on {', '.join(found)} for {layout}; take a tp that divides "
+                f"{first + layout.tp - 1} on {', '.join(several)} for {layout}; take a tp that divides "
                 "the processes of every host"
             )

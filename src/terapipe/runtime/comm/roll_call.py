@@ -17,8 +17,17 @@ _rounds: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how often these ran
 
 
 def roll_call(store: Store, rank: int, ranks: Sequence[int], timeout: float, what: str) -> None:
-    """Returns when all of ``ranks`` have called it as often, for the same ``what``, such as "make a Pipeline". Where
-    some are missing after ``timeout`` seconds, all others raise the same words, and all may try again."""
+    """Returns when all of these ranks have called it as often, for the same purpose.
+
+    Where some are missing in the end, all others raise the same words, and all may try again.
+
+    Args:
+        store: of the job.
+        rank: of this process.
+        ranks: that are to meet.
+        timeout: seconds to wait.
+        what: they meet for, such as "make a Pipeline".
+    """
     if len(ranks) < 2:
         return
     key = what, tuple(ranks)

@@ -63,10 +63,27 @@ class _Pending:
 
 
 class Watcher:
-    """``failed(why, peers, seconds, is_dead, words)`` is called when a transfer fails, with NCCL's words, when it does
-    not end in time, or when the rank that it needs is dead; ``heard(why, peers)`` when another rank has failed. One of
-    them is called once, in the watcher's thread; ``why`` is the transfer that this rank waits for, None if there is
-    none, and ``peers`` then is the rank that has failed."""
+    """A thread that looks every half second whether transfers end and whether other ranks are alive::
+
+        give a sign of life (a counter in the store)
+        has another rank posted "failed"?   yes: heard(why, peers)
+        has a transfer failed?              yes: failed(..., is_dead=True, NCCL's words)
+        is the oldest transfer's peer dead? yes: failed(..., is_dead=True, "")
+        did none end within the timeout?    yes: failed(..., is_dead=False, "")
+
+    "Failed" comes before the transfers, because it may be why one of them has failed here. One of the two functions is
+    called once, in this thread, and the thread ends.
+
+    Args:
+        store: of the job, with keys of its own.
+        rank: of this process.
+        device: of this process.
+        timeout: seconds within which one transfer after the other must end.
+        failed: ``failed(why, peers, seconds, is_dead, words)``; ``why`` is the transfer and ``peers`` are the ranks
+            that it needs.
+        heard: ``heard(why, peers)`` where another rank has failed. ``why`` is the transfer that this rank waits for,
+            None if there is none, and ``peers`` then is the rank that has failed.
+    """
 
     def __init__(
         self,
@@ -158,17 +175,17 @@ class Watcher:
         return next((p for p in ended if p.has_failed()), None), left[0] if left else None
 
     def _dead(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Those of which nothing was heard for a while."""
-        found = []
+        """Ranks that have given no sign of life for a while."""
+        dead = []
         for rank in ranks:
             key = f"beat{rank}"
             beat = self._store.get(key) if self._store.check([key]) else b""
-            known, since = self._beats.get(rank, (None, 0.0))
-            if beat != known:
+            last, since = self._beats.get(rank, (None, 0.0))
+            if beat != last:
                 self._beats[rank] = beat, time.monotonic()
             elif time.monotonic() - since > (SILENCE if _has_ended(beat.decode()) else BUSY):
-                found.append(rank)
-        return tuple(found)
+                dead.append(rank)
+        return tuple(dead)
 
     def _tell(self, whom: Any, *what: object) -> bool:
         function = whom()
