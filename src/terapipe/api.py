@@ -37,7 +37,7 @@ from terapipe.search.choose import choose
 from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
-from terapipe.search.result import Comparison, PlanResult, timed
+from terapipe.search.result import Comparison, PlanResult, with_seconds
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
@@ -211,9 +211,9 @@ def plan(model: Any, costs: Costs, call: PlanCall) -> PlanResult:
     spec = model_spec(model)
     request = _request(spec, call.batch_size, call.seq_len, **values_of(call, PlanOptions))
     if isinstance(costs, CostTable):
-        return timed(lambda: choose_by_table(costs, request))
+        return with_seconds(lambda: choose_by_table(costs, request))
     source = source_of(spec, costs, request, call)
-    return timed(lambda: _with_price_of_reserve(choose(source, request, call.progress)))
+    return with_seconds(lambda: _with_price_of_reserve(choose(source, request, call.progress)))
 
 
 def _with_price_of_reserve(result: PlanResult) -> PlanResult:
@@ -257,18 +257,25 @@ def estimate(
     layers_only: bool = False,
     autocast: bool = False,
 ) -> PlanResult:
-    """Predicts step time and memory of a given plan, without choosing anything.
+    """Predicts step time and memory of a plan, without choosing anything.
 
-    A result of ``plan`` or a saved plan has its layout and costs; ``layout`` and ``costs`` replace them. A Plan alone
-    is for one replica, unless ``layout`` says otherwise.
+    Args:
+        plan: A result of ``plan``, also one that was loaded from a file, has its layout and costs. A Plan alone is for
+            one replica, unless ``layout`` says otherwise.
+        costs: A Profile, or a Cluster or its name, in place of the result's own costs.
+        model: As for ``plan``. Needed with a Cluster.
+        layout: In place of the result's own layout. It has as many pipeline ranks as the plan.
+        memory: Memory budget per device, in bytes or as ``"80GiB"``, in place of the result's own.
+        layers_only: As for ``plan``.
+        autocast: As for ``plan``.
     """
     result = plan if isinstance(plan, PlanResult) else PlanResult.of_plan(plan, layout or Layout(1, plan.num_ranks, 1))
-    given, layout = result.plan, layout or result.layout
-    if layout.pp != given.num_ranks:
-        raise ValueError(f"the plan is for {given.num_ranks} pipeline ranks, the layout has pp {layout.pp}")
+    bare, layout = result.plan, layout or result.layout
+    if layout.pp != bare.num_ranks:
+        raise ValueError(f"the plan is for {bare.num_ranks} pipeline ranks, the layout has pp {layout.pp}")
     request = Request(
-        given.batch_size * layout.dp,
-        given.seq_len,
+        bare.batch_size * layout.dp,
+        bare.seq_len,
         dp=layout.dp,
         pp=layout.pp,
         tp=layout.tp,
@@ -278,9 +285,9 @@ def estimate(
     )
     options = CostOptions(layers_only=layers_only, autocast=autocast)
     source = result.known_source() if costs is None else source_of(model_spec(model), costs, request, options)
-    _check_fit(given, layout, source)
-    evaluator = PlanEvaluator(source, request, layout, given.recompute_modes[-1])
-    return timed(lambda: PlanResult(evaluator.evaluate(given), (), request, source))
+    _check_fit(bare, layout, source)
+    evaluator = PlanEvaluator(source, request, layout, bare.recompute_modes[-1])
+    return with_seconds(lambda: PlanResult(evaluator.evaluate(bare), (), request, source))
 
 
 def simulate(
@@ -290,7 +297,17 @@ def simulate(
     model: Any = None,
     layout: Layout | None = None,
 ) -> Timeline:
-    """Simulates one step of a plan. Arguments as for ``estimate``."""
+    """Simulates one step of a plan.
+
+    Args:
+        plan: As for ``estimate``.
+        costs: As for ``estimate``.
+        model: As for ``estimate``.
+        layout: As for ``estimate``.
+
+    Returns:
+        When each action starts and ends, without the work done once per step (gradient all-reduce, optimizer).
+    """
     return estimate(plan, costs, model=model, layout=layout).simulate()
 
 
@@ -302,45 +319,53 @@ def document_planner(
     layout: Layout | None = None,
     tile: int | None = None,
 ) -> DocumentPlanner:
-    """Makes plans for batches of packed documents, each cut by the costs of its own documents. ``plan`` is for batches
-    of whole sequences. Arguments as for ``estimate``; slice lengths are multiples of ``tile``, by default as in
-    ``plan`` with these costs."""
-    known = estimate(plan, costs, model=model, layout=layout)
-    source = known.source
+    """Makes plans for batches of packed documents, each cut by the costs of its own documents.
+
+    Args:
+        plan: A plan for batches of whole sequences, as for ``estimate``.
+        costs: As for ``estimate``.
+        model: As for ``estimate``.
+        layout: As for ``estimate``.
+        tile: Slice lengths are multiples of it. By default as in ``plan`` with these costs.
+    """
+    result = estimate(plan, costs, model=model, layout=layout)
+    source = result.source
     assert source is not None
     if tile is None:
         spec = None if model is None else model_spec(model)
-        request = _request(spec, 1, known.plan.seq_len)
+        request = _request(spec, 1, result.plan.seq_len)
         request = plan.request if isinstance(plan, PlanResult) else request
-        tile = request.tile_for(tile=source.tile, tp=known.layout.tp)
-    cost = with_recompute(source.cost(known.layout), known.plan.recompute_modes[-1])
-    return DocumentPlanner(known.plan, DocumentCosts.of(cost, known.plan), tile=tile)
+        tile = request.tile_for(tile=source.tile, tp=result.layout.tp)
+    cost = with_recompute(source.cost(result.layout), result.plan.recompute_modes[-1])
+    return DocumentPlanner(result.plan, DocumentCosts.of(cost, result.plan), tile=tile)
 
 
 def dry_run(model: Any, plan: Plan | PlanResult, *, layout: Layout | None = None, rank: int | None = None) -> "DryRun":
     """Executes one rank's whole step on fake tensors, at real size, without memory or other ranks: whether shapes and
     dtypes fit, what would make the host wait for the device, and how many bytes are alive at most.
 
-    - ``model``: as for ``plan``. A model of your own must be on the meta device.
-    - ``plan``: a result of ``plan`` has its layout and dtype, and the planner's count of bytes to compare with.
-    - ``rank``: of the pipeline; by default the one that needs most memory, or else the last.
+    Args:
+        model: As for ``plan``. A model of your own must be on the meta device.
+        plan: A result of ``plan`` has its layout and dtype, and the planner's count of bytes to compare with.
+        layout: As for ``estimate``.
+        rank: Of the pipeline; by default the one that needs most memory, or else the last.
     """
     import terapipe.runtime.dry_run as dry
 
     result = plan if isinstance(plan, PlanResult) else PlanResult.of_plan(plan, layout or Layout(1, plan.num_ranks, 1))
-    given, layout = result.plan, layout or result.layout
+    bare, layout = result.plan, layout or result.layout
     memory = None if result.source is None else result.memory
     if getattr(memory, "autocast", False):
         raise ValueError("a dry run computes in the dtype of the weights; plan without autocast for it")
-    predicted = peaks(program(given), given, memory) if memory is not None else None
+    predicted = peaks(program(bare), bare, memory) if memory is not None else None
     if rank is None:
-        rank = given.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
-    if not 0 <= rank < given.num_ranks:
-        raise ValueError(f"the pipeline has ranks 0 to {given.num_ranks - 1}, got {rank}")
-    built = _model_object(model, given.seq_len, result.dtype)
+        rank = bare.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
+    if not 0 <= rank < bare.num_ranks:
+        raise ValueError(f"the pipeline has ranks 0 to {bare.num_ranks - 1}, got {rank}")
+    built = _model_object(model, bare.seq_len, result.dtype)
     device = {name: getattr(memory, name) for name in ("state", "attention", "blas") if hasattr(memory, name)}
-    found = dry.dry_run(built, given, layout, rank, **device)
-    return replace(found, predicted=None if predicted is None else predicted[rank])
+    measured = dry.dry_run(built, bare, layout, rank, **device)
+    return replace(measured, predicted=None if predicted is None else predicted[rank])
 
 
 def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str, attention: str, blas: int) -> list[int]:
@@ -364,7 +389,7 @@ def _check_fit(plan: Plan, layout: Layout, source: Source) -> None:
 def model_spec(model: Any) -> ModelSpec | None:
     """What the planner must know about a model. None if the model does not say; planning then needs a Profile."""
     if isinstance(model, str | Path):
-        model = _named(str(model))
+        model = _model_of_name(str(model))
     if model is None or isinstance(model, ModelSpec):
         return model
     if isinstance(model, GPTConfig):
@@ -414,7 +439,7 @@ def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: A
     return Request(batch_size, seq_len, **options)
 
 
-def _named(text: str, dtype: str | None = None) -> Any:
+def _model_of_name(text: str, dtype: str | None = None) -> Any:
     """A GPTConfig for a preset or shape, a Decoder without weights for a Hugging Face config.json or folder."""
     if text in PRESETS or not Path(text).exists():
         return gpt_config(text)
@@ -425,7 +450,7 @@ def _named(text: str, dtype: str | None = None) -> Any:
 
 def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel":
     if isinstance(model, str | Path):
-        model = _named(str(model), dtype)
+        model = _model_of_name(str(model), dtype)
     if not isinstance(model, GPTConfig):
         built: PipelineModel = model
         return built

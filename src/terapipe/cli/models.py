@@ -25,10 +25,10 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(text)
         return 0
-    known = json.loads(text)
+    verified = json.loads(text)
     columns = ("model", "", "by", "largest error", "packed documents", "router loss", "why not, or what to mind")
     table = Table(*columns, box=None, pad_edge=False)
-    for row in known["models"]:
+    for row in verified["models"]:
         mind = f"slices of at least {row['min_slice']} tokens" if row["min_slice"] > 1 else ""
         error = f"{row['worst']:.0e}" if row["exact"] else ""
         packed = ("exact" if row["documents_exact"] else "refused") if row["exact"] else ""
@@ -36,16 +36,16 @@ def run(parsed: argparse.Namespace) -> int:
         routers = "exact" if row["router_exact"] else "refused" if row["router_reason"] else ""
         table.add_row(row["model"], state, row["backend"] or "", error, packed, routers, row["reason"] or mind)
     console.print(table)
-    exact = sum(row["exact"] for row in known["models"])
+    exact = sum(row["exact"] for row in verified["models"])
     console.print(
-        f"\n{exact} of {len(known['models'])} types are exact with transformers {known['transformers']}, "
-        f"{sum(row['documents_exact'] for row in known['models'])} of them with packed documents, "
-        f"{sum(row['router_exact'] for row in known['models'])} with a load-balancing loss of routers."
+        f"\n{exact} of {len(verified['models'])} types are exact with transformers {verified['transformers']}, "
+        f"{sum(row['documents_exact'] for row in verified['models'])} of them with packed documents, "
+        f"{sum(row['router_exact'] for row in verified['models'])} with a load-balancing loss of routers."
     )
     try:
         installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         installed = "none"
-    if installed != known["transformers"]:
+    if installed != verified["transformers"]:
         console.print(f"Installed here: {installed}. `terapipe verify --all` checks it, in a few minutes.")
     return 0

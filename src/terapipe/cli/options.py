@@ -199,9 +199,9 @@ def _refuse_conflicts(parsed: argparse.Namespace) -> None:
 def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
     """Refuses the options ``names`` if they were given, because they have no effect with ``chosen``."""
     options = {f"--{name.replace('_', '-')}": getattr(parsed, name, None) for name in names}
-    given = [option for option, value in options.items() if value is not None and value is not False]
-    if given:
-        raise ValueError(f"{' and '.join(given)} would have no effect with {chosen}; leave out one or the other")
+    asked = [option for option, value in options.items() if value is not None and value is not False]
+    if asked:
+        raise ValueError(f"{' and '.join(asked)} would have no effect with {chosen}; leave out one or the other")
 
 
 def _whole_number(text: str) -> int:

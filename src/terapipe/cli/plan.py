@@ -134,8 +134,8 @@ def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
 def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Launch | None:
     """None if the plan cannot be spread evenly over the hosts. That is an error only if a job is to be written."""
     defaults = {"script": f"-m {_train(parsed, result)}", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
-    given = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
-    launch = launch_of(result.layout, hosts, **{**defaults, **given})
+    asked = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
+    launch = launch_of(result.layout, hosts, **{**defaults, **asked})
     if launch is None and (parsed.slurm or parsed.kubernetes):
         raise ValueError(why_uneven(result.layout, hosts))
     if launch is not None and launch.hosts == 1:

@@ -91,10 +91,10 @@ class Options:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if "unset" in entry.metadata and value is not None:
-                object.__setattr__(self, entry.name, _checked_value(entry, value))
+                object.__setattr__(self, entry.name, _final_value(entry, value))
 
 
-def _checked_value(entry: Field[Any], value: Any) -> Any:
+def _final_value(entry: Field[Any], value: Any) -> Any:
     """The value as the library uses it. Raises ValueError if it cannot be one."""
     kind, name, choices = kind_of(entry.type), entry.name, entry.metadata["choices"]
     if kind is int:

@@ -309,7 +309,7 @@ def _write(path: str | Path | None, text: str) -> str:
     return text
 
 
-def timed(plan: Callable[[], PlanResult]) -> PlanResult:
+def with_seconds(plan: Callable[[], PlanResult]) -> PlanResult:
     """Calls ``plan`` and records how long it took."""
     began = time.perf_counter()
     return replace(plan(), seconds=time.perf_counter() - began)

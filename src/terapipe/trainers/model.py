@@ -90,16 +90,11 @@ def pipelined(
             if plan is None:
                 with autocast.on():  # as steps will be
                     plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
+            loss_fn = classification() if is_classifier(inner) else None
             pipe = Pipeline(
-                decoder,
-                plan,
-                loss_fn=classification() if is_classifier(inner) else None,
-                mesh=mesh,
-                shard=layout.shard,
-                vary="replan",
-                device=device,
+                decoder, plan, loss_fn=loss_fn, mesh=mesh, shard=layout.shard, vary="replan", device=device,
                 timeout=config.timeout or timeout,
-            )
+            )  # fmt: skip
         return pipe, decoder.has_auxiliary_losses
 
     return PipelinedModel(model, inner, make, layout)

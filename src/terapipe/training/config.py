@@ -393,14 +393,14 @@ def _section(kind: type[Section], data: Any, section: str, name: str) -> Section
         raise ValueError(f"{name}: [{section}] must be a table of keys, got {data!r}")
     entries, hints = {entry.name: entry for entry in keys_of(kind)}, get_type_hints(kind)
     refuse_unknown(data, entries, f"{name}: unknown key {section}.{{}}")
-    values = {k: _typed(hints[k], v, f"{name}: {section}.{k}") for k, v in data.items()}
+    values = {k: _value_of_type(hints[k], v, f"{name}: {section}.{k}") for k, v in data.items()}
     try:
         return kind(**{k: v for k, v in values.items() if v or entries[k].default is not None})
     except ValueError as error:
         raise ValueError(f"{name}: [{section}] {error}") from None
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
+def _value_of_type(kind: Any, value: Any, where: str) -> Any:
     """The value if it has the type of its key, with single values as lists and whole numbers as floats where needed."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
@@ -411,7 +411,7 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) in (tuple, Sequence):
         item = get_args(kind)[0]
         values = value if isinstance(value, list) else [value]  # a single value needs no brackets
-        return tuple(_typed(item, v, where) for v in values)
+        return tuple(_value_of_type(item, v, where) for v in values)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

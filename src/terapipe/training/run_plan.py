@@ -60,15 +60,15 @@ def _load(config: PlanConfig, ranks: int | None) -> PlanResult:
 
 def layout_of(config: PlanConfig, ranks: int, pp: int | None) -> Layout:
     """What is fixed, and the rest so that all ranks have work."""
-    known = (config.dp or 1) * (pp or 1) * config.tp
-    if ranks % known:
+    fixed = (config.dp or 1) * (pp or 1) * config.tp
+    if ranks % fixed:
         raise ValueError(
             f"dp x pp x tp must be the number of processes, got {config.dp or 'any'} x {pp or 'any'} x "
             f"{config.tp} and {ranks}; change the keys of [plan] or start another number"
         )
-    free = ranks // known
+    free = ranks // fixed
     if free > 1 and pp and config.dp:
-        raise ValueError(f"plan.dp x plan.pp x plan.tp is {known}, but there are {ranks} processes")
+        raise ValueError(f"plan.dp x plan.pp x plan.tp is {fixed}, but there are {ranks} processes")
     dp, pp = (config.dp or (free if pp else 1)), pp or free
     return Layout(dp, pp, config.tp, shard=config.shard and dp > 1)
 
