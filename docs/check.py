@@ -14,7 +14,7 @@ import griffe
 from mkdocstrings import Inventory
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("terapipe", "terapipe.hf", "terapipe.losses")
+PACKAGES = ("terapipe", "terapipe.hf", "terapipe.trainers", "terapipe.losses")
 # What a browser fetches by itself, as opposed to links that a reader follows.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source|video|audio)[^>]+src=["']?(?:https?:)?//[^"'\s>]+"""
                      r"""|<link[^>]+rel=["']?(?:stylesheet|icon|preconnect|preload)["']?[^>]+href=["']?(?:https?:)?//[^"'\s>]+"""

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
@@ -27,6 +28,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import terapipe
+from terapipe.doctor.facts import Facts
 from terapipe.launch.processes import launch, take_cores
 from terapipe.modeling.block_kernels import Plain
 from terapipe.modeling.kernels import kernel_report
@@ -40,35 +42,35 @@ from terapipe.runtime.comm.environment import (
 )
 
 
-def facts(rank: int) -> dict[str, Any]:
-    """The fields of ``Facts``, as values that become JSON."""
+def facts_of_this_rank(rank: int) -> Facts:
+    """Collects what can be known of this process and its host without the other ranks."""
     kernels, fallbacks = _kernels()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return {
-        "rank": rank,
-        "host": host_name(),
-        "addresses": _addresses(socket.gethostname()),
-        "local_ranks": local_ranks(),
-        "versions": {
+    return Facts(
+        rank=rank,
+        host=host_name(),
+        addresses=tuple(_addresses(socket.gethostname())),
+        local_ranks=local_ranks(),
+        versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
             "terapipe": terapipe.__version__,
         },
-        "needs": _needs(),
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "kernels": kernels,
-        "fallbacks": fallbacks,
-        "cores": _cores(),
-        "all_cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "memory": _free_memory(),
-        "shared_memory": _shared_memory(),
-        "files": None if files == resource.RLIM_INFINITY else files,
-    }
+        needs=_needs(),
+        gloo=dist.is_gloo_available(),
+        nccl=dist.is_nccl_available(),
+        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        kernels=tuple(kernels),
+        fallbacks=tuple(fallbacks),
+        cores=tuple(_cores()),
+        all_cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        load=os.getloadavg()[0],
+        memory=_free_memory(),
+        shared_memory=_shared_memory(),
+        files=None if files == resource.RLIM_INFINITY else files,
+    )
 
 
 def _addresses(host: str) -> list[str]:
@@ -86,9 +88,8 @@ def _needs() -> dict[str, str]:
         return {}
     needs = {"python": str(about["Requires-Python"] or "")}
     for requirement in requirements:
-        found = re.fullmatch(r"(torch|numpy)\b([^;]*)", requirement)
-        if found:
-            needs[found[1]] = found[2].strip()
+        if match := re.fullmatch(r"(torch|numpy)\b([^;]*)", requirement):
+            needs[match[1]] = match[2].strip()
     return needs
 
 
@@ -272,7 +273,7 @@ def _meet(span: timedelta) -> tuple[Store, int, int]:
 
 def _first(store: Store, size: int, timeout: float) -> Found:
     found: Found = {"size": size, "where": _address(store), "timeout": timeout}
-    store.set("facts/0", json.dumps(facts(0)))
+    store.set("facts/0", json.dumps(asdict(facts_of_this_rank(0))))
     keys = [f"facts/{rank}" for rank in range(size)]
     _wait_for(store, keys, timeout)
     arrived = [key for key in keys if store.check([key])]
@@ -283,7 +284,7 @@ def _first(store: Store, size: int, timeout: float) -> Found:
 
 def _other(store: Store, rank: int, size: int, timeout: float) -> Found | None:
     try:
-        store.set(f"facts/{rank}", json.dumps(facts(rank)))
+        store.set(f"facts/{rank}", json.dumps(asdict(facts_of_this_rank(rank))))
         if not _wait_for(store, ["facts/0"], timeout):
             return None if rank > 1 else _only_this_host("meet", f"rank 0 did not arrive within {timeout:g} s")
         if _wait_for(store, ["go"], timeout + 1) and store.get("go") == b"yes":
@@ -333,7 +334,7 @@ def _failures(store: Store, size: int) -> str:
 
 
 def _only_this_host(failed_at: str, failure: str) -> Found:
-    return {"size": 0, "ranks": [facts(local_rank())], "failed_at": failed_at, "failure": failure}
+    return {"size": 0, "ranks": [asdict(facts_of_this_rank(local_rank()))], "failed_at": failed_at, "failure": failure}
 
 
 def _address(store: Store) -> str:

@@ -11,7 +11,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism, g
 
 from terapipe.hf.attention_backend import UnsupportedModelError
 from terapipe.hf.structure import ModelStructure, shared_names, text_config
-from terapipe.modeling.dtensor import GradientSum, laid_out_like, to_local
+from terapipe.modeling.dtensor import GradientSum, as_dtensor_like, to_local
 
 SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each rank sees its own heads
 
@@ -76,7 +76,7 @@ def _own_parameters(model: nn.Module) -> None:
             if p is None or p.is_meta:
                 continue
             if p not in copies:
-                copies[p] = nn.Parameter(laid_out_like(p.detach(), to_local(p.detach()).clone()), p.requires_grad)
+                copies[p] = nn.Parameter(as_dtensor_like(p.detach(), to_local(p.detach()).clone()), p.requires_grad)
             module._parameters[name] = copies[p]
 
 

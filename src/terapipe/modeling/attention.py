@@ -3,7 +3,16 @@
 A slice attends to itself and to what it sees of the tokens before it, whose keys and values are in the cache. Backwards
 run last slice first, so when a slice's backward runs, all later slices have left the gradients of its keys and values
 in the cache. It adds those to its own and hands them to autograd: a slice's backward is an ordinary one, and no model
-code has to know.
+code has to know. With three slices::
+
+    forwards                               backwards, last slice first
+
+        keys   0   1   2                       keys   0    1    2
+    slice 0    c                           slice 2    dk   dk   own    leaves dk for 0 and 1 in the store
+    slice 1    e   c                       slice 1    dk   own         own + what slice 2 left; leaves dk for 0
+    slice 2    e   e   c                   slice 0    own              own + what slices 1 and 2 left
+
+    c  the slice's own keys, causal        e  keys of earlier slices, read from the store        dv goes with dk
 """
 
 from collections.abc import Hashable
@@ -49,12 +58,18 @@ def attend(
 ) -> Tensor:
     """Causal attention of the current slice to itself and to all slices before it.
 
-    Shapes as in ``scaled_dot_product_attention``: (batch, heads, tokens, head size), where keys and values may have
-    fewer heads (grouped-query attention) and values another head size. ``layer`` is any name that is unique to the
-    attention layer on its stage. ``softcap`` limits scores to that size by a tanh; ``sinks`` are scores, one for each
-    head, of a token that all see and that has no value. A token sees at most the last ``window`` tokens of its
-    document, itself included; or with ``chunk`` those of its own chunk of so many tokens. ``kernel`` is chosen by
-    device, dtype and what is asked for, unless it is given.
+    Args:
+        q: (batch, heads, tokens, head size), as in ``scaled_dot_product_attention``.
+        k: It may have fewer heads (grouped-query attention).
+        v: As many heads as keys; it may have another head size.
+        cache: What the stage was given.
+        layer: Any name that is unique to the attention layer on its stage.
+        scale: What scores are multiplied by; by default one over the square root of the head size.
+        softcap: Limits scores to that size by a tanh.
+        sinks: Scores, one for each head, of a token that all see and that has no value.
+        window: How many tokens of its document a token sees at most, itself included.
+        chunk: A token sees those of its own chunk of so many tokens.
+        kernel: By default chosen by device, dtype and what is asked for.
     """
     return _attend(q, k, v, cache, layer, scale, softcap, sinks, window, chunk, kernel)
 
@@ -72,7 +87,7 @@ def _attend(
     chunk: int | None,
     kernel: Kernel | None,
 ) -> Tensor:
-    """By a name of its own, so that compiling.py can keep it out of compiled code."""
+    """A separate function, so that compiling.py can wrap it with torch.compiler.disable."""
     _check(q, k, v, cache.current.length)
     _check_limits(window, chunk)
     q, k, v = autocasted(q), autocasted(k), autocasted(v)
@@ -116,7 +131,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         by_tokens = _lies_by_tokens(q)
         q = q.contiguous() if call.kernel.by_heads else _alone(q)
-        out, lse = call.cache.kept_attention(call.layer) or _computed(q, k, v, sinks, call, by_tokens)
+        out, lse = call.cache.kept_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
@@ -167,7 +182,7 @@ def _lies_by_tokens(x: Tensor) -> bool:
     return x.stride(1) < x.stride(2)
 
 
-def _computed(
+def _compute(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call, by_tokens: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps."""

@@ -2,6 +2,11 @@
 
 The forward of each block gives an output and a log-sum-exp; the outputs are merged by their shares of the whole sum.
 The backward of each block takes the merged output and log-sum-exp: then its gradients are a part of the whole ones.
+With two blocks of keys, A and B::
+
+    forward     q, A -> out_A, lse_A     q, B -> out_B, lse_B
+    merge       lse = log(exp lse_A + exp lse_B)     out = out_A exp(lse_A - lse) + out_B exp(lse_B - lse)
+    backward    (grad, q, A, out, lse) -> part of dq, dA     (grad, q, B, out, lse) -> the rest of dq, dB
 """
 
 import math
@@ -44,9 +49,9 @@ class BlockKernel(Kernel):
         merged = _Merged(q)
         for block in seen.blocks(self.largest):
             at = (block.sequences, EVERY, block.rows)
-            rows, keys, values = _flipped(block, q[at], *store.read(block.sequences, block.keys))
+            rows, keys, values = _flip(block, q[at], *store.read(block.sequences, block.keys))
             out, lse = self.block(rows, keys, values, block.shape != "full", scores)
-            (out,), (lse,) = _flipped(block, out), _flipped(block, lse)
+            (out,), (lse,) = _flip(block, out), _flip(block, lse)
             merged.add(out, lse, at)
         return merged.result(q.dtype)
 
@@ -56,13 +61,13 @@ class BlockKernel(Kernel):
         for block in seen.blocks(self.largest):
             at = (block.sequences, EVERY, block.rows)
             keys = store.read(block.sequences, block.keys)
-            dout, rows, k, v, o, s = _flipped(block, grad[at], q[at], *keys, out[at], lse[at])
-            found = self.block_backward(dout, rows, k, v, o, s, block.shape != "full", scores)
-            dq, dk, dv = _flipped(block, *found)
+            dout, rows, k, v, o, s = _flip(block, grad[at], q[at], *keys, out[at], lse[at])
+            gradients = self.block_backward(dout, rows, k, v, o, s, block.shape != "full", scores)
+            dq, dk, dv = _flip(block, *gradients)
             yield Gradients(block.rows, dq, block.keys, dk, dv, block.sequences)
 
 
-def _flipped(block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _flip(block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
     """An upper triangle read backwards, rows and keys, is a lower one."""
     return tuple(x.flip(2) for x in tensors) if block.shape == "upper" else tensors
 

@@ -16,7 +16,7 @@ def to_local(x: Tensor) -> Tensor:
     return part
 
 
-def laid_out_like(x: Tensor, part: Tensor) -> Tensor:
+def as_dtensor_like(x: Tensor, part: Tensor) -> Tensor:
     """A local part as a DTensor with the layout of ``x``; the part itself if ``x`` is an ordinary tensor."""
     if not isinstance(x, DTensor):
         return part
@@ -63,6 +63,6 @@ class Replicated(ParallelStyle):
         return output.redistribute(placements=[self.output]).to_local()
 
 
-def is_by_rows(weight: DTensor) -> bool:
+def is_row_parallel(weight: DTensor) -> bool:
     """Whether each device has some of the inputs of a linear layer, and all of its outputs in part."""
     return weight.placements == (Shard(1),)

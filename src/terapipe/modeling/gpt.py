@@ -113,9 +113,9 @@ class GPT(Stage, PipelineModel):
             elif "norm" in name:
                 parameter.fill_(1.0)
             else:
-                fill(parameter, self._drawn(name, parameter))
+                fill(parameter, self._draw(name, parameter))
 
-    def _drawn(self, name: str, parameter: Tensor) -> Tensor:
+    def _draw(self, name: str, parameter: Tensor) -> Tensor:
         # A tied head has the embedding's name on the first stage and its own on the last; both draw the same.
         source = "embedding.weight" if self.config.tied and name == "head.weight" else name
         digest = hashlib.blake2b(f"{self.seed}/{source}".encode(), digest_size=8).digest()
@@ -165,12 +165,12 @@ class GPT(Stage, PipelineModel):
         part.embedding, part.positions = (self.embedding, self.positions) if starts else (None, None)
         part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in range(first, last)})
         part.norm, part.head = (self.norm, self.head) if ends else (None, None)
-        unmade = any(p.is_meta for p in part.parameters())
-        if unmade:
+        is_meta = any(p.is_meta for p in part.parameters())
+        if is_meta:
             part = copy.deepcopy(part)
         if tp is not None:
             part._parallelize(tp)
-        if unmade:
+        if is_meta:
             part.to_empty(device=device)
             part._tie()
             part.init_weights()
@@ -205,8 +205,8 @@ class GPT(Stage, PipelineModel):
             "norm": norm,
             "head": ColwiseParallel(input_layouts=between, use_local_output=False),
         }
-        held = {name: style for name, style in styles.items() if "*" in name or getattr(self, name) is not None}
-        parallelize_module(self, tp.mesh, held, src_data_rank=None)
+        present = {name: style for name, style in styles.items() if "*" in name or getattr(self, name) is not None}
+        parallelize_module(self, tp.mesh, present, src_data_rank=None)
         self._tie()
         self.cut = parts if tp.sequence_parallel else 1
 

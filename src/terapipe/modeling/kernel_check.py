@@ -95,8 +95,8 @@ def error_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size
     q, k, v, grad, drawn = _inputs(head_size, dtype)
     sinks = drawn if case.sinks else None
     truth = _reference(q, k, v, grad, sinks, case)
-    found = _sliced(kernel, q, k, v, grad, sinks, case, device)
-    errors = [(a.double().cpu() - b).abs().max() / b.abs().max() for a, b in zip(found, truth, strict=True)]
+    results = _sliced(kernel, q, k, v, grad, sinks, case, device)
+    errors = [(a.double().cpu() - b).abs().max() / b.abs().max() for a, b in zip(results, truth, strict=True)]
     return torch.stack(errors).max().item()  # NaN if any is, which python's max would not be
 
 
@@ -110,16 +110,16 @@ def _inputs(head_size: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sinks: Tensor | None, case: Case) -> list[Tensor]:
-    given = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    inputs = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     group = HEADS // KV_HEADS
-    scores = given[0] @ given[1].repeat_interleave(group, 1).transpose(-1, -2) * SCALE
+    scores = inputs[0] @ inputs[1].repeat_interleave(group, 1).transpose(-1, -2) * SCALE
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     scores = scores.masked_fill(~_seen(case)[:, None], -torch.inf)
     if sinks is not None:
-        scores = torch.cat([scores, given[3][None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    out = scores.softmax(-1)[..., : CUTS[-1]] @ given[2].repeat_interleave(group, 1)
-    return [out.detach(), *torch.autograd.grad(out, given, grad.double())]
+        scores = torch.cat([scores, inputs[3][None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    out = scores.softmax(-1)[..., : CUTS[-1]] @ inputs[2].repeat_interleave(group, 1)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad.double())]
 
 
 def _seen(case: Case) -> Tensor:
@@ -147,14 +147,14 @@ def _sliced(
     case: Case,
     device: torch.device,
 ) -> list[Tensor]:
-    given = [x.to(device).requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    inputs = [x.to(device).requires_grad_() for x in (q, k, v, sinks) if x is not None]
     cache = SliceCache(CUTS[-1])
     cache.set_documents(case.documents)
     outs = []
     for start, end in pairwise(CUTS):
         cache.begin(start, end - start)
-        rows, keys, values = (x[:, :, start:end] for x in given[:3])
-        sink = given[3] if sinks is not None else None
+        rows, keys, values = (x[:, :, start:end] for x in inputs[:3])
+        sink = inputs[3] if sinks is not None else None
         limits = {"window": case.window, "chunk": case.chunk}
         # A kernel that cannot do every slice stands beside another one.
         by = kernel if kernel.takes(cache.visibility(case.window, case.chunk)) else Plain()
@@ -164,4 +164,4 @@ def _sliced(
     for (start, end), out in reversed(list(zip(pairwise(CUTS), outs, strict=True))):
         cache.begin(start, end - start)
         cache.backward(out, grad[:, :, start:end].to(device))
-    return [torch.cat([out.detach() for out in outs], 2), *(x.grad for x in given if x.grad is not None)]
+    return [torch.cat([out.detach() for out in outs], 2), *(x.grad for x in inputs if x.grad is not None)]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.autocast import autocast_dtype, autocasted
-from terapipe.modeling.dtensor import is_by_rows, laid_out_like, to_local
+from terapipe.modeling.dtensor import as_dtensor_like, is_row_parallel, to_local
 from terapipe.modeling.main_grads import HALF, add_product, add_rows
 from terapipe.modeling.slice_cache import SliceCache, cache_that_adds
 
@@ -55,7 +55,7 @@ class DeferredGrad(NamedTuple):
             return
         total = weight.grad
         if total is None:
-            weight.grad = laid_out_like(weight, self.product().to(weight.dtype))
+            weight.grad = as_dtensor_like(weight, self.product().to(weight.dtype))
         else:
             total = to_local(total) if type(total) is DTensor else total
             if total.dtype == self.left.dtype:
@@ -127,7 +127,7 @@ def project(
 def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: SliceCache) -> DTensor:
     assert isinstance(weight, DTensor)
     mesh, bias = weight.device_mesh, None if bias is None else to_local(bias)
-    if is_by_rows(weight):  # the outputs are sums over devices, to which one of them adds the bias
+    if is_row_parallel(weight):  # the outputs are sums over devices, to which one of them adds the bias
         out = project(x.to_local(), weight, bias, cache, adds_bias=mesh.get_local_rank() == 0)
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
     # Each device has some of the outputs, and knows their part of the input's gradient.
@@ -203,7 +203,7 @@ class _Project(torch.autograd.Function):
             deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF)
             # Whether this backward is the slice's own, as ``is_own_backward`` says, without one more call.
             if torch._C._current_graph_task_id() != current.own_task or weight._backward_hooks:
-                returned = laid_out_like(weight, deferred.product().to(weight.dtype))
+                returned = as_dtensor_like(weight, deferred.product().to(weight.dtype))
             elif current.defer:
                 current.deferred.append(deferred)
             else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import laid_out_like
+from terapipe.modeling.dtensor import as_dtensor_like
 
 HALF = (torch.float16, torch.bfloat16)
 TOGETHER = 1 << 24  # numbers that are rounded in one operation
@@ -27,8 +27,8 @@ def is_half(parameter: Tensor) -> bool:
 
 def main_grad(parameter: Tensor) -> Tensor | None:
     """The sum so far; None before the first part, and for parameters that need none."""
-    found: Tensor | None = getattr(parameter, _NAME, None)
-    return found
+    total: Tensor | None = getattr(parameter, _NAME, None)
+    return total
 
 
 @torch.no_grad()
@@ -208,5 +208,5 @@ def _round(sums: list[tuple[nn.Parameter, Tensor]]) -> None:
     if sums:
         torch._foreach_copy_(grads, [total for _, total in sums])
     for (p, _), grad in zip(sums, grads, strict=True):
-        p.grad = laid_out_like(p, grad)
+        p.grad = as_dtensor_like(p, grad)
     sums.clear()

@@ -238,12 +238,12 @@ class SliceCache:
         """A slice's backward, which also takes up what later slices found for the states it left to them. ``others``
         are further results of the slice with their gradients."""
         pairs = [*(((out, gradient),) if out.requires_grad else ()), *others]
-        roots, gradients = [root for root, _ in pairs], [found for _, found in pairs]
+        roots, gradients = [root for root, _ in pairs], [its for _, its in pairs]
         for name, state in self._made.pop(self.current.end, {}).items():
-            found = self._left.pop((name, self.current.end)).grad
-            if found is not None:
+            owed = self._left.pop((name, self.current.end)).grad
+            if owed is not None:
                 roots.append(state)
-                gradients.append(found)
+                gradients.append(owed)
         self.current.run_backward(roots, gradients)
 
     def clear(self) -> None:
@@ -288,8 +288,8 @@ class SliceCache:
         current = self.current
         key = (current.start, current.length, window, chunk)
         if key not in self._visible:
-            found = segments(self._starts, current.start, current.end, chunk)
-            self._visible[key] = Visibility(current.start, current.length, found, window)
+            parts = segments(self._starts, current.start, current.end, chunk)
+            self._visible[key] = Visibility(current.start, current.length, parts, window)
         return self._visible[key]
 
     def positions(self, device: torch.device) -> Tensor:

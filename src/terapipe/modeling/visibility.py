@@ -2,7 +2,14 @@
 
 A token sees the tokens of its own document up to itself: all of them, those of its own chunk, or the last ``window``.
 Documents and chunks are segments; a window limits each of them. Kernels that take segments and windows as they are need
-one call for a slice. For the others ``blocks`` cuts what is seen into rectangles and triangles.
+one call for a slice. For the others ``blocks`` cuts what is seen into rectangles and triangles. Tokens 4 to 7 of a
+sequence, once with a document that begins at token 6, once with a window of 3::
+
+    keys     0 1 2 3 4 5 6 7                             0 1 2 3 4 5 6 7
+    token 4  f f f f l            f  a full block            u f l            u  an upper triangle
+    token 5  f f f f l l          l  a lower triangle          f l l
+    token 6              l                                       u f l
+    token 7              l l                                       f l l
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,8 +55,8 @@ class Visibility:
         """``largest`` limits the rows and keys of a block."""
         if largest not in self.memo:
             self.memo[largest] = _blocks(self, largest)
-        found: tuple[Block, ...] = self.memo[largest]
-        return found
+        blocks: tuple[Block, ...] = self.memo[largest]
+        return blocks
 
 
 # What row i of a block sees of its keys: all, those up to i, or those from i on. The last two are squares.
@@ -66,14 +73,14 @@ class Block(NamedTuple):
 
 
 def _blocks(seen: Visibility, largest: tuple[int, int] | None) -> tuple[Block, ...]:
-    found: list[Block] = []
+    blocks: list[Block] = []
     for segment in seen.segments:
         for first, last, oldest in _tiles(segment, seen.window):
             for rows, keys, shape in _of_tile(first, last, oldest, seen.window):
                 rows = slice(rows.start - seen.context, rows.stop - seen.context)
                 block = Block(rows, keys, shape, segment.sequences)
-                found.extend([block] if largest is None else _cut(block, *largest))
-    return tuple(found)
+                blocks.extend([block] if largest is None else _cut(block, *largest))
+    return tuple(blocks)
 
 
 def _tiles(segment: Segment, window: int | None) -> Iterator[tuple[int, int, int]]:
@@ -121,12 +128,12 @@ def segments(starts: Sequence[Sequence[int]], context: int, end: int, chunk: int
     """Of the slice from ``context`` to ``end``, where documents begin at ``starts`` in each sequence."""
     rows = [tuple(row) for row in starts] or [(0,)]
     alike = len(set(rows)) == 1
-    found = []
+    parts = []
     for i, row in enumerate(rows[:1] if alike else rows):
         for start, stop in zip(row, [*row[1:], end], strict=True):
             for first, last, begin in _chunks(start, max(start, context), min(stop, end), chunk):
-                found.append(Segment(begin, first, last, EVERY if alike else slice(i, i + 1)))
-    return tuple(found)
+                parts.append(Segment(begin, first, last, EVERY if alike else slice(i, i + 1)))
+    return tuple(parts)
 
 
 def _chunks(start: int, first: int, last: int, chunk: int | None) -> Iterator[tuple[int, int, int]]:

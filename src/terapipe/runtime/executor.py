@@ -64,9 +64,15 @@ class Clock:
         self._anchor = (event, time.perf_counter())
 
     def mark(self) -> Mark:
+        """This moment, by the device's time if it is a GPU."""
         return self._event() if self._device.type == "cuda" else time.perf_counter()
 
     def read(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds since the epoch. The host waits for a GPU.
+
+        Args:
+            marks: what ``mark`` returned.
+        """
         if self._device.type != "cuda":
             return [self._offset + mark for mark in marks if isinstance(mark, float)]
         assert self._anchor is not None
@@ -347,6 +353,7 @@ class Executor:
 
     @property
     def plan(self) -> Plan:
+        """That of the batches it runs."""
         return self._plan
 
     def events(self) -> list[Event]:

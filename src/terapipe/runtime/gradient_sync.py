@@ -38,7 +38,13 @@ BUCKET = 25 << 20  # bytes that are summed in one message
 
 
 def gradient_sync(stages: Mapping[int, Stage], transport: Transport, *, shard: bool) -> "GradientSync":
-    """Between the replicas that ``transport`` knows of. With ``shard`` the stages' parameters become DTensors."""
+    """What sums gradients over replicas.
+
+    Args:
+        stages: those of this rank, by number.
+        transport: which tells how many replicas there are.
+        shard: whether replicas share out the stages' state. Parameters then become DTensors.
+    """
     if transport.dp_size == 1:
         return GradientSync(stages)
     return ShardedSync(stages, transport.ranks.submesh(DP)) if shard else AllReduceSync(stages, transport)
@@ -58,7 +64,11 @@ class GradientSync:
         return dict(self._modules)
 
     def stage_done(self, k: int) -> None:
-        """The stage's gradients are complete on this rank; other stages are still at work."""
+        """To be called when a stage's gradients are complete on this rank; other stages are still at work.
+
+        Args:
+            k: the number of the stage.
+        """
         parameters = [p for _, p in named_parameters_of(self._modules[k])]
         round_to_grad(parameters)
         match_layouts(parameters)
@@ -207,6 +217,11 @@ class ZeroGradients:
             self._say(f"none of the {len(trainable)} trainable parameters of this rank has got a gradient")
 
     def check_norm(self, norm: float) -> None:
+        """To be called with a norm that is on the host anyway.
+
+        Args:
+            norm: of all gradients.
+        """
         if norm == 0 and not self._is_said:
             self._say("the gradients of all trainable parameters are exactly zero")
 
@@ -265,7 +280,12 @@ def accumulate_step(
 
 @contextmanager
 def accumulate_into_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """What an earlier step left is already summed over ranks: set aside, added at the end, put back on failure."""
+    """Sets the gradients of earlier steps aside, which are summed over ranks already; adds them at the end. After a
+    failure they are as before.
+
+    Args:
+        parameters: whose gradients are summed in place.
+    """
     listed = list(parameters)
     earlier = [p.grad for p in listed]
     for p in listed:
@@ -283,7 +303,11 @@ def accumulate_into_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def gradients_restored(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Whatever happens inside, gradients are as before, and no hook is called for them."""
+    """Whatever happens inside, gradients are as before, and no hook is called for them.
+
+    Args:
+        parameters: whose gradients.
+    """
     listed = list(parameters)
     earlier = [p.grad for p in listed]
     with _hooks_set_aside(listed), _tensor_hooks_set_aside(listed):
@@ -440,7 +464,7 @@ class Sharded(Stage):
 
     def reduce(self) -> None:
         """FSDP reduces at the end of a backward. Weights' gradients may be put off beyond the last slice's; so this is
-        a backward of its own, of nothing."""
+        a backward of its own, a dummy that triggers FSDP's reduction."""
         self._keep(False)
         device = next(self.parameters()).device
         self(torch.zeros(1, device=device, requires_grad=True), None).backward()
@@ -476,7 +500,15 @@ class Sharded(Stage):
 def total_norm(
     parameters: Iterable[nn.Parameter], tied: TiedWeights, norm_type: float, transport: Transport, wide: torch.dtype
 ) -> Tensor:
-    """The norm of the gradients of all ranks, on every rank. What several ranks hold counts once."""
+    """The norm of the gradients of all ranks, on every rank. What several ranks hold counts once.
+
+    Args:
+        parameters: those of this rank.
+        tied: tells which of them are copies.
+        norm_type: the p of the p-norm, or ``inf``.
+        transport: to the other ranks.
+        wide: the dtype of the norm.
+    """
     skipped = {id(p) for p in tied.duplicates}
     counted = [p for p in parameters if p.grad is not None and id(p) not in skipped and _counts_here(p, transport)]
     # Without any gradients torch answers in its default precision.
@@ -499,6 +531,12 @@ def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiplies all gradients by one number. The host does not wait for it.
+
+    Args:
+        parameters: whose gradients.
+        factor: on the device.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:

@@ -251,7 +251,10 @@ class Pipeline(nn.Module):
         """The loss that ``step`` would return, by forwards only. Gradients are left alone.
 
         Args:
-            input_ids, labels, documents, total: as for ``step``.
+            input_ids: As for ``step``.
+            labels: As for ``step``.
+            documents: As for ``step``.
+            total: As for ``step``.
         """
         batch = self._preflight.batch("evaluate", self, input_ids, labels, documents, None, total)
         with self.failing_together():
@@ -521,7 +524,11 @@ class Pipeline(nn.Module):
         on. Another save waits until this one is done.
 
         Args:
-            folder, optimizer, extra, notes, frozen: as for ``save``.
+            folder: As for ``save``.
+            optimizer: As for ``save``.
+            extra: As for ``save``.
+            notes: As for ``save``.
+            frozen: As for ``save``.
 
         Returns:
             An object whose ``result()`` waits for the end and raises what went wrong. It must be called before the

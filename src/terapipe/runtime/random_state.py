@@ -19,12 +19,22 @@ def share_random_state(transport: Transport) -> None:
 
 
 def seed_rng(seed: int, rank: int) -> dict[str, Tensor]:
-    """Seed the generators and return their states."""
+    """Seeds the generators and returns their states.
+
+    Args:
+        seed: that of the run.
+        rank: this one; each draws its own numbers.
+    """
     torch.manual_seed(seed * 1_000_003 + rank)
     return rng_state(rank)
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
+    """The states of the generators, under names that no other rank uses.
+
+    Args:
+        rank: this one.
+    """
     states = {f"random.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -32,6 +42,12 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 
 
 def set_rng_state(states: Mapping[str, Tensor], rank: int) -> None:
+    """Sets the generators.
+
+    Args:
+        states: what ``rng_state`` returned.
+        rank: whose states to take.
+    """
     torch.set_rng_state(states[f"random.cpu.{rank}"])
     if f"random.cuda.{rank}" in states:
         torch.cuda.set_rng_state(states[f"random.cuda.{rank}"])

@@ -67,7 +67,8 @@ class PipelineMixin:
     """Trains through a pipeline, in front of a Trainer class: ``class Mine(PipelineMixin, MyTrainer): ...``.
 
     Args:
-        arguments, named: Those of the Trainer class.
+        *arguments: Those of the Trainer class.
+        **named: Those of the Trainer class.
         pipeline: How to split the model and its sequences.
         slices: Short for ``pipeline=PipelineConfig(num_slices=...)``.
     """

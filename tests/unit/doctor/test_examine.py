@@ -2,7 +2,6 @@
 
 import socket
 import time
-from dataclasses import fields
 from datetime import timedelta
 
 import pytest
@@ -10,19 +9,18 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from terapipe.doctor import examine
-from terapipe.doctor.facts import Examination, Facts
+from terapipe.doctor.facts import Examination
 from terapipe.modeling import kernels
 from terapipe.modeling.block_kernels import CpuFlash
 
 
 def test_facts_are_what_the_diagnosis_reads() -> None:
-    found = examine.facts(3)
-    assert set(found) == {field.name for field in fields(Facts)}
-    assert found["rank"] == 3
-    assert set(found["needs"]) == {"python", "torch", "numpy"} < set(found["versions"])
-    assert ">=" in found["needs"]["torch"]
-    assert found["cores"]
-    assert found["memory"] > 0
+    facts = examine.facts_of_this_rank(3)
+    assert facts.rank == 3
+    assert set(facts.needs) == {"python", "torch", "numpy"} < set(facts.versions)
+    assert ">=" in facts.needs["torch"]
+    assert facts.cores
+    assert facts.memory > 0
 
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,14 @@ def test_attention_and_the_last_product_are_not_computed_again(monkeypatch: pyte
     x = torch.randn(1, 16, TINY.hidden, dtype=torch.float64, requires_grad=True)
     _, backward = slice_of(model.stage(0, 1, torch.device("cpu")), torch.zeros(1, 16, dtype=torch.int64), block=True)
     del x
-    addmm, computed = torch.addmm, attention._computed
+    addmm, computed = torch.addmm, attention._compute
 
     def noted(bias: Tensor, x: Tensor, weight: Tensor, **more: Tensor) -> Tensor:
         products.append(tuple(weight.t().shape))
         return addmm(bias, x, weight, **more)
 
     monkeypatch.setattr(torch, "addmm", noted)
-    monkeypatch.setattr(attention, "_computed", lambda *a: attended.append(a) or computed(*a))
+    monkeypatch.setattr(attention, "_compute", lambda *a: attended.append(a) or computed(*a))
     backward()
     wanted = (block.attention.qkv, block.attention.out, block.up)
     assert products == [tuple(module.weight.shape) for module in wanted]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from terapipe.files import beside, flush, put_in_place, recover
-from terapipe.modeling.dtensor import laid_out_like, to_local
+from terapipe.modeling.dtensor import as_dtensor_like, to_local
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
 from terapipe.runtime.comm.errors import is_connection_error
 from terapipe.runtime.comm.groups import GROUPS
@@ -124,7 +124,7 @@ class Staging:
         if room is None or (room.shape, room.dtype) != (part.shape, part.dtype):
             room = self._pinned[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         room.copy_(part, non_blocking=True)
-        return laid_out_like(x, room)
+        return as_dtensor_like(x, room)
 
 
 class CheckpointWriter:
