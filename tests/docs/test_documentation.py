@@ -6,12 +6,14 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import terapipe
 from terapipe import hf, losses, trainers
+from terapipe.api import CompareCall, PlanCall, explain
 from terapipe.cli import parser
 from terapipe.training import config
 
@@ -64,6 +66,13 @@ def test_every_public_method_is_in_the_reference(name: str, kind: type) -> None:
     documented = {other for _, other in public_classes()}
     bases = [c for c in kind.__mro__ if c.__module__.startswith("terapipe.") and c not in documented]
     assert [n for c in bases for n in vars(c) if not n.startswith("_") and n not in vars(kind)] == []
+
+
+def test_the_reference_explains_every_option_of_planning() -> None:
+    """The site cannot show arguments that are made from a dataclass."""
+    page = (DOCS / "api/planning.md").read_text(encoding="utf-8")
+    options = {entry.name: explain(entry) for kind in (PlanCall, CompareCall) for entry in fields(kind)}
+    assert [name for name, text in options.items() if f"| `{name}` | {text}" not in page] == []
 
 
 # Links

@@ -3,7 +3,7 @@
 A stage is a copy of the whole model. It has its own layers only, and other modules of other stages (embedding, head,
 norms) have weights of zero. With layers 2 and 3 of 6:
 
-    model.forward:   embedding -> [2 -> 3] -> norm -> head
+    its forward:     embedding -> [2 -> 3] -> norm -> head
                      zeros         real       not called
                               ^         ^
                    _inject: x from      _capture: the output

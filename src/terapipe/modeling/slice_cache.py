@@ -106,8 +106,8 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = N
 class SliceCache:
     """What a stage keeps of one microbatch from slice to slice.
 
-    ``begin`` says which tokens the calls that follow are about; call it before a slice's forward and again before its
-    backward, which must be ``backward``. Inside of ``with cache``, it is the ``current_cache``. A cache may be used
+    ``begin`` says which tokens the calls that follow are about; call it before a slice's forward, and again before its
+    backward, which ``backward`` runs. Inside of ``with cache``, it is the ``current_cache``. A cache may be used
     again for another microbatch of the same size, after ``clear``: of keys and values nothing is read before it is
     written.
 

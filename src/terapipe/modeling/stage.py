@@ -251,6 +251,8 @@ def require_model(model: object) -> PipelineModel:
             f"a model must inherit from terapipe.PipelineModel, got {type(model).__name__}; inherit from it, set "
             "num_layers and define stage(first, last, device, tp=None); for a Hugging Face model take hf.Decoder"
         )
+    if not hasattr(model, "num_layers"):
+        raise ValueError(f"a model must say its number of layers; set num_layers in {type(model).__name__}")
     return model
 
 
@@ -259,6 +261,11 @@ def require_stage(stage: object) -> Stage:
     if not isinstance(stage, Stage):
         raise ValueError(
             f"stage() must return a terapipe.Stage, got {type(stage).__name__}; inherit from it in place of nn.Module"
+        )
+    if type(stage).hidden_shape is Stage.hidden_shape and not hasattr(stage, "hidden_size"):
+        raise ValueError(
+            f"a stage must say the width of what it returns; set hidden_size in {type(stage).__name__}, or override "
+            "hidden_shape"
         )
     return stage
 

@@ -2,7 +2,7 @@
 
 Four forms are made from these classes, so that none of them can miss a knob or explain it differently:
 
-    PlanOptions --+-- arguments of ``terapipe.plan`` and ``terapipe.compare``   (api.py)
+    PlanOptions --+-- arguments of ``terapipe.plan``; ``compare`` has its ``CompareOptions``, which are fewer  (api.py)
                   +-- options of ``terapipe plan``, ``compare``, ``simulate``   (cli/options.py)
                   +-- keys of ``[plan]`` in run.toml                            (training/config)
                   +-- fields of the trainers' ``PipelineConfig``                (trainers/config.py)

@@ -74,9 +74,10 @@ _BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slic
 
 # The dependency rule. Validation, simulation and execution all derive from this table. For two slices on two stages:
 #
-#     stage 0   F0 ---> F1          B0 <--- B1        F: from the stage before, and after the slice before
-#               |       |           ^       ^         B: from the stage after, and after the slice after
-#     stage 1   F0 ---> F1 -------> B0 <--- B1
+#     stage 0   F0 ---> F1          B1 ---> B0        F: after the stage before, and after the slice before
+#               |       |           ^       ^         B: after the stage after, and after the slice after
+#               v       v           |       |
+#     stage 1   F0 ---> F1 -------> B1 ---> B0        (B0 also needs F0, which was long before)
 #
 # Only the dependencies with a slice offset are special to slicing: a forward reads the keys and values of earlier
 # slices, and a backward needs the gradients that later slices add to its keys and values.

@@ -69,6 +69,13 @@ def test_an_object_that_does_not_inherit_is_refused_by_the_name_of_the_base_clas
             use()
 
 
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size"])
+def test_what_a_model_must_say_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Tiny, name)
+    with pytest.raises(ValueError, match=rf"set {name} in Tiny"):
+        tp.Pipeline(Tiny(), PLAN)
+
+
 def test_an_objective_that_needs_what_a_stage_lacks_is_refused_before_a_step() -> None:
     class Headless(Tiny):
         logits = tp.Stage.logits

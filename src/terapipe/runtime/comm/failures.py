@@ -6,12 +6,12 @@ the rank that others waited for and that has posted nothing::
 
       rank 0                    rank 1                       rank 2
         |                         |                            |
-        | recv from 1             | F(3, 0) raises ValueError  | recv from 1
+        | recv from 1             | its forward raises         | recv from 1
         |   (waits)               | post report on the board   |   (waits)
         |                         | cut all connections        |
         | <---- closed ---------- | ------------- closed ----> |
         | read the board          | raise ValueError           | read the board
-        | raise "rank 1 stopped at F(3, 0): ValueError: ..."   | raise the same
+        | raise "rank 1 stopped at F(stage 1, ...): ValueError"| raise the same
 
 On CPUs a wait is a call of gloo's, which raises when the connection is closed. On GPUs the host does not wait, so a
 thread watches for it (watcher.py), and the main thread raises at its next operation.
