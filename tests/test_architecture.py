@@ -75,6 +75,13 @@ def test_imports_respect_the_rooms(path: Path) -> None:
         assert all(name.startswith(known) for name in imports(path) if name.startswith("torch.distributed"))
 
 
+def test_training_enters_the_runtime_by_its_doors() -> None:
+    """``terapipe train`` is a client: what it needs of the runtime must be a public name of it."""
+    doors = {"terapipe.runtime", "terapipe.runtime.checkpoint"}
+    names = set().union(*(imports(path) for path in FILES if room(path) == "training"))
+    assert {name for name in names if name.startswith("terapipe.runtime")} <= doors
+
+
 def test_only_one_module_reads_the_environment() -> None:
     readers = {p.relative_to(SOURCE).as_posix() for p in FILES if "os.environ" in p.read_text()}
     assert readers == {"runtime/comm/environment.py"}

@@ -1,21 +1,30 @@
 """One step on many ranks: the pipeline, what executes it, and what measures a model."""
 
-from terapipe.runtime.comm.environment import local_device, rank_and_size, under_torchrun
+from terapipe.runtime.comm.environment import job, local_device, rank_and_size, restarts, under_torchrun
 from terapipe.runtime.comm.errors import PipelineError
-from terapipe.runtime.comm.mesh import device_mesh
+from terapipe.runtime.comm.failures import FailureReport
+from terapipe.runtime.comm.mesh import ALL, device_mesh
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 from terapipe.runtime.profiler import Profiler
+from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
 
 __all__ = [
+    "ALL",
+    "FailureReport",
     "MemoryCounter",
     "Pipeline",
     "PipelineError",
     "Profiler",
     "Transport",
     "device_mesh",
+    "job",
     "local_device",
     "rank_and_size",
+    "restarts",
+    "rng_state",
+    "seed_rng",
+    "set_rng_state",
     "under_torchrun",
 ]

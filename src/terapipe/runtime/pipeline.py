@@ -120,8 +120,10 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.plan = plan
-        if transport is not None and mesh is not None:
-            raise ValueError("a transport has its mesh, got transport= and mesh=; pass transport.over(mesh)")
+        if transport is not None and (mesh, mesh_dims, device) != (None, None, None):
+            raise ValueError(
+                "a transport has its mesh and device, got both; pass transport.over(mesh), or no transport="
+            )
         self.device = device_of(device) if transport is None else transport.device
         self._transport = transport = transport or Transport.join(self.device, mesh, timeout, mesh_dims)
         self._is_warm, self._is_sharded = False, shard

@@ -75,6 +75,8 @@ def pipelined(
         mesh: What ``device_mesh`` made, if it was called before.
         timeout: The longest, in seconds, that a rank waits for another, where ``config`` does not say it.
     """
+    if config is not None and slices is not None:
+        raise ValueError(f"slices is short for a config with slices, got slices={slices} and config={config}; give one")
     config = config or PipelineConfig(slices=slices)
     inner = without_wrapper(model)
     layout, device = config.layout(rank_and_size()[1]), device_of(device)

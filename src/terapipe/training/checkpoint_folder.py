@@ -12,12 +12,8 @@ from torch.optim import Optimizer
 
 from terapipe import files
 from terapipe.files import recover
-from terapipe.runtime.checkpoint.reader import NOTES
-from terapipe.runtime.checkpoint.state import verify_files
-from terapipe.runtime.checkpoint.writer import Saving
-from terapipe.runtime.comm.mesh import ALL
-from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime import ALL, Pipeline, Transport
+from terapipe.runtime.checkpoint import NOTES, Saving, verify_files
 from terapipe.training.config import CheckpointConfig, RunConfig
 
 NAME = re.compile(r"step-(\d{8})")

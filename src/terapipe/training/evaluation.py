@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime import Pipeline
 from terapipe.training.config import RunConfig
 from terapipe.training.data.loader import BatchLoader
 from terapipe.training.data.token_file import Data

@@ -12,9 +12,7 @@ from terapipe.extras import import_extra
 from terapipe.files import put_in_place, recover
 from terapipe.modeling.gpt import GPT
 from terapipe.planning.presets import GPTConfig
-from terapipe.runtime.checkpoint.manifest import damage
-from terapipe.runtime.checkpoint.reader import Reader, TensorsOnly
-from terapipe.runtime.checkpoint.state import without_dist_warning
+from terapipe.runtime.checkpoint import Reader, TensorsOnly, damage, without_dist_warning
 from terapipe.training.config import RunConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from terapipe.runtime.checkpoint.manifest import read_manifest
+from terapipe.runtime.checkpoint import read_manifest
 from terapipe.training.config import ObjectiveConfig, RunConfig
 from terapipe.training.data.token_file import NUMBERS, STARTS, TOKENS, Data, TokenFile
 from terapipe.training.data.tokenizer import TOKENIZER_FILES

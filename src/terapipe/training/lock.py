@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from terapipe.files import naming
-from terapipe.runtime.comm.environment import job, restarts
+from terapipe.runtime import job, restarts
 
 FILE = "run.lock"
 TURNS = "turns.lock"

@@ -17,8 +17,7 @@ from terapipe.losses.objective import HiddenLoss, Objective, SequenceLoss, Targe
 from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import balance
 from terapipe.planning.slices import Plan
-from terapipe.runtime.comm.mesh import ALL
-from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime import ALL, Pipeline
 from terapipe.training.config import ObjectiveConfig, RunConfig
 from terapipe.training.data.loader import Batch, BatchLoader, Rows
 from terapipe.training.data.token_file import Data, TokenFile

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from terapipe import files
 from terapipe.planning.profile import Profile
-from terapipe.runtime.checkpoint.manifest import damage
-from terapipe.runtime.checkpoint.reader import INDEX
+from terapipe.runtime.checkpoint import INDEX, damage
 from terapipe.training import run_plan
 from terapipe.training.checkpoint_folder import check_begin, folder_of, path_of, steps
 from terapipe.training.config import RunConfig, load

@@ -19,15 +19,18 @@ from torch.optim import Optimizer
 from terapipe import files
 from terapipe.launch.processes import end_with_parent, record, take_cores
 from terapipe.planning.profile import Profile
-from terapipe.runtime.checkpoint.manifest import is_whole
-from terapipe.runtime.checkpoint.reader import NOTES, read_notes
-from terapipe.runtime.comm.environment import local_device, rank_and_size, restarts
-from terapipe.runtime.comm.errors import PipelineError
-from terapipe.runtime.comm.failures import FailureReport
-from terapipe.runtime.comm.mesh import device_mesh
-from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.random_state import seed_rng
+from terapipe.runtime import (
+    FailureReport,
+    Pipeline,
+    PipelineError,
+    Transport,
+    device_mesh,
+    local_device,
+    rank_and_size,
+    restarts,
+    seed_rng,
+)
+from terapipe.runtime.checkpoint import NOTES, is_whole, read_notes
 from terapipe.search.result import PlanResult
 from terapipe.training import run_plan as plans
 from terapipe.training.checkpoint_folder import check_begin, check_notes, clean, folder_of, newest_whole, path_of, steps

@@ -14,7 +14,7 @@ from terapipe.planning.order import order_named
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.profile import Profile
 from terapipe.planning.slices import Plan, even_lengths
-from terapipe.runtime.comm.transport import Transport
+from terapipe.runtime import Transport
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.training.config import PlanConfig, RunConfig

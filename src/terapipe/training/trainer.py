@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 from terapipe import files
 from terapipe.modeling.main_grads import is_half
 from terapipe.planning.documents import DocumentPlanner
-from terapipe.runtime.comm.mesh import ALL
-from terapipe.runtime.pipeline import Pipeline
-from terapipe.runtime.random_state import rng_state, seed_rng, set_rng_state
+from terapipe.runtime import ALL, Pipeline, rng_state, seed_rng, set_rng_state
 from terapipe.search.result import PlanResult
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.config import PlanConfig, RunConfig

@@ -248,3 +248,12 @@ def test_training_follows_the_plain_model(ranks: Callable[[int], Ranks]) -> None
     assert losses == others
     assert losses == pytest.approx(wanted, rel=1e-9)
     assert first == last
+
+
+def test_a_transport_says_where_a_pipeline_computes() -> None:
+    """A device or mesh given beside it was ignored."""
+    plan = Plan((1,), ((8,),), (0, TINY.layers))
+    transport = Pipeline(make_model(TINY), plan).transport
+    with pytest.raises(ValueError, match="a transport has its mesh and device"):
+        Pipeline(make_model(TINY), plan, transport=transport, device="cpu")
+    Pipeline(make_model(TINY), plan, transport=transport)

@@ -227,6 +227,8 @@ def test_losses_of_routers(ranks: Callable[[int], Ranks]) -> None:
 
 
 def test_configurations() -> None:
+    with pytest.raises(ValueError, match="slices is short for a config"):
+        pipelined(torch.nn.Linear(2, 2), slices=4, config=PipelineConfig(slices=8))
     with pytest.raises(ValueError, match="give one of them"):
         PipelineConfig(slices=4, plan="auto")
     with pytest.raises(ValueError, match="at least 1"):

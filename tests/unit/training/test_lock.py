@@ -27,7 +27,7 @@ def test_a_second_run_in_a_folder_is_refused(ranks: Callable[[int], Ranks], tmp_
 
 def test_a_lock_of_a_process_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the file system knows no locks, its text decides; the number of a process alone tells nothing."""
-    monkeypatch.setattr("terapipe.training.lock._locked", lambda file: None)
+    monkeypatch.setattr("terapipe.training.lock._try_lock", lambda file: None)
     this = asdict(Holder.this())
 
     def left(**changed: object) -> None:

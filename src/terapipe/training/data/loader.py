@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from terapipe.modeling.stage import IGNORE, fill_batch
-from terapipe.runtime.pipeline import Pipeline
+from terapipe.runtime import Pipeline
 from terapipe.training.config import DataConfig
 from terapipe.training.data.token_file import TOKENS, TokenFile
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.files import recover
-from terapipe.runtime.checkpoint.manifest import MANIFEST, damage
+from terapipe.runtime.checkpoint import MANIFEST, damage
 from terapipe.training.config import DataConfig, ObjectiveConfig
 from terapipe.training.data.entries import Entries, entries_of
 from terapipe.training.data.text_reader import check_readable, find_files, read_documents

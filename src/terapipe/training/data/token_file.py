@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from terapipe.files import beside, flush_files, naming, put_in_place
-from terapipe.runtime.checkpoint.manifest import Sum, damage, read_manifest, write_manifest
+from terapipe.runtime.checkpoint import Sum, damage, read_manifest, write_manifest
 from terapipe.training.config import DataConfig
 from terapipe.training.data.text_reader import DocumentPart, read_documents
 from terapipe.training.data.tokenizer import Tokenizer, load_tokenizer
