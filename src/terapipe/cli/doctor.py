@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def _print_proof(proof: dict[str, Any], out: Path) -> None:
 def _report(findings: Sequence[Finding], examined: dict[str, Any], as_json: bool) -> int:
     status = worst(findings)
     if as_json:
-        print(json.dumps({"status": status, "findings": [asdict(f) for f in findings], "examined": examined}))
+        print(json.dumps({"status": status, "findings": [f.to_dict() for f in findings], "examined": examined}))
     else:
         _print(findings)
     return int(status is Status.PROBLEM)
@@ -121,7 +120,7 @@ def _report(findings: Sequence[Finding], examined: dict[str, Any], as_json: bool
 def _print(findings: Sequence[Finding]) -> None:
     indent = " " * 26
     for f in findings:
-        console.print(f"[{_COLORS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.found)}")
+        console.print(f"[{_COLORS[f.status]}]{f.status:8s}[/] {f.check:16s} {escape(f.message)}")
         for line in f.details:
             console.print(f"{indent}{escape(line)}", style="dim")
         if f.remedy:

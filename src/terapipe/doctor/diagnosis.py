@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import zip_longest
 from statistics import median
+from typing import Any
 
 from terapipe.doctor.facts import Examination, Facts, Link
 from terapipe.reporting.style import count, digits, memory, seconds
@@ -27,9 +28,13 @@ class Status(StrEnum):
 class Finding:
     check: str
     status: Status
-    found: str
+    message: str
     remedy: str = ""
     details: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the finding as ``--json`` prints it, where the message is called ``found``."""
+        return {"found" if name == "message" else name: value for name, value in asdict(self).items()}
 
 
 def diagnose(examination: Examination) -> list[Finding]:
@@ -68,9 +73,9 @@ def _versions(e: Examination) -> Iterator[Finding]:
             if not satisfies(version, wanted):
                 wrong.setdefault((name, version, wanted), []).append(facts)
     for (name, version, wanted), ranks in wrong.items():
-        found = f"{name} {version} on {_named(ranks)}; this release needs {wanted}"
+        message = f"{name} {version} on {_names_of(ranks)}; this release needs {wanted}"
         remedy = "use such a Python" if name == "python" else f"pip install '{name}{wanted}'"
-        yield Finding("versions", Status.PROBLEM, found, remedy)
+        yield Finding("versions", Status.PROBLEM, message, remedy)
     if not wrong:
         yield Finding("versions", Status.OK, ", ".join(f"{name} {v}" for name, v in e.ranks[0].versions.items()))
 
@@ -86,7 +91,7 @@ def _same_versions(e: Examination) -> Iterator[Finding]:
         if len(by_version) > 1:
             alike = False
             usual = max(by_version, key=lambda v: len(by_version[v]))
-            others = "; ".join(f"{v} on {_named(ranks)}" for v, ranks in by_version.items() if v != usual)
+            others = "; ".join(f"{v} on {_names_of(ranks)}" for v, ranks in by_version.items() if v != usual)
             # Ranks must derive the same schedule from a plan, and messages between versions of torch may differ.
             yield Finding(
                 "same versions", Status.PROBLEM, f"{name} is {usual}, but {others}", f"use one {name} on all hosts"
@@ -100,9 +105,9 @@ def _backends(e: Examination) -> Iterator[Finding]:
     with_gpus = [host for host, ranks in e.hosts.items() if ranks[0].gpus]
     if 0 < len(with_gpus) < len(e.hosts):
         without = ", ".join(host for host in e.hosts if host not in with_gpus)
-        found = f"{', '.join(with_gpus)} would use NCCL, {without} gloo: no GPU is visible there"
+        message = f"{', '.join(with_gpus)} would use NCCL, {without} gloo: no GPU is visible there"
         remedy = "use hosts of one kind, or hide the GPUs: CUDA_VISIBLE_DEVICES="
-        yield Finding("backends", Status.PROBLEM, found, remedy)
+        yield Finding("backends", Status.PROBLEM, message, remedy)
 
 
 def _backend(ranks: Sequence[Facts]) -> Finding:
@@ -114,10 +119,12 @@ def _backend(ranks: Sequence[Facts]) -> Finding:
     if not all(facts.nccl for facts in ranks):
         remedy = "install a torch that was built for CUDA, or hide the GPUs: CUDA_VISIBLE_DEVICES="
         return Finding("backends", Status.PROBLEM, f"{count(gpus, 'GPU')}, but torch has no NCCL", remedy)
-    found = f"gloo and NCCL; {count(gpus, 'GPU')} for {count(len(ranks), 'rank')}"
+    message = f"gloo and NCCL; {count(gpus, 'GPU')} for {count(len(ranks), 'rank')}"
     if len(ranks) > gpus:
-        return Finding("backends", Status.PROBLEM, found, f"every rank needs a GPU of its own: at most {gpus} per host")
-    return Finding("backends", Status.OK, found)
+        return Finding(
+            "backends", Status.PROBLEM, message, f"every rank needs a GPU of its own: at most {gpus} per host"
+        )
+    return Finding("backends", Status.OK, message)
 
 
 def _kernel(ranks: Sequence[Facts]) -> Finding:
@@ -152,8 +159,10 @@ def _host_names(e: Examination) -> Iterator[Finding]:
             status = Status.PROBLEM if in_doubt else Status.WARNING
             return Finding("host name", status, "resolves to no address", remedy)
         if in_doubt and all(a.startswith("127.") or a == "::1" for a in addresses):
-            found = f"resolves only to {', '.join(addresses)}: gloo would give other hosts an address they cannot reach"
-            return Finding("host name", Status.WARNING, found, remedy)
+            message = (
+                f"resolves only to {', '.join(addresses)}: gloo would give other hosts an address they cannot reach"
+            )
+            return Finding("host name", Status.WARNING, message, remedy)
         return Finding("host name", Status.OK, f"resolves to {', '.join(addresses)}")
 
     return _each_host(e, check)
@@ -174,10 +183,10 @@ def _rendezvous(e: Examination) -> Iterator[Finding]:
     elif e.absent:
         late = f"{_numbers(e.absent)} of {e.size} did not arrive{at} within {digits(e.timeout)} s"
         remedy = "check whether every host has started its ranks and reaches that address; --timeout waits longer"
-        yield Finding("rendezvous", Status.PROBLEM, f"{late}, only {_named(e.ranks)}", remedy)
+        yield Finding("rendezvous", Status.PROBLEM, f"{late}, only {_names_of(e.ranks)}", remedy)
     else:
-        found = f"{count(e.size, 'rank')} on {count(len(e.hosts), 'host')} met{at}, and an all-reduce works"
-        yield Finding("rendezvous", Status.OK, found)
+        message = f"{count(e.size, 'rank')} on {count(len(e.hosts), 'host')} met{at}, and an all-reduce works"
+        yield Finding("rendezvous", Status.OK, message)
 
 
 def _links(e: Examination) -> Iterator[Finding]:
@@ -189,18 +198,18 @@ def _links(e: Examination) -> Iterator[Finding]:
         ("links of hosts", between, "check that host's network card, cable and switch, or leave the host out"),
     ):
         if links:
-            yield _linked(check, links, host, remedy)
+            yield _compare_links(check, links, host, remedy)
 
 
-def _linked(check: str, links: Sequence[Link], host: Mapping[int, str], remedy: str) -> Finding:
+def _compare_links(check: str, links: Sequence[Link], host: Mapping[int, str], remedy: str) -> Finding:
     pairs = [f"rank 0 ({host[0]}) - rank {link.rank} ({host[link.rank]}): {_speed(link)}" for link in links]
     slow = [pair for link, pair in zip(links, pairs, strict=True) if _is_slow(link, links)]
     if slow:
-        found = f"over {SLOW:g} times slower than others of its kind: " + "; ".join(slow)
-        return Finding(check, Status.WARNING, found, remedy, tuple(pairs))
+        message = f"over {SLOW:g} times slower than others of its kind: " + "; ".join(slow)
+        return Finding(check, Status.WARNING, message, remedy, tuple(pairs))
     latencies, rates = [link.latency for link in links], [link.rate for link in links]
-    found = f"latency up to {seconds(max(latencies))}, at least {memory(min(rates))}/s"
-    return Finding(check, Status.OK, found, details=tuple(pairs))
+    message = f"latency up to {seconds(max(latencies))}, at least {memory(min(rates))}/s"
+    return Finding(check, Status.OK, message, details=tuple(pairs))
 
 
 def _is_slow(link: Link, links: Sequence[Link]) -> bool:
@@ -220,9 +229,9 @@ def _clocks(e: Examination) -> Iterator[Finding]:
     ahead.pop(e.ranks[0].host, None)
     wrong = [f"{host} by {digits(s)} s" for host, s in ahead.items() if abs(s) > CLOCK]
     if wrong:
-        found = f"ahead of {e.ranks[0].host}: {', '.join(wrong)}"
+        message = f"ahead of {e.ranks[0].host}: {', '.join(wrong)}"
         yield Finding(
-            "clocks", Status.WARNING, found, "synchronize them with chrony or ntpd: timelines of ranks are compared"
+            "clocks", Status.WARNING, message, "synchronize them with chrony or ntpd: timelines of ranks are compared"
         )
     elif ahead:
         yield Finding("clocks", Status.OK, f"differ by {seconds(max(map(abs, ahead.values())))} at most")
@@ -244,34 +253,34 @@ def _cores(ranks: Sequence[Facts]) -> Finding:
         inside = [facts for facts in ranks if set(facts.cores) <= set(cores)]
         threads = sum(facts.threads for facts in inside)
         if threads > len(cores):
-            found = f"{count(len(inside), 'rank')} with {threads} threads in all, on {count(len(cores), 'core')}"
+            message = f"{count(len(inside), 'rank')} with {threads} threads in all, on {count(len(cores), 'core')}"
             share = len(cores) // len(inside)
             remedy = f"start at most {count(len(cores), 'rank')} on this host"
             if share:
                 remedy = f"set OMP_NUM_THREADS={share}, or call terapipe.launch.processes.take_cores on every rank"
-            return Finding("cores", Status.WARNING, found, remedy)
+            return Finding("cores", Status.WARNING, message, remedy)
     cores_of_all = {core for facts in ranks for core in facts.cores}
     each = " and ".join(str(n) for n in sorted({facts.threads for facts in ranks}))
-    found = f"{count(len(cores_of_all), 'core')} for {count(len(ranks), 'rank')}; threads of each: {each}"
-    return Finding("cores", Status.OK, found)
+    message = f"{count(len(cores_of_all), 'core')} for {count(len(ranks), 'rank')}; threads of each: {each}"
+    return Finding("cores", Status.OK, message)
 
 
 def _load(ranks: Sequence[Facts]) -> Finding:
     load, cores = max(facts.load for facts in ranks), ranks[0].all_cores
-    found = f"{digits(load)} in the last minute, on {count(cores, 'core')}"
+    message = f"{digits(load)} in the last minute, on {count(cores, 'core')}"
     if load > cores / 2:
         remedy = "something else is running; measurements, here or by `terapipe profile`, will be off"
-        return Finding("load", Status.WARNING, found, remedy)
-    return Finding("load", Status.OK, found)
+        return Finding("load", Status.WARNING, message, remedy)
+    return Finding("load", Status.OK, message)
 
 
 def _memory(ranks: Sequence[Facts]) -> Finding:
     free = min(facts.memory for facts in ranks)
-    found = f"{memory(free)} free for {count(len(ranks), 'rank')}"
+    message = f"{memory(free)} free for {count(len(ranks), 'rank')}"
     if free < FREE_MEMORY * len(ranks):
         remedy = "free memory, or start fewer ranks on this host"
-        return Finding("memory", Status.WARNING, found, remedy)
-    return Finding("memory", Status.OK, found)
+        return Finding("memory", Status.WARNING, message, remedy)
+    return Finding("memory", Status.OK, message)
 
 
 def _shared_memory(ranks: Sequence[Facts]) -> Finding:
@@ -279,8 +288,8 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding:
     if size is not None and size < SHARED_MEMORY:
         remedy = "make it larger, in a container with --shm-size=1g: NCCL and data loaders use it"
         return Finding("shared memory", Status.WARNING, f"/dev/shm has {memory(size)}", remedy)
-    found = "this system has no /dev/shm" if size is None else f"/dev/shm has {memory(size)}"
-    return Finding("shared memory", Status.OK, found)
+    message = "this system has no /dev/shm" if size is None else f"/dev/shm has {memory(size)}"
+    return Finding("shared memory", Status.OK, message)
 
 
 def _files(ranks: Sequence[Facts]) -> Finding:
@@ -299,18 +308,18 @@ def _each_host(e: Examination, check: Callable[[Sequence[Facts]], Finding]) -> I
         return
     for host, finding in findings.items():
         if finding.status is not Status.OK:
-            yield replace(finding, found=f"{host}: {finding.found}")
+            yield replace(finding, message=f"{host}: {finding.message}")
     fine = {host: finding for host, finding in findings.items() if finding.status is Status.OK}
-    messages = {finding.found for finding in fine.values()}
+    messages = {finding.message for finding in fine.values()}
     where = f"on {count(len(fine), 'host')}"
     for finding in list(fine.values())[:1]:
         if len(messages) == 1:
-            yield replace(finding, found=f"{where}: {finding.found}")
+            yield replace(finding, message=f"{where}: {finding.message}")
         else:
-            yield replace(finding, found=where, details=tuple(f"{host}: {f.found}" for host, f in fine.items()))
+            yield replace(finding, message=where, details=tuple(f"{host}: {f.message}" for host, f in fine.items()))
 
 
-def _named(ranks: Sequence[Facts]) -> str:
+def _names_of(ranks: Sequence[Facts]) -> str:
     by_host: dict[str, list[int]] = {}
     for facts in ranks:
         by_host.setdefault(facts.host, []).append(facts.rank)

@@ -42,16 +42,16 @@ TOLD = 180.0  # seconds within which survivors of a killed rank must have said s
 def kernels(ranks: int, size: Size) -> Proof:
     """The attention kernel that is chosen for each kind of call, against float64. Others are not run: some compile for
     minutes."""
-    found: dict[str, Any] = launch(_kernels, 1, size)
-    rows = found["combinations"]
+    results: dict[str, Any] = launch(_kernels, 1, size)
+    rows = results["combinations"]
     wrong = [row for row in rows if row["fault"]]
     used = sorted({row["kernel"] for row in rows if not row["fault"]})
     says = f"{len(rows) - len(wrong)} of {len(rows)} combinations are right ({', '.join(used)})"
     if wrong:
         says += f"; first fault: {wrong[0]['kernel']}, {wrong[0]['dtype']}, {wrong[0]['case']}: {wrong[0]['fault']}"
-    if found["not used"]:
-        says += f"; {found['not used'][0]}"
-    return Proof("kernels", not wrong and bool(rows), says, found)
+    if results["not used"]:
+        says += f"; {results['not used'][0]}"
+    return Proof("kernels", not wrong and bool(rows), says, results)
 
 
 def _kernels(size: Size) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dic
 
 def products(ranks: int, size: Size) -> Proof:
     """A weight's gradient, summed over slices in float32: the product adds to the sum itself, if torch can do that."""
-    found: dict[str, Any] = launch(_products, 1, size)
-    how = "one operation" if found["fused"] else "two operations: this torch has none for it here"
-    says = f"bfloat16 products, added to a sum in float32 by {how}, largest relative error {found['error']:.1e}"
-    return Proof("products", found["error"] <= (EXACT if found["fused"] else ROUNDED), says, found)
+    result: dict[str, Any] = launch(_products, 1, size)
+    how = "one operation" if result["fused"] else "two operations: this torch has none for it here"
+    says = f"bfloat16 products, added to a sum in float32 by {how}, largest relative error {result['error']:.1e}"
+    return Proof("products", result["error"] <= (EXACT if result["fused"] else ROUNDED), says, result)
 
 
 ROUNDED = 1e-2  # largest relative error where every product is rounded to bfloat16
@@ -135,7 +135,7 @@ def _orders() -> dict[str, float]:
     config = GPTConfig(layers=16, hidden=32, heads=4, kv_heads=2, vocab=61, max_seq_len=96)
     ids = torch.randint(config.vocab, (3, 96), generator=torch.Generator().manual_seed(0))
     wanted = _plain(_wide(GPT(config)), ids)
-    found = {}
+    errors = {}
     for name, order in ORDERS.items():
         ranks = rank_and_size()[1]
         chunks = max(n for n in (order.chunks or 1, *order.tried_chunks) if n * ranks <= config.layers)
@@ -144,9 +144,9 @@ def _orders() -> dict[str, float]:
         plan = Plan((1, 2), (lengths, lengths), split_layers(config, stages, 96), name, chunks)
         pipe = Pipeline(_wide(GPT(config)), plan)
         _add_delays(pipe)
-        found[name] = max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
+        errors[name] = max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
     meet()
-    return found
+    return errors
 
 
 def _two_steps(pipe: Pipeline, ids: Tensor, around: AbstractContextManager[object] | None = None) -> dict[str, Tensor]:
@@ -176,10 +176,10 @@ def _plain(model: GPT, ids: Tensor, around: AbstractContextManager[object] | Non
     return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def _error(gradients: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     largest = max(g.abs().max().item() for g in wanted.values())
     same = {"head.weight": "embedding.weight"} if "head.weight" not in wanted else {}
-    return max((g - wanted[same.get(name, name)]).abs().max().item() for name, g in found.items()) / largest
+    return max((g - wanted[same.get(name, name)]).abs().max().item() for name, g in gradients.items()) / largest
 
 
 def _add_delays(pipe: Pipeline) -> None:
@@ -242,12 +242,12 @@ def small_llama(**changes: int) -> Any:
 def autocast(ranks: int, size: Size) -> Proof:
     """A step under torch.autocast, as `bf16=True` of Hugging Face trainers has it, is as good as one process under
     autocast: both against float32."""
-    found: dict[str, float] = launch(_autocast, ranks)
+    errors: dict[str, float] = launch(_autocast, ranks)
     says = (
-        f"gradients on {ranks} ranks are off by {found['pipeline']:.1e} of float32's, by {found['plain']:.1e} in one "
+        f"gradients on {ranks} ranks are off by {errors['pipeline']:.1e} of float32's, by {errors['plain']:.1e} in one "
         "process"
     )
-    return Proof("autocast", found["pipeline"] <= 2 * found["plain"], says, dict(found))
+    return Proof("autocast", errors["pipeline"] <= 2 * errors["plain"], says, dict(errors))
 
 
 def _autocast() -> dict[str, float]:
@@ -262,9 +262,9 @@ def _autocast() -> dict[str, float]:
     one = _error(_plain(GPT(config).to(device), ids.to(device), around()), wanted)
     plan = Plan((1, 1), ((40, 8, 33, 15),) * 2, split_layers(config, rank_and_size()[1], 96))
     pipe = Pipeline(GPT(config), plan)
-    found = {"plain": one, "pipeline": max(pipe.gather(_error(_two_steps(pipe, ids, around()), wanted)))}
+    errors = {"plain": one, "pipeline": max(pipe.gather(_error(_two_steps(pipe, ids, around()), wanted)))}
     meet()
-    return found
+    return errors
 
 
 # Checkpoints
@@ -301,13 +301,13 @@ def _checkpoints(folder: str) -> float:
 # Failing
 
 
-def killed(ranks: int, size: Size) -> Proof:
+def kill_rank(ranks: int, size: Size) -> Proof:
     """One rank is killed in the middle of a step: how long the others take to say so, and what they say."""
     if ranks == 1:
         return Proof("killed rank", None, "one rank: nobody to notice", {})
     with tempfile.TemporaryDirectory() as folder:
         with suppress(ChildFailedError):  # as all of them do
-            launch(_killed, ranks, folder)
+            launch(_run_and_kill, ranks, folder)
         told = {path.name: json.loads(path.read_text()) for path in Path(folder).glob("rank*")}
     says = f"{len(told)} of {ranks - 1} survivors ended with a message"
     if told:
@@ -317,7 +317,7 @@ def killed(ranks: int, size: Size) -> Proof:
     return Proof("killed rank", len(named) == ranks - 1, says, {"told": told})
 
 
-def _killed(folder: str) -> None:
+def _run_and_kill(folder: str) -> None:
     """Rank 1 is a process of its own below the one that was launched, and no launched process ends before all survivors
     have spoken, or TOLD seconds have passed: torch's launcher would ask the others to end at once, and kill them 30
     seconds later."""

@@ -209,28 +209,28 @@ def first_line(error: Exception) -> str:
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).partition("\n")[0]
 
 
-Found = dict[str, Any]  # the fields of an Examination, as values that become JSON
+Fields = dict[str, Any]  # the fields of an Examination, as values that become JSON
 
 ALL_LINKS = 10.0  # seconds at most to measure all links
 
 
-def alone(ranks: int, port: int, timeout: float) -> Found:
+def alone(ranks: int, port: int, timeout: float) -> Fields:
     """Starts ranks on this machine and examines them. ``port`` is the one that torchrun would get."""
-    why_not = blocked(port)
+    why_not = why_blocked(port)
     logging.disable(logging.ERROR)  # torch logs a traceback of its own when a rank dies, without the reason
     try:
-        found: Found = launch(examine, ranks, timeout, True)
+        fields: Fields = launch(examine, ranks, timeout, True)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        found = _only_this_host("start", f"rank {rank} died with exit code {failure.exitcode}")
+        fields = _only_this_host("start", f"rank {rank} died with exit code {failure.exitcode}")
     except (RuntimeError, OSError) as error:
-        found = _only_this_host("start", first_line(error))
+        fields = _only_this_host("start", first_line(error))
     finally:
         logging.disable(logging.NOTSET)
-    return {**found, "port": port, "blocked": why_not}
+    return {**fields, "port": port, "blocked": why_not}
 
 
-def blocked(port: int) -> str:
+def why_blocked(port: int) -> str:
     """Why no process can listen on this port; empty if one can."""
     try:
         if socket.has_dualstack_ipv6():  # as the store of torch does
@@ -242,9 +242,9 @@ def blocked(port: int) -> str:
     return ""
 
 
-def examine(timeout: float, pin: bool = False) -> Found | None:
+def examine(timeout: float, pin: bool = False) -> Fields | None:
     """Runs on every rank. Rank 0 returns what all ranks found; a rank that meets nobody returns what it knows."""
-    with _redirected(1, 2):  # some versions of gloo write to stdout, where the report may be JSON
+    with _redirect(1, 2):  # some versions of gloo write to stdout, where the report may be JSON
         if pin:
             share_cores()
         try:
@@ -266,23 +266,23 @@ def _meet(span: timedelta) -> tuple[Store, int, int]:
     The rank that hosts the store would wait in torch's rendezvous for all others, hence a world size of 1.
     """
     stay_on_this_host()
-    with open(os.devnull, "w") as nowhere, _redirected(2, nowhere.fileno()):  # torch writes C++ stack traces
+    with open(os.devnull, "w") as nowhere, _redirect(2, nowhere.fileno()):  # torch writes C++ stack traces
         store, _, _ = next(rendezvous("env://?world_size=1", timeout=span))
     return (store, *rank_and_size())
 
 
-def _first(store: Store, size: int, timeout: float) -> Found:
-    found: Found = {"size": size, "where": _address(store), "timeout": timeout}
+def _first(store: Store, size: int, timeout: float) -> Fields:
+    fields: Fields = {"size": size, "where": _address(store), "timeout": timeout}
     store.set("facts/0", json.dumps(asdict(facts_of_this_rank(0))))
     keys = [f"facts/{rank}" for rank in range(size)]
     _wait_for(store, keys, timeout)
     arrived = [key for key in keys if store.check([key])]
     store.set("go", "yes" if len(arrived) == size else "no")
-    found["ranks"] = [json.loads(store.get(key)) for key in arrived]
-    return {**found, **_work_together(store, 0, size, timeout)} if len(arrived) == size else found
+    fields["ranks"] = [json.loads(store.get(key)) for key in arrived]
+    return {**fields, **_work_together(store, 0, size, timeout)} if len(arrived) == size else fields
 
 
-def _other(store: Store, rank: int, size: int, timeout: float) -> Found | None:
+def _other(store: Store, rank: int, size: int, timeout: float) -> Fields | None:
     try:
         store.set(f"facts/{rank}", json.dumps(asdict(facts_of_this_rank(rank))))
         if not _wait_for(store, ["facts/0"], timeout):
@@ -304,7 +304,7 @@ def _wait_for(store: Store, keys: list[str], timeout: float) -> bool:
     return True
 
 
-def _work_together(store: Store, rank: int, size: int, timeout: float) -> Found:
+def _work_together(store: Store, rank: int, size: int, timeout: float) -> Fields:
     """An all-reduce over all ranks, then a measurement of the links."""
     device = local_device()
     try:
@@ -333,7 +333,7 @@ def _failures(store: Store, size: int) -> str:
     return "; ".join(f"rank {' and '.join(those)}: {failure}" for failure, those in ranks.items())
 
 
-def _only_this_host(failed_at: str, failure: str) -> Found:
+def _only_this_host(failed_at: str, failure: str) -> Fields:
     return {"size": 0, "ranks": [asdict(facts_of_this_rank(local_rank()))], "failed_at": failed_at, "failure": failure}
 
 
@@ -344,13 +344,13 @@ def _address(store: Store) -> str:
 
 
 @contextmanager
-def _redirected(source: int, target: int) -> Iterator[None]:
+def _redirect(source: int, target: int) -> Iterator[None]:
     """Redirects a file descriptor to another one, also for C++ code."""
     sys.stdout.flush()
-    kept = os.dup(source)
+    original = os.dup(source)
     os.dup2(target, source)
     try:
         yield
     finally:
-        os.dup2(kept, source)
-        os.close(kept)
+        os.dup2(original, source)
+        os.close(original)

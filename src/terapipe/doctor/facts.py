@@ -54,22 +54,22 @@ class Examination:
     blocked: str = ""  # why the port cannot be bound
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> "Examination":
+    def from_dict(cls, examined: Mapping[str, Any]) -> "Examination":
         """From parsed JSON. Unknown fields are ignored."""
-        known = {f.name for f in fields(Facts)}
+        names = {f.name for f in fields(Facts)}
         ranks = []
-        for row in found["ranks"]:
-            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items() if k in known}
+        for row in examined["ranks"]:
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items() if k in names}
             ranks.append(Facts(**values))
-        links = (Link(**row) for row in found.get("links", ()))
-        return cls(**{**found, "ranks": _short_host_names(ranks), "links": tuple(links)})
+        links = (Link(**row) for row in examined.get("links", ()))
+        return cls(**{**examined, "ranks": _short_host_names(ranks), "links": tuple(links)})
 
     @property
     def hosts(self) -> dict[str, list[Facts]]:
-        found: dict[str, list[Facts]] = {}
+        by_host: dict[str, list[Facts]] = {}
         for facts in self.ranks:
-            found.setdefault(facts.host, []).append(facts)
-        return found
+            by_host.setdefault(facts.host, []).append(facts)
+        return by_host
 
     @property
     def absent(self) -> list[int]:

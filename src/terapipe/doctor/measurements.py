@@ -64,8 +64,8 @@ def _step_times(pipe: Pipeline, size: Size) -> list[float]:
 
 def attention(ranks: int, size: Size) -> Proof:
     """Which kernel attention uses in each dtype, and why not a better one."""
-    found: dict[str, str] = launch(_attention, 1, size)
-    return Proof("attention", None, "; ".join(f"{dtype}: {why}" for dtype, why in found.items()), dict(found))
+    kernels: dict[str, str] = launch(_attention, 1, size)
+    return Proof("attention", None, "; ".join(f"{dtype}: {why}" for dtype, why in kernels.items()), dict(kernels))
 
 
 def _attention(size: Size) -> dict[str, str]:
@@ -85,15 +85,15 @@ def reserve(ranks: int, size: Size) -> Proof:
     """What tensors cannot have of each GPU when all connections are there, and who else is on it."""
     if not torch.cuda.is_available():
         return Proof("reserve", None, "no GPU: nothing is reserved", {})
-    found: dict[str, Any] = launch(_reserve, ranks, size)
-    after = [row["after a step"] for row in found["ranks"]]
+    result: dict[str, Any] = launch(_reserve, ranks, size)
+    after = [row["after a step"] for row in result["ranks"]]
     says = f"context, NCCL and other processes take {min(after) / GIB:.2f} to {max(after) / GIB:.2f} GiB of each GPU"
-    processes = found["processes"]
+    processes = result["processes"]
     if processes is None:
-        return Proof("reserve", None, f"{says}; nvidia-smi, which lists processes, is not here", found)
+        return Proof("reserve", None, f"{says}; nvidia-smi, which lists processes, is not here", result)
     shared = {pid: count for pid, count in processes.items() if count > 1}
     says += f"; {len(shared)} of {len(processes)} processes are on several GPUs"
-    return Proof("reserve", not shared, says, found)
+    return Proof("reserve", not shared, says, result)
 
 
 def _reserve(size: Size) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def gpus_of_processes(listing: str) -> dict[str, int]:
 def memory(ranks: int, size: Size) -> Proof:
     """The peak of a step against what the planner counts. One of cuBLAS's workspaces may not be there: whether
     self-tests of kernels multiply anything depends on the kernels."""
-    found: list[tuple[int, int]] = launch(_memory, ranks, size)
-    says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in found)}"
+    peaks: list[tuple[int, int]] = launch(_memory, ranks, size)
+    says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in peaks)}"
     spare = blas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0
-    holds = all(b - spare - CLOSE * b <= a <= b + CLOSE * b for a, b in found)
-    return Proof("memory", holds, says, {"bytes": found})
+    holds = all(b - spare - CLOSE * b <= a <= b + CLOSE * b for a, b in peaks)
+    return Proof("memory", holds, says, {"bytes": peaks})
 
 
 def _memory(size: Size) -> list[tuple[int, int]]:
@@ -158,9 +158,9 @@ def _memory(size: Size) -> list[tuple[int, int]]:
     blas = blas_workspaces(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 0
     name = str(dtype).removeprefix("torch.")
     predicted = api.predicted_peaks(size.model, plan, name, kernel, blas)[pipe.rank]
-    found = pipe.gather((measured, predicted))
+    peaks = pipe.gather((measured, predicted))
     meet()
-    return found
+    return peaks
 
 
 # Seconds
@@ -170,13 +170,13 @@ def host_time(ranks: int, size: Size) -> Proof:
     """What a layer takes of the host and of the device, and the shortest slice that keeps the device busy."""
     if not torch.cuda.is_available():
         return Proof("host time", None, "no GPU: the host computes", {})
-    found: dict[str, Any] = launch(_host_time, 1, size)
+    rows: dict[str, Any] = launch(_host_time, 1, size)
     parts = [
         f"{name}: {1e3 * row['host']:.2f} ms for a layer's forward and backward, the device's time from "
         f"{row['busy from'] or f'over {size.seq_len}'} tokens on"
-        for name, row in found.items()
+        for name, row in rows.items()
     ]
-    return Proof("host time", None, "; ".join(parts), found)
+    return Proof("host time", None, "; ".join(parts), rows)
 
 
 def _host_time(size: Size) -> dict[str, Any]:
@@ -213,10 +213,10 @@ def _sides(model: PipelineModel, shape: GPTConfig, layers: int, size: Size) -> d
 
 def prediction(ranks: int, size: Size) -> Proof:
     """A profile, a plan made from it, and the plan's real step."""
-    found: dict[str, float] = launch(_prediction, ranks, size)
-    ratio = found["measured"] / found["predicted"]
-    says = f"a step took {found['measured']:.3f} s, {ratio:.2f} of the prediction"
-    return Proof("prediction", None, says, found)
+    times: dict[str, float] = launch(_prediction, ranks, size)
+    ratio = times["measured"] / times["predicted"]
+    says = f"a step took {times['measured']:.3f} s, {ratio:.2f} of the prediction"
+    return Proof("prediction", None, says, times)
 
 
 def _prediction(size: Size) -> dict[str, float]:
@@ -237,9 +237,9 @@ def waits(ranks: int, size: Size) -> Proof:
     """Operations that make the host wait for the device in a step, by torch's own count."""
     if not torch.cuda.is_available():
         return Proof("host waits", None, "no GPU: nothing to wait for", {})
-    found: dict[str, Any] = launch(_waits, ranks, size)
-    says = f"{found['count']} in a step of {found['slices']} slices"
-    return Proof("host waits", found["count"] <= ALLOWED_WAITS, says, found)
+    result: dict[str, Any] = launch(_waits, ranks, size)
+    says = f"{result['count']} in a step of {result['slices']} slices"
+    return Proof("host waits", result["count"] <= ALLOWED_WAITS, says, result)
 
 
 ALLOWED_WAITS = 3  # of a whole step: see docs/gpu.md
@@ -268,9 +268,9 @@ def multiprocessors(ranks: int, size: Size) -> Proof:
     holds them, too: fewer leave more to computations, more send faster."""
     if not torch.cuda.is_available() or ranks == 1:
         return Proof("transfers", None, "no transfers between GPUs", {})
-    found: dict[int, float] = {ctas: launch(_with_ctas, ranks, size, ctas) for ctas in CTAS}
-    says = ", ".join(f"{seconds:.4f} s with {ctas}" for ctas, seconds in found.items())
-    return Proof("transfers", None, f"a step takes {says} multiprocessors for each", {"seconds": found})
+    times: dict[int, float] = {ctas: launch(_with_ctas, ranks, size, ctas) for ctas in CTAS}
+    says = ", ".join(f"{seconds:.4f} s with {ctas}" for ctas, seconds in times.items())
+    return Proof("transfers", None, f"a step takes {says} multiprocessors for each", {"seconds": times})
 
 
 def _with_ctas(size: Size, ctas: int) -> float:
@@ -285,16 +285,16 @@ def _with_ctas(size: Size, ctas: int) -> float:
 def links_between(ranks: int, size: Size) -> Proof:
     if ranks == 1:
         return Proof("links", None, "one rank: no links", {})
-    found: Sequence[dict[str, Any]] = launch(_links, ranks)
-    rates = ", ".join(f"{row['rate'] / 1e9:.2f} GB/s after {1e6 * row['latency']:.0f} us" for row in found)
-    return Proof("links", None, f"from rank 0: {rates}", {"links": found})
+    rows: Sequence[dict[str, Any]] = launch(_links, ranks)
+    rates = ", ".join(f"{row['rate'] / 1e9:.2f} GB/s after {1e6 * row['latency']:.0f} us" for row in rows)
+    return Proof("links", None, f"from rank 0: {rates}", {"links": rows})
 
 
 def _links() -> list[dict[str, Any]]:
     device = begin_rank()
     GROUPS.join(device)
     rank, size = rank_and_size()
-    found = links(rank, size, device, 20.0)
+    rows = links(rank, size, device, 20.0)
     meet()
     dist.destroy_process_group()  # there is no pipeline to close it
-    return found
+    return rows

@@ -47,9 +47,9 @@ Check = Callable[[int, Size], Proof]
 
 def sizes(name: str | None) -> Size:
     """By name, or by whether there is a GPU that is fast enough for the large ones."""
-    known = {"small": SMALL, "large": LARGE}
+    by_name = {"small": SMALL, "large": LARGE}
     if name is not None:
-        return known[name]
+        return by_name[name]
     return LARGE if torch.cuda.is_available() and _speed() >= FAST else SMALL
 
 

@@ -30,7 +30,7 @@ CHECKS: dict[str, Check] = {
     "Hugging Face": exactness.hugging_face,
     "autocast": exactness.autocast,
     "checkpoints": exactness.checkpoints,
-    "killed rank": exactness.killed,
+    "killed rank": exactness.kill_rank,
     "host waits": measurements.waits,
     "reserve": measurements.reserve,
     "memory": measurements.memory,
@@ -78,7 +78,7 @@ def _quiet() -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    about: dict[str, Any] = {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -88,15 +88,15 @@ def machine() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
-        found["capability"] = [list(torch.cuda.get_device_capability(i)) for i in range(count)]
-        found["memory"] = [torch.cuda.mem_get_info(i)[1] for i in range(count)]
-        found["peer_access"] = [
+        about["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+        about["capability"] = [list(torch.cuda.get_device_capability(i)) for i in range(count)]
+        about["memory"] = [torch.cuda.mem_get_info(i)[1] for i in range(count)]
+        about["peer_access"] = [
             [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)
         ]
         nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["nccl"] = ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl)
-    return found
+        about["nccl"] = ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl)
+    return about
 
 
 def ranks_here() -> int:

@@ -28,11 +28,11 @@ def ending_stopped_ranks() -> Iterator[None]:
 
 
 def _watch(over: threading.Event) -> None:
-    known: set[int] = set()
+    seen: set[int] = set()
     while not over.wait(LOOK):
         alive = {pid for pid in _children(os.getpid()) if _state(pid) not in "XZ"}
-        known |= alive
-        if known <= alive:  # nobody has ended: a SIGTERM is the user's, and asks for a checkpoint
+        seen |= alive
+        if seen <= alive:  # nobody has ended: a SIGTERM is the user's, and asks for a checkpoint
             continue
         for pid in alive:
             if _state(pid) in "Tt" and _is_asked_to_end(pid):

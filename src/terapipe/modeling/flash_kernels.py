@@ -55,8 +55,8 @@ def _parts(seen: Visibility, sequences: int, device: torch.device) -> list[_Part
     key = ("flash", sequences, device)
     if key not in seen.memo:
         seen.memo[key] = list(_make_parts(seen, sequences, device))
-    found: list[_Part] = seen.memo[key]
-    return found
+    parts: list[_Part] = seen.memo[key]
+    return parts
 
 
 def _make_parts(seen: Visibility, sequences: int, device: torch.device) -> Iterator[_Part]:
@@ -133,8 +133,8 @@ class Flash(Kernel):
             dout, rows, k, v, o = _laid_out(part, grad[at], q[at], *store.read(at, part.keys), out[at])
             # The kernel reads it as it lies in memory, whatever its strides.
             sums = (lse if part.ragged is None else lse[at][0]).contiguous()
-            found = self._run_backward(dout, rows, k, v, o, sums, part.ragged, seen.window, scores)
-            dq, dk, dv = (_back(part, x) for x in found)
+            gradients = self._run_backward(dout, rows, k, v, o, sums, part.ragged, seen.window, scores)
+            dq, dk, dv = (_back(part, x) for x in gradients)
             yield Gradients(slice(0, seen.length), dq, part.keys, dk, dv, at)
 
     def _run(
@@ -161,11 +161,11 @@ class Flash(Kernel):
         state = torch.empty(
             2, dtype=torch.uint64, device=q.device
         )  # of the generator, for dropout, which there is none
-        found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
             grad, q, k, v, out, lse, *_lengths(q, k, ragged), 0.0, True, state, state[0], scale=scores.scale,
             **_window(window),
         )  # fmt: skip
-        return found
+        return gradients
 
 
 def _lengths(q: Tensor, k: Tensor, ragged: _Ragged | None) -> tuple[Tensor | None, Tensor | None, int, int]:

@@ -558,7 +558,7 @@ class Pipeline(nn.Module):
                 weights are others, all ranks raise the same ValueError, and model and optimizer are as before.
 
         Returns:
-            The notes, a dictionary, whose ``found`` names the extra tensors that were there.
+            The notes, a dictionary, whose ``extra_names`` names the extra tensors that were there.
         """
         wrong = verify_files(Path(folder), self._transport) if verify else ""
         if wrong:

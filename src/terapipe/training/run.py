@@ -157,12 +157,12 @@ class Run:
     def _first_plan(self, model: RunModel) -> PlanResult:
         """What was given, or was chosen before, or what measurements say."""
         config, ranks = self._config, self._world.size
-        found = self._on_first(lambda: plans.from_file(config, ranks) or plans.resume(config, ranks))
-        if found is None and config.plan.profile:
+        result = self._on_first(lambda: plans.from_file(config, ranks) or plans.resume(config, ranks))
+        if result is None and config.plan.profile:
             return self._from_profile(model, Profile.load(config.plan.profile))
-        if found is None and model.shape is not None and config.plan.seconds:
+        if result is None and model.shape is not None and config.plan.seconds:
             return self._from_measurements(model)
-        return self._save_plan(found or plans.equal_slices(config, model, ranks))
+        return self._save_plan(result or plans.equal_slices(config, model, ranks))
 
     def _from_measurements(self, model: RunModel) -> PlanResult:
         said = f"measuring the model for about {self._config.plan.seconds:g} s"

@@ -99,7 +99,7 @@ def test_what_is_wrong_is_said_with_a_remedy(
 ) -> None:
     (finding,) = [f for f in found(examination, check) if f.status is not Status.OK]
     assert finding.status is status
-    assert said in finding.found
+    assert said in finding.message
     assert remedy in finding.remedy
     assert worst(diagnose(examination)) is not Status.OK
 
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said_with_a_remedy(
 def test_what_only_looks_wrong_is_ok(examination: Examination, check: str, said: str) -> None:
     (finding,) = found(examination, check)
     assert finding.status is Status.OK
-    assert said in finding.found
+    assert said in finding.message
 
 
 def far(*links: tuple[float, float]) -> Examination:
@@ -140,8 +140,8 @@ def test_links_are_judged_among_their_kind() -> None:
     for slow in ((5e-4, 3e8), (2e-3, 1e9)):
         (between,) = found(far(near, slower, slower, slow), "links of hosts")
         assert between.status is Status.WARNING
-        assert between.found.count("rank 0 (a)") == 1
-        assert "rank 4 (h4)" in between.found
+        assert between.message.count("rank 0 (a)") == 1
+        assert "rank 4 (h4)" in between.message
         assert "network card" in between.remedy
 
 
@@ -165,15 +165,15 @@ def test_a_few_microseconds_are_no_reason_to_worry() -> None:
 
 def test_of_several_hosts_only_the_bad_ones_are_named() -> None:
     bad, good = found(apart({}, {"files": 100}), "open files")
-    assert (bad.status, bad.found) == (Status.WARNING, "b: at most 100")
-    assert (good.status, good.found) == (Status.OK, "on 1 host: at most 4096")
+    assert (bad.status, bad.message) == (Status.WARNING, "b: at most 100")
+    assert (good.status, good.message) == (Status.OK, "on 1 host: at most 4096")
 
 
 def test_what_is_the_same_on_all_hosts_is_said_once() -> None:
     (alike,) = found(apart(), "open files")
-    assert (alike.found, alike.details) == ("on 2 hosts: at most 4096", ())
+    assert (alike.message, alike.details) == ("on 2 hosts: at most 4096", ())
     (unlike,) = found(apart({}, {"files": 8192}), "open files")
-    assert (unlike.found, unlike.details) == ("on 2 hosts", ("a: at most 4096", "b: at most 8192"))
+    assert (unlike.message, unlike.details) == ("on 2 hosts", ("a: at most 4096", "b: at most 8192"))
 
 
 def test_numbers_of_hosts_show_only_where_names_do_not_differ() -> None:

@@ -38,8 +38,8 @@ def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_port_is_free_or_taken() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert "in use" in examine.blocked(port)
-    assert examine.blocked(port) == ""
+        assert "in use" in examine.why_blocked(port)
+    assert examine.why_blocked(port) == ""
 
 
 def lengths_sent(rate: float, share: float) -> tuple[list[int], dict[str, float]]:

@@ -248,7 +248,7 @@ def test_extra_tensors_are_filled_where_they_fit(tmp_path: Path) -> None:
     }  # fmt: skip
     held = dict(mine)
     loaded = pipe.load(tmp_path / "saved", extra=mine)
-    assert loaded.found == {"random.cpu"}
+    assert loaded.extra_names == {"random.cpu"}
     assert mine["random.cpu"] is held["random.cpu"]
     assert torch.equal(mine["random.cpu"], given["random.cpu"])
     assert not any(mine[name].any() for name in "bcd")
@@ -275,7 +275,7 @@ def of_their_own(folder: str) -> tuple[list[str], bool]:
     loaded = pipe.load(folder, optimizer, extra=found)
     fine = all(torch.equal(found[f"rank.{rank}"], torch.full((3,), rank)) for rank in range(2))
     steps(pipe, optimizer, range(1))
-    return said, fine and loaded == {"by": "all"} and loaded.found == {"rank.0", "rank.1"}
+    return said, fine and loaded == {"by": "all"} and loaded.extra_names == {"rank.0", "rank.1"}
 
 
 @pytest.mark.gpu_seldom
@@ -318,7 +318,13 @@ def in_background(layout: Layout, shard: bool, folder: str, dtype: torch.dtype) 
     other = pipeline(layout, shard, dtype)
     loaded = make_optimizer(other.named_parameters(), OptimizerConfig(lr=0.01))
     notes = other.load(folder, loaded, extra={name: torch.zeros_like(x) for name, x in mine.items()})
-    results = [not early, done, notes == {"step": 2}, notes.found == set(mine), same(snapshot(other, loaded), wanted)]
+    results = [
+        not early,
+        done,
+        notes == {"step": 2},
+        notes.extra_names == set(mine),
+        same(snapshot(other, loaded), wanted),
+    ]
     other.load(folder + ".next", loaded)
     return [*results, same(snapshot(other, loaded), after), not same(wanted, after)]
 

@@ -32,17 +32,19 @@ class FrozenBase:
     def __init__(self, source: WeightSource | None, layers: Sequence[tuple[int, int]], transport: Transport) -> None:
         """``layers`` are the first and the last of each stage of this rank."""
         self._source, self._layers, self._transport = source, layers, transport
-        self._sums: dict[str, int] = {}  # of this rank's parts, when the answer was found
+        self._sums: dict[str, int] = {}  # of this rank's parts, of the last answer
         self._left_out: Digests = {}
 
     @property
     def source(self) -> str:
         return str(self._source)
 
-    def left_out(self, weights: Mapping[str, Tensor]) -> Digests:
+    def choose_left_out(self, weights: Mapping[str, Tensor]) -> Digests:
         """What a checkpoint of these weights need not hold, over all ranks. All ranks call it together."""
-        known = {} if self._source is None else weights
-        frozen = {name: x for name, x in known.items() if isinstance(x, torch.nn.Parameter) and not x.requires_grad}
+        candidates = {} if self._source is None else weights
+        frozen = {
+            name: x for name, x in candidates.items() if isinstance(x, torch.nn.Parameter) and not x.requires_grad
+        }
         sums = local_sums(frozen)
         if any(self._transport.gather(sums != self._sums, ALL)):
             self._left_out = self._agree(weights, digests_of(frozen))

@@ -83,7 +83,7 @@ def reason(error: BaseException) -> str:
 def _index(path: Path) -> Metadata:
     check_kind(path)
     try:
-        index = _unpickled(path)
+        index = _unpickle(path)
     except OSError:
         raise
     except Exception as error:  # a pickle can fail in any way
@@ -96,7 +96,7 @@ def _index(path: Path) -> Metadata:
     return index
 
 
-def _unpickled(path: Path) -> object:
+def _unpickle(path: Path) -> object:
     before = {kind: dict(vars(kind)) for kind in _CLASSES}
     try:
         with path.open("rb") as file:

@@ -63,12 +63,12 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of the state itself; numbers as tensors."""
-        return {name: _as_tensor(held[key]) for name, (held, key) in self._places().items()}
+        return {name: _as_tensor(state[key]) for name, (state, key) in self._places().items()}
 
     def prepare(self, saved: Iterable[str]) -> None:
         """Makes room for what is saved. What is not begins anew, as it did where it was saved."""
-        known = {prefix for name in saved if name.startswith(f"{PART}.state.") for prefix in _prefixes(name)}
-        there = {name for name in self._parameters if f"{PART}.state.{name}" in known}
+        prefixes = {prefix for name in saved if name.startswith(f"{PART}.state.") for prefix in _prefixes(name)}
+        there = {name for name in self._parameters if f"{PART}.state.{name}" in prefixes}
         for name, p in self._parameters.items():
             p.grad = None
             if name not in there:
@@ -93,15 +93,15 @@ class OptimizerState:
 
     def finish(self, loaded: Mapping[str, Tensor]) -> None:
         """Tensors were loaded in place; numbers were not."""
-        for name, (held, key) in self._places().items():
-            if not isinstance(held[key], Tensor):
-                held[key] = type(held[key])(loaded[name].item())
+        for name, (state, key) in self._places().items():
+            if not isinstance(state[key], Tensor):
+                state[key] = type(state[key])(loaded[name].item())
 
     def copy(self, original: Tensor, copy: Tensor) -> None:
         """A copy of a parameter gets a copy of its state."""
         self._state.pop(copy, None)
         if original in self._state:
-            self._state[copy] = _cloned(self._state[original])
+            self._state[copy] = _clone(self._state[original])
 
 
 def _leaves(state: dict[Any, Any], name: str) -> Iterator[tuple[str, Place]]:
@@ -118,9 +118,9 @@ def _as_tensor(value: Tensor | int | float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
-def _cloned(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
+        return {key: _clone(item) for key, item in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -130,11 +130,11 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 class Loaded(dict[str, Any]):
-    """A checkpoint's notes. ``found`` names the extra tensors that it had."""
+    """A checkpoint's notes. ``extra_names`` names the extra tensors that it had."""
 
-    def __init__(self, notes: Mapping[str, Any], found: Iterable[str]) -> None:
+    def __init__(self, notes: Mapping[str, Any], extra_names: Iterable[str]) -> None:
         super().__init__(notes)
-        self.found = frozenset(found)
+        self.extra_names = frozenset(extra_names)
 
 
 class Checkpoint:
@@ -186,7 +186,7 @@ class Checkpoint:
         self._wait(writer.latest if writer is not None else None)
         if self._transport.global_rank == min(self._transport.ranks.hosts):
             shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
-        left_out: Digests = {} if frozen else self._base.left_out(self._tensors)
+        left_out: Digests = {} if frozen else self._base.choose_left_out(self._tensors)
         state: State = {}
         staging = Staging() if writer is None else writer.staging
         texts, names, problem = dict[str, str](), [], None
@@ -195,7 +195,7 @@ class Checkpoint:
                 texts[NOTES] = _as_json(notes)
             if left_out:
                 texts[FROZEN] = _as_json({"source": self._base.source, "weights": left_out})
-            names, state = list(extra), self._state(_checked(extra), left_out)
+            names, state = list(extra), self._state(_require_tensors(extra), left_out)
             if copy:
                 state = staging.copy(state)
             elif self._transport.device.type == "cuda":
@@ -314,7 +314,7 @@ def _nothing_in(folder: Path) -> str:
     return f"no checkpoint in {folder}: a folder with a file {manifest.MANIFEST}, as Pipeline.save writes it"
 
 
-def _checked(extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _require_tensors(extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for name, x in extra.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"extra values must be tensors, got {type(x).__name__} for {name!r}; notes take others")

@@ -194,7 +194,7 @@ def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group:
         # Returns on the first rank after its ``finish``, and that runs when it has gathered what all have written.
         writer = _Writer(partial)
         _save(state, writer, group)
-        sums = _gathered(writer.sums, group)
+        sums = _gather_sums(writer.sums, group)
         if is_main:
             _finish(folder, partial, texts, sums)
     except CheckpointException as error:
@@ -214,7 +214,7 @@ def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group:
         raise problem[0]
 
 
-def _gathered(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str, Sum]:
+def _gather_sums(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str, Sum]:
     """Those of the files that all ranks have written."""
     if group is None:
         return sums

@@ -160,7 +160,9 @@ _STYLES = {"nan": "bold red", "failed": "bold red", "drift": "yellow", "stopped"
 # The columns of plain lines.
 _COLUMNS: dict[str, Callable[[Any], str]] = {
     "loss": lambda value: f"loss {number(value)}",
-    "metrics": lambda found: "  ".join(f"{name} {number(value)}" for name, value in found.items() if value is not None),
+    "metrics": lambda metrics: "  ".join(
+        f"{name} {number(value)}" for name, value in metrics.items() if value is not None
+    ),
     "lr": lambda value: f"lr {value:.2e}",
     "grad_norm": lambda value: f"grad norm {number(value)}",
     "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
