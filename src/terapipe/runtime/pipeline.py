@@ -90,9 +90,9 @@ class Pipeline(nn.Module):
         vary: what to do with a batch of another shape than the plan's: ``"refuse"`` it; ``"replan"``, run it by the
             same plan resized (every rank must then be given the batch); or ``"pad"`` it up to the plan's with tokens
             that count for nothing.
-        fused_weight_grads: whether ``nn.Linear``, ``nn.Embedding`` and ``Conv1D`` of transformers add gradients of their
-            weights to ``.grad`` in place, and orders with split backwards put them off. Turned off, autograd computes
-            them all at once.
+        fused_weight_grads: whether ``nn.Linear``, ``nn.Embedding`` and ``Conv1D`` of transformers add gradients of
+            their weights to ``.grad`` in place, and orders with split backwards put them off. Turned off,
+            autograd computes them all at once.
         verify: whether a model of your own is checked on a few made-up tokens before it trains, see
             ``terapipe.verify``; what would give other gradients than the whole model is refused by name. ``GPT`` and
             Hugging Face models are checked elsewhere.
