@@ -89,7 +89,7 @@ def leave() -> None:
     ``destroy_process_group``: torch would warn of them, and abort what peers still receive. What a rank that is gone
     holds up is left behind."""
     ours = dist.is_initialized() and default_group_is_ours()
-    if torch.cuda.is_initialized() and (_pairs or ours):
+    if (_pairs or ours) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
         for backend in _pairs.values():
             _close(backend.shutdown, device)
