@@ -19,6 +19,8 @@ CLOCK = 1.0  # most seconds between clocks
 
 
 class Status(StrEnum):
+    """How bad a finding is, from best to worst. Only a problem makes the command fail."""
+
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
@@ -26,6 +28,16 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the doctor's report.
+
+    Args:
+        check: the name of the check that speaks.
+        status: how bad it is.
+        message: what the check saw, with values.
+        remedy: what the user can do about it; empty if all is well.
+        details: further lines, such as one for each link.
+    """
+
     check: str
     status: Status
     message: str
@@ -38,10 +50,19 @@ class Finding:
 
 
 def diagnose(examination: Examination) -> list[Finding]:
+    """Runs every check over the facts. It starts nothing and measures nothing, so tests can feed it any cluster.
+
+    Args:
+        examination: the facts of all ranks, and what happened when they met.
+
+    Returns:
+        The findings, in the order of the report.
+    """
     return [finding for check in _CHECKS for finding in check(examination)]
 
 
 def worst(findings: Sequence[Finding]) -> Status:
+    """Returns the worst status of all findings; OK if there are none."""
     return max((f.status for f in findings), key=list(Status).index, default=Status.OK)
 
 
@@ -49,7 +70,12 @@ def worst(findings: Sequence[Finding]) -> Status:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether "2.13.0+cpu" is within "<3,>=2.9". By hand: ``packaging`` does not come with torch."""
+    """Tells whether a version is within bounds. It parses them itself, because ``packaging`` does not come with torch.
+
+    Args:
+        version: of an installed package, for example "2.13.0+cpu".
+        wanted: what the release requires, for example "<3,>=2.9".
+    """
     compare: dict[str, Callable[[int], bool]] = {
         "<": lambda x: x < 0, "<=": lambda x: x <= 0, ">": lambda x: x > 0, ">=": lambda x: x >= 0,
         "==": lambda x: x == 0, "!=": lambda x: x != 0,
@@ -59,7 +85,7 @@ def satisfies(version: str, wanted: str) -> bool:
 
 
 def _order(version: str, bound: str) -> int:
-    """-1, 0 or 1 if the version is before, equal to or after the bound, by its leading numbers."""
+    """Returns -1, 0 or 1 if the version is before, equal to or after the bound, by its leading numbers."""
     mine = re.match(r"\d+(?:\.\d+)*", version)
     pairs = zip_longest(*([int(n) for n in text.split(".")] for text in (mine[0] if mine else "0", bound)), fillvalue=0)
     return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
@@ -213,6 +239,8 @@ def _compare_links(check: str, links: Sequence[Link], host: Mapping[int, str], r
 
 
 def _is_slow(link: Link, links: Sequence[Link]) -> bool:
+    """Compares a link with the median of the others. Their own median, not a limit in bytes per second, because what is
+    slow between hosts with InfiniBand is fast between hosts with Ethernet."""
     others = [other for other in links if other is not link]
     if not others:
         return False
@@ -249,6 +277,8 @@ def _cores(ranks: Sequence[Facts]) -> Finding:
                 "give each its own: terapipe.launch.processes.take_cores, taskset; or start fewer ranks on this host"
             )
             return Finding("cores", Status.PROBLEM, f"{_numbers(on_it)} share core {core[0]} and no other", remedy)
+    # Ranks may be pinned to sets of cores that overlap. For each set that some rank has, count the threads of all ranks
+    # that cannot leave it: these compete for its cores, whatever the ranks outside do.
     for cores in dict.fromkeys(facts.cores for facts in ranks):
         inside = [facts for facts in ranks if set(facts.cores) <= set(cores)]
         threads = sum(facts.threads for facts in inside)
@@ -301,7 +331,8 @@ def _files(ranks: Sequence[Facts]) -> Finding:
 
 
 def _each_host(e: Examination, check: Callable[[Sequence[Facts]], Finding]) -> Iterator[Finding]:
-    """A finding for each host with something wrong, and one for all other hosts."""
+    """Runs a check on every host, and yields a finding for each host with something wrong and one for all others. A
+    thousand hosts that are fine take one line, and the one that is not keeps a line of its own."""
     findings = {host: check(ranks) for host, ranks in e.hosts.items()}
     if len(findings) == 1:
         yield from findings.values()
@@ -320,6 +351,7 @@ def _each_host(e: Examination, check: Callable[[Sequence[Facts]], Finding]) -> I
 
 
 def _names_of(ranks: Sequence[Facts]) -> str:
+    """Returns ranks by host, for messages: ``ranks 0 and 1 on a, rank 2 on b``."""
     by_host: dict[str, list[int]] = {}
     for facts in ranks:
         by_host.setdefault(facts.host, []).append(facts.rank)
@@ -327,7 +359,7 @@ def _names_of(ranks: Sequence[Facts]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1 and 2``."""
+    """Returns ``rank 3`` or ``ranks 0, 1 and 2``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

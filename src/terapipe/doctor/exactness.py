@@ -1,4 +1,8 @@
-"""Proofs that numbers are right on this hardware, and that a killed rank is noticed."""
+"""Proofs that numbers are right on this hardware, and that a killed rank is noticed.
+
+Every proof is a ``Check``: it takes the number of ranks and the size of the models, starts its ranks, and returns a
+``Proof``. The function of the same name with an underscore runs on each rank.
+"""
 
 import copy
 import json
@@ -40,8 +44,8 @@ TOLD = 180.0  # seconds within which survivors of a killed rank must have said s
 
 
 def kernels(ranks: int, size: Size) -> Proof:
-    """The attention kernel that is chosen for each kind of call, against float64. Others are not run: some compile for
-    minutes."""
+    """Compares the attention kernel that is chosen for each kind of call with float64. It does not run the others: some
+    compile for minutes."""
     results: dict[str, Any] = launch(_kernels, 1, size)
     rows = results["combinations"]
     wrong = [row for row in rows if row["fault"]]
@@ -70,11 +74,13 @@ def _kernels(size: Size) -> dict[str, Any]:
 
 
 def _is_trained(case: Case, dtype: torch.dtype, head: int, size: Size) -> bool:
-    """Softcaps belong to models with large heads, in half precision, and may need a kernel that compiles."""
+    """Tells whether models use such a call. Softcaps belong to models with large heads, in half precision, and may
+    need a kernel that compiles."""
     return case.softcap is None or (dtype is torch.bfloat16 and head == size.heads[-1])
 
 
 def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dict[str, Any]:
+    """Tries one kernel. It reports a kernel that raises as one with a fault, so that the others are tried, too."""
     name, error, fault = "", None, None
     try:
         kernel = kernel_for(case.need(device, dtype, head))
@@ -90,7 +96,8 @@ def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dic
 
 
 def products(ranks: int, size: Size) -> Proof:
-    """A weight's gradient, summed over slices in float32: the product adds to the sum itself, if torch can do that."""
+    """Compares a weight's gradient, summed over slices in float32, with float64. The product adds to the sum itself, if
+    torch can do that."""
     result: dict[str, Any] = launch(_products, 1, size)
     how = "one operation" if result["fused"] else "two operations: this torch has none for it here"
     says = f"bfloat16 products, added to a sum in float32 by {how}, largest relative error {result['error']:.1e}"
@@ -123,7 +130,8 @@ def _products(size: Size) -> dict[str, Any]:
 
 
 def orders(ranks: int, size: Size) -> Proof:
-    """A step of every order against the plain model, on a small model in float32, with delays thrown in."""
+    """Compares the gradients of a step in every order with the plain model's, on a small model in float32. Random
+    delays break what is in order by luck."""
     errors: dict[str, float] = launch(_orders, ranks)
     worst = max(errors.values())
     says = f"{len(errors)} orders on {ranks} ranks, largest relative error of a gradient {worst:.1e}"
@@ -150,7 +158,7 @@ def _orders() -> dict[str, float]:
 
 
 def _two_steps(pipe: Pipeline, ids: Tensor, around: AbstractContextManager[object] | None = None) -> dict[str, Tensor]:
-    """Gradients of the second, over what the first left."""
+    """Runs two steps and returns the gradients of the second, which also sees what the first left behind."""
     for _ in range(2):
         pipe.zero_grad()
         with around or nullcontext():
@@ -159,7 +167,7 @@ def _two_steps(pipe: Pipeline, ids: Tensor, around: AbstractContextManager[objec
 
 
 def _wide(model: GPT) -> GPT:
-    """Weights larger than an initialization's, so that attention is far from uniform."""
+    """Makes weights larger than an initialization's, so that attention is far from uniform and errors show."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" not in name:
@@ -168,7 +176,7 @@ def _wide(model: GPT) -> GPT:
 
 
 def _plain(model: GPT, ids: Tensor, around: AbstractContextManager[object] | None = None) -> dict[str, Tensor]:
-    """Gradients of the whole model in one piece."""
+    """Returns the gradients of the whole model in one piece."""
     labels = next_token_labels(ids)
     with around or nullcontext():
         loss = model.loss(model(ids), labels) / (labels >= 0).sum()
@@ -177,13 +185,15 @@ def _plain(model: GPT, ids: Tensor, around: AbstractContextManager[object] | Non
 
 
 def _error(gradients: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Returns the largest difference of gradients, relative to the largest of all. A tied head has the embedding's."""
     largest = max(g.abs().max().item() for g in wanted.values())
     same = {"head.weight": "embedding.weight"} if "head.weight" not in wanted else {}
     return max((g - wanted[same.get(name, name)]).abs().max().item() for name, g in gradients.items()) / largest
 
 
 def _add_delays(pipe: Pipeline) -> None:
-    """The device falls behind the host at random, as it would with other kernels: what is in order by luck breaks."""
+    """Lets the device fall behind the host at random, as it would with other kernels: what is in order by luck
+    breaks."""
     if pipe.device.type != "cuda":
         return
     generator = torch.Generator().manual_seed(pipe.rank)
@@ -201,7 +211,7 @@ def _add_delays(pipe: Pipeline) -> None:
 
 
 def hugging_face(ranks: int, size: Size) -> Proof:
-    """A step of a Hugging Face model, with grouped heads, against transformers itself."""
+    """Compares the gradients of a Hugging Face model, with grouped heads, with those of transformers itself."""
     try:
         import transformers
     except ImportError:
@@ -228,7 +238,11 @@ def _hugging_face() -> float:
 
 
 def small_llama(**changes: int) -> Any:
-    """The same weights on every rank."""
+    """Builds a Llama with random weights, the same on every rank.
+
+    Args:
+        **changes: fields of its configuration that differ from the small model's.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -240,8 +254,8 @@ def small_llama(**changes: int) -> Any:
 
 
 def autocast(ranks: int, size: Size) -> Proof:
-    """A step under torch.autocast, as `bf16=True` of Hugging Face trainers has it, is as good as one process under
-    autocast: both against float32."""
+    """Compares a step under torch.autocast, as `bf16=True` of Hugging Face trainers has it, with float32. It must be
+    about as close as one process under autocast."""
     errors: dict[str, float] = launch(_autocast, ranks)
     says = (
         f"gradients on {ranks} ranks are off by {errors['pipeline']:.1e} of float32's, by {errors['plain']:.1e} in one "
@@ -271,7 +285,7 @@ def _autocast() -> dict[str, float]:
 
 
 def checkpoints(ranks: int, size: Size) -> Proof:
-    """Saved by one layout, loaded by another with other stages."""
+    """Saves a checkpoint, loads it into a pipeline with other stages, and compares every weight."""
     with tempfile.TemporaryDirectory() as folder:
         error: float = launch(_checkpoints, ranks, folder)
     says = f"saved on {ranks} ranks in the background, loaded with other stages: largest difference {error:g}"
@@ -302,7 +316,7 @@ def _checkpoints(folder: str) -> float:
 
 
 def kill_rank(ranks: int, size: Size) -> Proof:
-    """One rank is killed in the middle of a step: how long the others take to say so, and what they say."""
+    """Kills one rank in the middle of a step, and sees how long the others take to say so, and what they say."""
     if ranks == 1:
         return Proof("killed rank", None, "one rank: nobody to notice", {})
     with tempfile.TemporaryDirectory() as folder:
@@ -318,9 +332,13 @@ def kill_rank(ranks: int, size: Size) -> Proof:
 
 
 def _run_and_kill(folder: str) -> None:
-    """Rank 1 is a process of its own below the one that was launched, and no launched process ends before all survivors
-    have spoken, or TOLD seconds have passed: torch's launcher would ask the others to end at once, and kill them 30
-    seconds later."""
+    """Runs a step on each rank, of which rank 1 dies. Rank 1 is a process of its own below the one that was launched,
+    and no launched process ends before all survivors have spoken, or TOLD seconds have passed: torch's launcher would
+    ask the others to end at once, and kill them 30 seconds later.
+
+        launched processes   0          1               2
+        ranks                0 (itself) 1 (its child)   2 (itself)     only the child is killed
+    """
     rank, size = rank_and_size()
     if rank == 1:
         victim = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(folder,))
@@ -335,6 +353,7 @@ def _run_and_kill(folder: str) -> None:
 
 
 def _run_until_killed(folder: str) -> None:
+    """Runs steps until rank 1 kills itself in one. A survivor writes what it was told to a file in the folder."""
     begin_rank()
     rank, size = rank_and_size()
     config = GPTConfig(layers=16, hidden=32, heads=4, vocab=61, max_seq_len=64)

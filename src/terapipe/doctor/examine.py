@@ -43,7 +43,11 @@ from terapipe.runtime.comm.environment import (
 
 
 def facts_of_this_rank(rank: int) -> Facts:
-    """Collects what can be known of this process and its host without the other ranks."""
+    """Collects what this process can tell of itself and its host without the other ranks.
+
+    Args:
+        rank: its number among all.
+    """
     kernels, fallbacks = _kernels()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Facts(
@@ -74,6 +78,7 @@ def facts_of_this_rank(rank: int) -> Facts:
 
 
 def _addresses(host: str) -> list[str]:
+    """Resolves a host name; returns nothing if it does not resolve, which the diagnosis reports."""
     try:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
     except OSError:
@@ -81,7 +86,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _needs() -> dict[str, str]:
-    """The versions that this release requires. Empty if it is not installed but only on the path."""
+    """Reads the versions that this release requires; empty if it is not installed but only on the path."""
     try:
         about, requirements = metadata.metadata("terapipe"), metadata.requires("terapipe") or []
     except metadata.PackageNotFoundError:
@@ -94,7 +99,7 @@ def _needs() -> dict[str, str]:
 
 
 def _kernels() -> tuple[list[str], list[str]]:
-    """The dtypes whose fast attention kernel passes its self-test, with its name, and reasons for the others."""
+    """Returns the dtypes whose fast attention kernel passes its self-test, with its name, and why others fail."""
     passed, fallbacks = [], []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
@@ -110,6 +115,7 @@ def _kernels() -> tuple[list[str], list[str]]:
 
 
 def _cores() -> list[int]:
+    """Returns the cores on which this process may run; all of the machine where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -122,6 +128,7 @@ def share_cores() -> None:
 
 
 def _free_memory() -> int:
+    """Returns the bytes that new processes can have; all of the machine's where there is no /proc."""
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -130,6 +137,7 @@ def _free_memory() -> int:
 
 
 def _shared_memory() -> int | None:
+    """Returns the size of /dev/shm in bytes; None where there is none."""
     try:
         about = os.statvfs("/dev/shm")
     except OSError:
@@ -145,7 +153,18 @@ ONE_LINK = 3.0  # seconds at most to measure one link
 
 
 def links(rank: int, size: int, device: torch.device, budget: float) -> list[dict[str, Any]]:
-    """Rank 0 measures its link to one rank after the other; the other ranks return nothing."""
+    """Measures the link from rank 0 to one rank after the other. All ranks call it together. One at a time, because
+    several transfers at once would share rank 0's network card, and every link would look slow.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        device: where the messages are.
+        budget: seconds that all links may take together.
+
+    Returns:
+        The fields of a ``Link`` for each peer, on rank 0; nothing on the others.
+    """
     if rank:
         _answer(device)
         return []
@@ -164,7 +183,18 @@ def _link(peer: int, device: torch.device, share: float) -> dict[str, Any]:
 def measure_link(
     echo: Callable[[int, int], tuple[float, float]], share: float, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
-    """Sends longer and longer messages until the next would exceed the time ``share``."""
+    """Measures latency, rate and clock of a link. It sends longer and longer messages until the next would take too
+    long, so that a slow link is measured in the same time as a fast one. Every message names the length of the next::
+
+        rank 0   (1, next 1) (1, next 1) ... (1, next n) (n numbers, next 1) ... (1, next 0)
+        peer     answers each with its clock; ends after the one whose next is 0
+
+    Args:
+        echo: sends a message of so many numbers, with the length of the next, and returns the seconds of one way and
+            how far the peer's clock is ahead.
+        share: seconds that the measurement may take.
+        lengths: of the long messages, in numbers of 8 bytes.
+    """
     echo(1, 1)  # the first message opens the connection
     start = time.monotonic()
     pings = [echo(1, 1)]
@@ -182,7 +212,7 @@ def measure_link(
 
 
 def _echo(peer: int, device: torch.device, length: int, following: int) -> tuple[float, float]:
-    """Seconds of one way, and how far the peer's clock is ahead. A message starts with the length of the next."""
+    """Sends a message there and back. Returns seconds of one way, and how far the peer's clock is ahead."""
     message = torch.full((length,), following, dtype=torch.float64, device=device)
     began, start = time.time(), time.perf_counter()
     dist.send(message, peer)
@@ -193,7 +223,7 @@ def _echo(peer: int, device: torch.device, length: int, following: int) -> tuple
 
 
 def _answer(device: torch.device) -> None:
-    """Returns every message, with its first number replaced by the time on this rank."""
+    """Sends every message back, with its first number replaced by the time on this rank, until one announces none."""
     length = 1
     while length:
         message = torch.empty(length, dtype=torch.float64, device=device)
@@ -204,7 +234,7 @@ def _answer(device: torch.device) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a torch error, without source location and failed condition."""
+    """Returns the first line of a torch error, without source location and failed condition, which help no user."""
     text = re.sub(r"\[enforce fail at [^\]]*\] [^.]*\. ", "", str(error))
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).partition("\n")[0]
 
@@ -215,7 +245,16 @@ ALL_LINKS = 10.0  # seconds at most to measure all links
 
 
 def alone(ranks: int, port: int, timeout: float) -> Fields:
-    """Starts ranks on this machine and examines them. ``port`` is the one that torchrun would get."""
+    """Starts ranks on this machine and examines them.
+
+    Args:
+        ranks: how many.
+        port: the one that torchrun would get; it is tried, not used.
+        timeout: seconds that ranks wait for each other.
+
+    Returns:
+        The fields of an ``Examination``. If the ranks cannot start, those of this host, with the failure.
+    """
     why_not = why_blocked(port)
     logging.disable(logging.ERROR)  # torch logs a traceback of its own when a rank dies, without the reason
     try:
@@ -231,7 +270,7 @@ def alone(ranks: int, port: int, timeout: float) -> Fields:
 
 
 def why_blocked(port: int) -> str:
-    """Why no process can listen on this port; empty if one can."""
+    """Tells why no process can listen on this port; empty if one can."""
     try:
         if socket.has_dualstack_ipv6():  # as the store of torch does
             socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
@@ -243,7 +282,16 @@ def why_blocked(port: int) -> str:
 
 
 def examine(timeout: float, pin: bool = False) -> Fields | None:
-    """Runs on every rank. Rank 0 returns what all ranks found; a rank that meets nobody returns what it knows."""
+    """Examines the run that this rank belongs to. Every rank calls it.
+
+    Args:
+        timeout: seconds that ranks wait for each other.
+        pin: whether to pin this rank to its cores, as ``launch`` leaves that to its ranks.
+
+    Returns:
+        On rank 0 the fields of an ``Examination`` of all ranks. On a rank that meets nobody, those of its host alone.
+        None on the others: one rank reports.
+    """
     with _redirect(1, 2):  # some versions of gloo write to stdout, where the report may be JSON
         if pin:
             share_cores()
@@ -261,7 +309,8 @@ def examine(timeout: float, pin: bool = False) -> Fields | None:
 
 
 def _meet(span: timedelta) -> tuple[Store, int, int]:
-    """The store, this rank and the number of ranks, without waiting for the others, so missing ranks can be named.
+    """Opens the store. Returns it with this rank and the number of ranks. It does not wait for the others, so that the
+    first rank can name those that are missing.
 
     The rank that hosts the store would wait in torch's rendezvous for all others, hence a world size of 1.
     """
@@ -272,6 +321,8 @@ def _meet(span: timedelta) -> tuple[Store, int, int]:
 
 
 def _first(store: Store, size: int, timeout: float) -> Fields:
+    """Collects the facts of all ranks that arrive in time. Only if all did, tells them to go on: a process group that
+    waits for a missing rank hangs, and could not say which one is missing."""
     fields: Fields = {"size": size, "where": _address(store), "timeout": timeout}
     store.set("facts/0", json.dumps(asdict(facts_of_this_rank(0))))
     keys = [f"facts/{rank}" for rank in range(size)]
@@ -283,6 +334,7 @@ def _first(store: Store, size: int, timeout: float) -> Fields:
 
 
 def _other(store: Store, rank: int, size: int, timeout: float) -> Fields | None:
+    """Sends this rank's facts to the first and does what that says. If the first never comes, rank 1 reports it."""
     try:
         store.set(f"facts/{rank}", json.dumps(asdict(facts_of_this_rank(rank))))
         if not _wait_for(store, ["facts/0"], timeout):
@@ -295,7 +347,7 @@ def _other(store: Store, rank: int, size: int, timeout: float) -> Fields | None:
 
 
 def _wait_for(store: Store, keys: list[str], timeout: float) -> bool:
-    """Whether all keys arrived in time. Polls, because a wait that times out in the store writes to stderr."""
+    """Tells whether all keys arrive in time. It polls, because a wait that times out in the store writes to stderr."""
     deadline = time.monotonic() + timeout
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -305,7 +357,7 @@ def _wait_for(store: Store, keys: list[str], timeout: float) -> bool:
 
 
 def _work_together(store: Store, rank: int, size: int, timeout: float) -> Fields:
-    """An all-reduce over all ranks, then a measurement of the links."""
+    """Runs an all-reduce over all ranks and measures the links. Returns the links, or why that failed."""
     device = local_device()
     try:
         if device.type == "cuda":
@@ -323,7 +375,7 @@ def _work_together(store: Store, rank: int, size: int, timeout: float) -> Fields
 
 
 def _failures(store: Store, size: int) -> str:
-    """Failures by rank, of those that report within a second: the cause may be on another rank."""
+    """Gathers the failures of ranks that report within a second: the cause may be on another rank than this one."""
     keys = [f"failure/{rank}" for rank in range(size)]
     _wait_for(store, keys, 1.0)
     ranks: dict[str, list[str]] = {}
@@ -334,10 +386,12 @@ def _failures(store: Store, size: int) -> str:
 
 
 def _only_this_host(failed_at: str, failure: str) -> Fields:
+    """Returns the fields of an ``Examination`` that never got beyond this host."""
     return {"size": 0, "ranks": [asdict(facts_of_this_rank(local_rank()))], "failed_at": failed_at, "failure": failure}
 
 
 def _address(store: Store) -> str:
+    """Returns host and port of the store below its prefixes; empty if it has none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""

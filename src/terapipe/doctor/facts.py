@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank and its host. A new field needs a default, because hosts may have different releases."""
+    """What one rank knows of itself and its host. A new field needs a default: hosts may have different releases."""
 
     rank: int
     host: str
@@ -31,10 +31,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Link:
-    """Between rank 0 and another rank."""
+    """The connection between rank 0 and another rank, as measured."""
 
-    rank: int
-    latency: float
+    rank: int  # the other one
+    latency: float  # seconds of one way
     rate: float  # bytes per second
     clock: float  # seconds by which the other rank's clock is ahead
 
@@ -55,7 +55,12 @@ class Examination:
 
     @classmethod
     def from_dict(cls, examined: Mapping[str, Any]) -> "Examination":
-        """From parsed JSON. Unknown fields are ignored."""
+        """Reads an examination from parsed JSON. It ignores fields of ranks that it does not know, because other hosts
+        may have a newer release.
+
+        Args:
+            examined: what ``examine`` returned.
+        """
         names = {f.name for f in fields(Facts)}
         ranks = []
         for row in examined["ranks"]:
@@ -66,6 +71,7 @@ class Examination:
 
     @property
     def hosts(self) -> dict[str, list[Facts]]:
+        """The facts of the ranks that arrived, by host."""
         by_host: dict[str, list[Facts]] = {}
         for facts in self.ranks:
             by_host.setdefault(facts.host, []).append(facts)
@@ -73,19 +79,22 @@ class Examination:
 
     @property
     def absent(self) -> list[int]:
+        """The ranks that did not arrive."""
         return sorted(set(range(self.size)) - {facts.rank for facts in self.ranks})
 
     @property
     def met(self) -> bool:
+        """Whether all ranks arrived and worked together."""
         return not self.absent and not self.failure
 
     @property
     def several_hosts(self) -> bool:
+        """Whether the run has more than one host, also if only ranks of one arrived."""
         return len(self.hosts) > 1 or any(self.size > facts.local_ranks for facts in self.ranks)
 
 
 def _short_host_names(ranks: Sequence[Facts]) -> tuple[Facts, ...]:
-    """Without node numbers, if host names alone are unique."""
+    """Drops the node numbers from host names that are unique without them, which reads better."""
     names = {facts.host: facts.host.partition(" (node ")[0] for facts in ranks}
     if len(set(names.values())) < len(names):
         return tuple(ranks)

@@ -1,4 +1,8 @@
-"""Proofs of what is measured on this hardware: kernels that are chosen, waits, bytes, seconds, links."""
+"""Proofs of what is measured on this hardware: kernels that are chosen, waits, bytes, seconds, links.
+
+Every proof is a ``Check``: it takes the number of ranks and the size of the models, starts its ranks, and returns a
+``Proof``. Most only report a figure, and hold whatever it is.
+"""
 
 import shutil
 import subprocess
@@ -50,7 +54,7 @@ def _ids(size: Size) -> torch.Tensor:
 
 
 def _step_times(pipe: Pipeline, size: Size) -> list[float]:
-    """Seconds of some steps, without the first."""
+    """Runs some steps and returns the seconds of each, without the first, which makes buffers and connections."""
     ids, times = _ids(size), []
     for _ in range(size.steps + 1):
         pipe.step(ids, next_token_labels(ids)).item()
@@ -63,7 +67,7 @@ def _step_times(pipe: Pipeline, size: Size) -> list[float]:
 
 
 def attention(ranks: int, size: Size) -> Proof:
-    """Which kernel attention uses in each dtype, and why not a better one."""
+    """Reports which kernel attention uses in each dtype, and why not a better one."""
     kernels: dict[str, str] = launch(_attention, 1, size)
     return Proof("attention", None, "; ".join(f"{dtype}: {why}" for dtype, why in kernels.items()), dict(kernels))
 
@@ -82,7 +86,8 @@ def _attention(size: Size) -> dict[str, str]:
 
 
 def reserve(ranks: int, size: Size) -> Proof:
-    """What tensors cannot have of each GPU when all connections are there, and who else is on it."""
+    """Measures what tensors cannot have of each GPU when all connections are there, and looks who else is on it. A
+    process on several GPUs has a context on each, which takes memory for nothing."""
     if not torch.cuda.is_available():
         return Proof("reserve", None, "no GPU: nothing is reserved", {})
     result: dict[str, Any] = launch(_reserve, ranks, size)
@@ -111,7 +116,7 @@ def _reserve(size: Size) -> dict[str, Any]:
 
 
 def _processes() -> dict[str, int] | None:
-    """By their numbers, on how many GPUs each is. None without nvidia-smi."""
+    """Returns on how many GPUs each process is, by process number; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
@@ -119,7 +124,11 @@ def _processes() -> dict[str, int] | None:
 
 
 def gpus_of_processes(listing: str) -> dict[str, int]:
-    """From what nvidia-smi prints: a line with GPU and process for each process on each GPU."""
+    """Counts the GPUs of each process.
+
+    Args:
+        listing: what nvidia-smi prints: a line with GPU and process for each process on each GPU.
+    """
     on: dict[str, set[str]] = {}
     for line in listing.splitlines():
         gpu, _, pid = (word.strip() for word in line.partition(","))
@@ -129,7 +138,7 @@ def gpus_of_processes(listing: str) -> dict[str, int]:
 
 
 def memory(ranks: int, size: Size) -> Proof:
-    """The peak of a step against what the planner counts. One of cuBLAS's workspaces may not be there: whether
+    """Compares the peak of a step with what the planner counts. One of cuBLAS's workspaces may be missing: whether
     self-tests of kernels multiply anything depends on the kernels."""
     peaks: list[tuple[int, int]] = launch(_memory, ranks, size)
     says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in peaks)}"
@@ -167,7 +176,7 @@ def _memory(size: Size) -> list[tuple[int, int]]:
 
 
 def host_time(ranks: int, size: Size) -> Proof:
-    """What a layer takes of the host and of the device, and the shortest slice that keeps the device busy."""
+    """Measures what a layer takes of the host and of the device, and the shortest slice that keeps the device busy."""
     if not torch.cuda.is_available():
         return Proof("host time", None, "no GPU: the host computes", {})
     rows: dict[str, Any] = launch(_host_time, 1, size)
@@ -212,7 +221,7 @@ def _sides(model: PipelineModel, shape: GPTConfig, layers: int, size: Size) -> d
 
 
 def prediction(ranks: int, size: Size) -> Proof:
-    """A profile, a plan made from it, and the plan's real step."""
+    """Profiles a model, plans with the profile, and compares the plan's real step with its prediction."""
     times: dict[str, float] = launch(_prediction, ranks, size)
     ratio = times["measured"] / times["predicted"]
     says = f"a step took {times['measured']:.3f} s, {ratio:.2f} of the prediction"
@@ -234,7 +243,7 @@ def _prediction(size: Size) -> dict[str, float]:
 
 
 def waits(ranks: int, size: Size) -> Proof:
-    """Operations that make the host wait for the device in a step, by torch's own count."""
+    """Counts the operations of a step that make the host wait for the device, as torch itself warns of them."""
     if not torch.cuda.is_available():
         return Proof("host waits", None, "no GPU: nothing to wait for", {})
     result: dict[str, Any] = launch(_waits, ranks, size)
@@ -264,8 +273,8 @@ CTAS = (1, 2, 4)
 
 
 def multiprocessors(ranks: int, size: Size) -> Proof:
-    """Steps in which each transfer may hold so many of the device's multiprocessors. A transfer that waits for its peer
-    holds them, too: fewer leave more to computations, more send faster."""
+    """Times steps in which each transfer may hold one, two or four of the device's multiprocessors. A transfer that
+    waits for its peer holds them, too: fewer leave more to computations, more send faster."""
     if not torch.cuda.is_available() or ranks == 1:
         return Proof("transfers", None, "no transfers between GPUs", {})
     times: dict[int, float] = {ctas: launch(_with_ctas, ranks, size, ctas) for ctas in CTAS}
@@ -283,6 +292,7 @@ def _with_ctas(size: Size, ctas: int) -> float:
 
 
 def links_between(ranks: int, size: Size) -> Proof:
+    """Measures the links from rank 0 to the others."""
     if ranks == 1:
         return Proof("links", None, "one rank: no links", {})
     rows: Sequence[dict[str, Any]] = launch(_links, ranks)

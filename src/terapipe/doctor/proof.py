@@ -15,7 +15,15 @@ from terapipe.runtime.comm.environment import local_device
 
 @dataclass(frozen=True)
 class Proof:
-    """One line of the table: what was tried, whether it holds (None: it is a figure, not a claim), and the figures."""
+    """One line of the table.
+
+    Args:
+        name: of the proof.
+        holds: whether what it claims is true; None if it is a figure, not a claim.
+        says: the result in one sentence.
+        figures: all numbers behind it, for the file.
+        seconds: how long it took.
+    """
 
     name: str
     holds: bool | None
@@ -26,8 +34,16 @@ class Proof:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the models that are run. A small one is for machines without GPUs, and for tests. Both have a layer for each
-    of 8 ranks."""
+    """The size of the models that proofs run. The small one is for machines without GPUs and for tests. Both have a
+    layer for each of 8 ranks.
+
+    Args:
+        model: the shape of the GPT.
+        seq_len: tokens of its sequences.
+        heads: sizes of attention heads whose kernels are tried.
+        profile_seconds: how long a profile may take.
+        steps: how many steps are timed.
+    """
 
     model: GPTConfig
     seq_len: int
@@ -46,7 +62,11 @@ Check = Callable[[int, Size], Proof]
 
 
 def sizes(name: str | None) -> Size:
-    """By name, or by whether there is a GPU that is fast enough for the large ones."""
+    """Returns a size. Without a name it measures whether the GPU is fast enough for large models.
+
+    Args:
+        name: "small" or "large", or None.
+    """
     by_name = {"small": SMALL, "large": LARGE}
     if name is not None:
         return by_name[name]
@@ -54,7 +74,7 @@ def sizes(name: str | None) -> Size:
 
 
 def _speed() -> float:
-    """FLOP/s of a product in bfloat16 on the first GPU."""
+    """Measures the FLOP/s of a product in bfloat16 on the first GPU."""
     x = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
     x @ x  # loads the kernel
     torch.cuda.synchronize()
@@ -66,8 +86,12 @@ def _speed() -> float:
 
 
 def begin_rank() -> torch.device:
-    """At the start of every rank of a proof: its cores, as in training, and float32 products that are float32. NVIDIA's
-    images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which they are TF32, and no gradient is exact."""
+    """Sets up a rank of a proof: pins it to its cores, as training does, and has float32 products computed in float32.
+    NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which they are TF32, and no gradient is exact.
+
+    Returns:
+        The device of this rank.
+    """
     share_cores()
     torch.set_float32_matmul_precision("highest")
     device = local_device()
@@ -77,11 +101,11 @@ def begin_rank() -> torch.device:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """That of training."""
+    """Returns the dtype that training uses on this device."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def meet() -> None:
-    """Before ranks leave: the first to go would cut off the others."""
+    """Waits for all ranks at the end of a proof, because the first to leave would cut off the others."""
     if dist.is_initialized():
         dist.barrier()

@@ -43,7 +43,16 @@ SETTINGS = ("TORCH_", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "NVIDIA_TF32_OVERR
 
 
 def prove(ranks: int, size: Size, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All proofs, one after the other, as one JSON object. ``tell`` is called with what is being tried."""
+    """Runs all proofs, one after the other. A proof that raises has failed, and the next one runs all the same.
+
+    Args:
+        ranks: how many processes each proof starts.
+        size: of the models that are run.
+        tell: is called with the name of each proof before it starts.
+
+    Returns:
+        A JSON object with the machine, each proof, and whether all hold.
+    """
     proofs = []
     for name, check in CHECKS.items():
         tell(name)
@@ -59,6 +68,7 @@ def prove(ranks: int, size: Size, tell: Callable[[str], None] = lambda text: Non
 
 
 def _reason(error: Exception) -> str:
+    """Returns in one line why a proof could not be run; of a dead rank, its own last words rather than torch's."""
     if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
         data: Any = failure.error_file_data.get("message")
@@ -69,7 +79,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs a traceback of its own when a rank dies."""
+    """Silences logging inside: torch logs a traceback of its own when a rank dies, and the proof reports it anyway."""
     logging.disable(logging.ERROR)
     try:
         yield
@@ -78,6 +88,7 @@ def _quiet() -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
+    """Describes this machine for the report: versions, GPUs and the settings that change what they do."""
     about: dict[str, Any] = {
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -100,5 +111,5 @@ def machine() -> dict[str, Any]:
 
 
 def ranks_here() -> int:
-    """As many as there are GPUs, at most 8; else two."""
+    """Returns how many ranks prove something here: one for each GPU, at most 8; two without GPUs."""
     return min(8, torch.cuda.device_count()) or 2

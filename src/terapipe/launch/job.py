@@ -20,7 +20,14 @@ JOIN_TIMEOUT = 900  # seconds that pods wait for each other: one may still pull 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Equal hosts: their number, and the devices and cores of each."""
+    """Hosts that are all alike.
+
+    Args:
+        count: how many.
+        devices: of each host.
+        cores: of each host.
+        gpus: whether the devices are GPUs.
+    """
 
     count: int
     devices: int
@@ -29,10 +36,14 @@ class Hosts:
 
 
 def hosts_of(source: Cluster | Profile | None, devices: int) -> Hosts:
-    """The hosts of a cluster or profile.
+    """Tells which hosts a cluster or a profile describes.
 
     A profile of several hosts says how many ranks each has. A profile of one host, or no profile (a cost table), is
     assumed to describe a host with room for all devices.
+
+    Args:
+        source: what the plan was made for; None for a cost table, which names no machine.
+        devices: of the plan.
     """
     if isinstance(source, Cluster):
         gpus = not source.name.startswith("cpu:")
@@ -48,12 +59,23 @@ def hosts_of(source: Cluster | Profile | None, devices: int) -> Hosts:
 
 @dataclass(frozen=True)
 class Launch:
-    """A torchrun command, the same on every host."""
+    """A job that starts a plan. Every host runs the same torchrun command, so that one script serves all of them.
+
+    Args:
+        hosts: how many.
+        processes: on each host.
+        cores: on each host.
+        gpus: whether each process has one.
+        script: what torchrun starts, with its arguments, quoted as in a shell.
+        endpoint: HOST:PORT where the hosts meet.
+        name: of the job; Kubernetes makes host names of it.
+        image: the container that Kubernetes runs.
+    """
 
     hosts: int
-    processes: int  # on each host
-    cores: int  # on each host
-    gpus: bool = False  # whether each process has one
+    processes: int
+    cores: int
+    gpus: bool = False
     script: str = "train.py"
     endpoint: str = HOST0
     name: str = "terapipe"
@@ -75,6 +97,7 @@ class Launch:
             raise ValueError("a script is what torchrun starts, for example train.py or '-m terapipe train run.toml'")
 
     def _words(self) -> list[str]:
+        """Splits the script as a shell would. There is always one word, which may be empty."""
         try:
             return split(self.script) or [""]
         except ValueError as error:
@@ -82,23 +105,26 @@ class Launch:
 
     @property
     def port(self) -> str:
+        """The port of the endpoint."""
         return self.endpoint.rpartition(":")[2]
 
     def torchrun_lines(self) -> list[str]:
-        """The commands to type, one for each kind of host."""
+        """Returns the commands to type, one for each kind of host."""
         return [self._torchrun(self.endpoint, self.name)]
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the job as ``terapipe plan --json`` prints it."""
         return {"torchrun": self.torchrun_lines(), "hosts": self.hosts, "processes_per_host": self.processes}
 
     def _torchrun(self, endpoint: str, job: str, more: str = "") -> str:
+        """Returns the torchrun command. Endpoint and job are words of a shell, such as variables of a scheduler."""
         if self.hosts == 1:
             return f"torchrun --standalone --nproc-per-node {self.processes} {join(self._words())}"
         meet = f"--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {job}{more}"
         return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.processes} {meet} {join(self._words())}"
 
     def slurm_script(self) -> str:
-        """A batch script for sbatch. One task per node, in which torchrun starts the processes."""
+        """Returns a batch script for sbatch. It has one task per node, in which torchrun starts the processes."""
         gpus = f"#SBATCH --gpus-per-node={self.processes}\n" if self.gpus else ""
         # Not `scontrol | head`: under pipefail, a head that closes the pipe early would end the script.
         first = 'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")\nfirst=$(head -n1 <<< "$nodes")\n\n'
@@ -122,7 +148,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 """
 
     def kubernetes_job(self) -> str:
-        """For kubectl: a Service that gives pods names, and a Job with one pod per host."""
+        """Returns a manifest for kubectl: a Service that gives pods names, and a Job with one pod per host."""
         commands = _scalar("\n".join(self._in_pod()) + "\n", 14)
         kind, resource = ("limits", "nvidia.com/gpu") if self.gpus else ("requests", "cpu")
         return f"""\
@@ -173,7 +199,7 @@ spec:
 """
 
     def _in_pod(self) -> list[str]:
-        """The commands of a pod. ``is_host`` tells which pod hosts the store: DNS may not know that yet."""
+        """Returns the commands of a pod. ``is_host`` tells which pod hosts the store: DNS may not know that yet."""
         waits = f"join_timeout={JOIN_TIMEOUT},read_timeout={JOIN_TIMEOUT}"
         more = f' --rdzv-conf "is_host=$host,{waits}"'
         pick = 'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then host=true; else host=false; fi'
@@ -182,7 +208,7 @@ spec:
 
 
 def _scalar(text: str, indent: int) -> str:
-    """A text in YAML: line by line, because people read it; between quotes if that would change one of its characters.
+    """Writes a text in YAML: line by line, because people read it; between quotes if that would change a character.
     A word of the script may have line breaks, and those belong to the block, too."""
     lines = text.removesuffix("\n").split("\n")
     if all(line.isprintable() for line in lines):
@@ -192,7 +218,16 @@ def _scalar(text: str, indent: int) -> str:
 
 
 def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:
-    """On as few hosts as divide the layout's devices evenly. None if there are not enough hosts."""
+    """Chooses a job for a layout, on as few hosts as divide its devices evenly.
+
+    Args:
+        layout: of the plan.
+        hosts: that there are.
+        **named: ``script``, ``endpoint``, ``name`` and ``image`` of the ``Launch``.
+
+    Returns:
+        The job; None if there are not enough hosts (``why_uneven`` says why).
+    """
     processes = _processes(layout, hosts)
     needed = layout.devices // processes
     if needed > hosts.count:
@@ -201,7 +236,7 @@ def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:
 
 
 def why_uneven(layout: Layout, hosts: Hosts) -> str:
-    """Why ``launch_of`` returns None."""
+    """Says why ``launch_of`` returns None for the same arguments."""
     processes = _processes(layout, hosts)
     return (
         f"every host starts the same number of processes, a multiple of tp: {layout} takes "
@@ -211,13 +246,20 @@ def why_uneven(layout: Layout, hosts: Hosts) -> str:
 
 
 def _processes(layout: Layout, hosts: Hosts) -> int:
-    """Per host: the largest number that divides the layout's devices and keeps tensor-parallel ranks on one host."""
+    """Returns how many processes each host starts: the largest number that divides the layout's devices and keeps
+    tensor-parallel ranks, which talk most, on one host."""
     assert layout.tp <= hosts.devices
     return max(n for n in range(layout.tp, hosts.devices + 1, layout.tp) if layout.devices % n == 0)
 
 
 def instructions(launch: Launch, layout: Layout, saved: Path | None = None) -> list[str]:
-    """How to start a plan, for people."""
+    """Tells people how to start a plan, line by line.
+
+    Args:
+        launch: the job.
+        layout: of the plan.
+        saved: the plan's file, if it was written.
+    """
     several = launch.hosts > 1
     out = [f"To start it, on each of the {launch.hosts} hosts:" if several else "To start it:"]
     out += [f"  {line}" for line in launch.torchrun_lines()]

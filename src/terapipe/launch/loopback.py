@@ -21,7 +21,12 @@ ADDRESS = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One launcher, which hosts the store of its ranks. ``run`` names the run."""
+    """The rendezvous of one launcher, which hosts the store of its ranks. Nobody else joins or leaves, so most of
+    torchelastic's questions have a constant answer.
+
+    Args:
+        run: names the run; keys in the store begin with it.
+    """
 
     def __init__(self, run: str) -> None:
         self._run, self._rounds = run, 0
@@ -40,7 +45,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Each restart has keys of its own."""
+        """Returns the store for the next start of the ranks. Each restart has keys of its own: old ones are stale."""
         self._rounds += 1
         store = PrefixStore(f"{self._run}/{self._rounds}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))

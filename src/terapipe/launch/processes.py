@@ -34,17 +34,35 @@ SHUTDOWN_TIMEOUT = 3600  # seconds for ranks that were asked to stop to finish t
 
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """Calls ``function(*args)`` in that many processes, as torchrun would, and returns rank 0's result. When one of
-    them dies, torch asks the others to end, and kills them 30 seconds later, whatever its shutdown_timeout says."""
+    """Calls a function in several processes of this machine, as torchrun would. When one of them dies, torch asks the
+    others to end, and kills them 30 seconds later, whatever its shutdown_timeout says.
+
+    Args:
+        function: one that pickle can name.
+        ranks: how many processes.
+        *args: of the function, the same for all.
+
+    Returns:
+        The result of rank 0.
+    """
     with on_loopback(), growing_segments(), ending_stopped_ranks():
         return elastic_launch(_config(ranks), function)(*args)[0]
 
 
 def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: int) -> str:
-    """Runs ``python -m module arguments`` on ``ranks`` processes, and restarts all if one dies, ``restarts`` times.
+    """Runs ``python -m module arguments`` in several processes of this machine, and restarts all if one dies.
 
-    Returns why the run failed, or an empty string. The first signal to this process is passed on to the ranks, which
-    save and end. A second signal ends this process and with it the ranks (see ``end_with_parent``).
+    The first signal to this process is passed on to the ranks, which save and end. A second signal ends this process
+    and with it the ranks (see ``end_with_parent``).
+
+    Args:
+        module: to run.
+        arguments: of its command line.
+        ranks: how many processes.
+        restarts: how many times all are started again.
+
+    Returns:
+        Why the run failed; empty if it did not, or was asked to end.
     """
     config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
@@ -59,16 +77,25 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
 
 
 def record(error: Exception) -> None:
-    """Writes this rank's error where torchelastic in the parent process reads it."""
+    """Writes this rank's error where torchelastic in the parent process reads it, so that ``blame`` can name it."""
     with suppress(OSError):
         get_error_handler().record_exception(error)
 
 
 def blame(failures: Mapping[int, ProcessFailure]) -> str:
-    """The cause of a failed run in one line. If several ranks failed, the one that the others only noticed.
+    """Names the cause of a failed run in one line. If several ranks failed, it is the one that the others only noticed.
 
-    A rank that was ended by a signal may have been ended by torchelastic after another rank had failed. So it is blamed
-    only if the others report that it is gone, or report nothing.
+    torchelastic itself ends ranks by a signal after another rank has failed. So a rank that ended by a signal is blamed
+    only if the others report that it is gone, or report nothing. The order of preference::
+
+        own        a rank's error that is no PipelineError: the cause itself
+        gone       a rank that a PipelineError of another rank says is gone
+        heard      what a PipelineError says without naming such a rank
+        by_signal  a rank that a signal ended, where nobody reports anything
+        ended      any other
+
+    Args:
+        failures: of the ranks, as torchelastic reports them.
     """
     messages = {rank: text for rank, f in sorted(failures.items()) if (text := _message(f))}
     noticed = f"{PipelineError.__name__}: "
@@ -84,6 +111,7 @@ _WAITS = re.compile(r"; rank \d+ (?:on .+? )?(?:waited|was waiting) ")  # in a P
 
 
 def _message(failure: ProcessFailure) -> str:
+    """Returns the error that the rank itself has recorded; empty if it recorded none."""
     data: Any = failure.error_file_data.get("message")
     return str(data["message"]) if isinstance(data, dict) and "extraInfo" in data and "message" in data else ""
 
@@ -101,6 +129,7 @@ def _quiet() -> None:
 
 
 def _config(ranks: int, **more: Any) -> LaunchConfig:
+    """Configures torch's launcher for one host: ranks meet on the loopback interface, where no other host can join."""
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
             f"between 1 and {MOST_RANKS} ranks can be started on this host, got {ranks}; start more with torchrun, on "
@@ -114,16 +143,23 @@ def _config(ranks: int, **more: Any) -> LaunchConfig:
 
 
 def end_with_parent() -> None:
-    """Has this process get SIGTERM when its parent ends, however that ends. Linux only."""
+    """Asks the kernel to send this process SIGTERM when its parent ends, however that ends. Linux only."""
     with suppress(OSError, AttributeError):
         set_death_signal = 1
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
 
 
 def numa_options(ranks: int) -> NumaOptions | None:
-    """Has torch give each rank physical cores of its own, with their hyperthreads, on the NUMA node of its GPU. The
+    """Asks torch to give each rank physical cores of its own, with their hyperthreads, on the NUMA node of its GPU. The
     thread that issues kernels is what short slices wait for; on another socket it takes longer to reach the GPU, and on
-    a core that another rank uses, too, twice as long. None where there are not enough GPUs, or no ``numactl``."""
+    a core that another rank uses, too, twice as long.
+
+    Args:
+        ranks: of this host.
+
+    Returns:
+        The options; None where there are not enough GPUs, or no ``numactl``.
+    """
     if torch.cuda.device_count() < ranks or shutil.which("numactl") is None:
         return None
     return NumaOptions(AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
@@ -148,8 +184,8 @@ CORES = Path("/sys/devices/system/cpu")
 
 
 def _place(core: int) -> tuple[int, int, int]:
-    """Cores in this order are neighbors: sockets one after the other, and hyperthreads of one physical core together,
-    which the kernel numbers far apart. As numbered where the system does not tell."""
+    """Returns a key that sorts cores into neighbors: sockets one after the other, and hyperthreads of one physical core
+    together, which the kernel numbers far apart. Where the system does not tell, cores stay as numbered."""
     try:
         socket, physical = (
             int((CORES / f"cpu{core}" / "topology" / name).read_text()) for name in ("physical_package_id", "core_id")
@@ -160,7 +196,7 @@ def _place(core: int) -> tuple[int, int, int]:
 
 
 def keep_memory() -> None:
-    """Has glibc keep freed memory. Otherwise large tensors get fresh pages in some steps, which are slow to touch."""
+    """Tells glibc to keep freed memory. Otherwise large tensors get fresh pages in some steps, slow to touch."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:

@@ -16,7 +16,7 @@ LOOK = 0.2  # seconds between looks
 
 @contextmanager
 def ending_stopped_ranks() -> Iterator[None]:
-    """Watches the children of this process in a thread. Only on Linux, which tells their state in /proc."""
+    """Inside, a thread watches the children of this process. Only on Linux, which tells their state in /proc."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(over,), name="terapipe stopped ranks", daemon=True)
     thread.start()
@@ -28,6 +28,7 @@ def ending_stopped_ranks() -> Iterator[None]:
 
 
 def _watch(over: threading.Event) -> None:
+    """Kills children that are stopped and have a SIGTERM pending, once another child has ended, until ``over``."""
     seen: set[int] = set()
     while not over.wait(LOOK):
         alive = {pid for pid in _children(os.getpid()) if _state(pid) not in "XZ"}
@@ -41,7 +42,7 @@ def _watch(over: threading.Event) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Of all threads of a process."""
+    """Returns the children of all threads of a process: the kernel lists them by the thread that started them."""
     children = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -50,7 +51,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """The letter of the kernel; X, dead, for a process that is gone."""
+    """Returns the kernel's letter for a process's state; X, dead, for one that is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -58,7 +59,7 @@ def _state(pid: int) -> str:
 
 
 def _is_asked_to_end(pid: int) -> bool:
-    """Whether SIGTERM waits for it: for its first thread, or for all."""
+    """Tells whether a SIGTERM is pending for a process: for its first thread, or for all."""
     with suppress(OSError, ValueError, KeyError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -27,20 +27,32 @@ class FrozenBase:
 
     Both take a reading of all frozen weights. That is done at the first save; later ones compare a sum of each weight,
     taken on its device, and only if one has changed (peft merges adapters into it, say) is everything done anew.
+
+    Args:
+        source: where the model's weights came from; None if they came from no files, and nothing is left out.
+        layers: the first and the last of each stage of this rank.
+        transport: of the pipeline.
     """
 
     def __init__(self, source: WeightSource | None, layers: Sequence[tuple[int, int]], transport: Transport) -> None:
-        """``layers`` are the first and the last of each stage of this rank."""
         self._source, self._layers, self._transport = source, layers, transport
-        self._sums: dict[str, int] = {}  # of this rank's parts, of the last answer
+        self._sums: dict[str, int] = {}  # of this rank's parts, when ``_left_out`` was chosen
         self._left_out: Digests = {}
 
     @property
     def source(self) -> str:
+        """The name of the source, for messages and for the checkpoint."""
         return str(self._source)
 
     def choose_left_out(self, weights: Mapping[str, Tensor]) -> Digests:
-        """What a checkpoint of these weights need not hold, over all ranks. All ranks call it together."""
+        """Chooses the weights that a checkpoint leaves out. All ranks call it together and get the same answer.
+
+        Args:
+            weights: of this rank, by their names in the whole model.
+
+        Returns:
+            The digests of what all ranks leave out.
+        """
         candidates = {} if self._source is None else weights
         frozen = {
             name: x for name, x in candidates.items() if isinstance(x, torch.nn.Parameter) and not x.requires_grad
@@ -52,7 +64,8 @@ class FrozenBase:
         return self._left_out
 
     def _agree(self, weights: Iterable[str], digests: Digests) -> Digests:
-        """Of tied weights each stage has a copy, and all must be in the source."""
+        """Gathers what each rank can leave out, less what any rank must save: of tied weights each stage has a copy,
+        and all copies must equal the source."""
         asks = self._transport.dp_rank == self._transport.tp_rank == 0  # the others hold the same
         with ThreadPoolExecutor(1) as thread:
             work = thread.submit(self._in_source, digests if asks else {})
@@ -64,7 +77,8 @@ class FrozenBase:
         return {name: x for digests, _ in answers for name, x in digests.items() if name not in saved}
 
     def _in_source(self, digests: Digests) -> Digests:
-        """Those of which the source gives the same bits. If it cannot be read, none: all is saved then."""
+        """Reads the source again. Returns the weights of which it gives the same bits; none if it cannot be read, and
+        then all are saved."""
         if self._source is None or not digests:
             return {}
         same: Digests = {}
@@ -77,7 +91,14 @@ class FrozenBase:
         return same
 
     def check(self, folder: Path, left_out: Digests, source: str, weights: Mapping[str, Tensor]) -> None:
-        """Refuses a checkpoint that left out other weights than are here, with the same words on all ranks."""
+        """Refuses a checkpoint that left out other weights than are here, with the same words on all ranks.
+
+        Args:
+            folder: of the checkpoint, for the message.
+            left_out: the digests in the checkpoint.
+            source: of the weights that it left out, for the message.
+            weights: of this rank.
+        """
         here = digests_of({name: x for name, x in weights.items() if name in left_out})
         wrong = [name for name, digest in here.items() if digest != left_out[name]]
         answers = self._transport.gather((wrong, list(here)), ALL)
@@ -93,12 +114,14 @@ class FrozenBase:
 
 
 def digests_of(weights: Mapping[str, Tensor]) -> Digests:
-    """All ranks that hold parts of a weight call it together, with the same names in the same order."""
+    """Computes the digest of each whole weight. All ranks that hold parts of a weight call it together, with the same
+    names in the same order, because parts are gathered."""
     return {name: digest_of(x.full_tensor() if isinstance(x, DTensor) else x) for name, x in weights.items()}
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Shape, dtype and a checksum of all bits: of an embedding that was made larger, a few new rows may differ."""
+    """Returns shape, dtype and a checksum of a tensor. Of all its bits, not of a sample: in an embedding that was made
+    larger, only a few new rows may differ."""
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw, digest_size=16).hexdigest()}"
 
@@ -107,7 +130,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def local_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of the bits of this rank's parts, as integers. The device waits once, for all of them."""
+    """Sums the bits of this rank's part of each weight, as integers. The host waits for the device once, for all of
+    them together."""
     parts = [to_local(x).detach().contiguous() for x in weights.values()]
     if not parts:
         return {}

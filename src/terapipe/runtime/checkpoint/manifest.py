@@ -25,11 +25,17 @@ class Sum(NamedTuple):
     crc32: int = 0
 
     def add(self, data: "ReadableBuffer") -> "Sum":
+        """Returns the sum of what was summed so far, followed by these bytes."""
         return Sum(self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc32))
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file whose checksum is known when it has been written, without reading it again."""
+    """A new file that sums its bytes while they are written. Reading it again would take as long, and would trust the
+    disk that the checksum is to guard against.
+
+    Args:
+        path: of the file, which is overwritten.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
@@ -41,6 +47,12 @@ class SummedFile(io.BufferedWriter):
 
 
 def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
+    """Writes the manifest and flushes it to the disk.
+
+    Args:
+        folder: that the manifest describes.
+        files: the sum of each file in it, by name.
+    """
     with naming(folder / MANIFEST), (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(_text(files))
         file.flush()
@@ -48,7 +60,9 @@ def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Sum]:
-    """Refused unless it is byte for byte what ``write_manifest`` wrote."""
+    """Reads the manifest of a folder. It raises ValueError unless the file is byte for byte what ``write_manifest``
+    wrote, and unless every name in it stays inside the folder: a manifest from elsewhere must not make us read other
+    files."""
     check_kind(folder / MANIFEST)
     try:
         text = (folder / MANIFEST).read_bytes()
@@ -72,6 +86,7 @@ def read_manifest(folder: Path) -> dict[str, Sum]:
 
 
 def _text(files: Mapping[str, Sum]) -> str:
+    """Returns the manifest as JSON, with a checksum of its own content."""
     content: dict[str, object] = {
         "format": FORMAT,
         "files": {name: [size, f"{crc:08x}"] for name, (size, crc) in sorted(files.items())},
@@ -81,9 +96,17 @@ def _text(files: Mapping[str, Sum]) -> str:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1, *, sums: bool = True) -> list[str]:
-    """What is wrong with the files of a folder, or with one of several parts of them: file and reason of each.
+    """Compares the files of a folder with its manifest.
 
-    Without ``sums`` only the sizes are compared, and no file but the manifest is read.
+    Args:
+        folder: to look at.
+        part: which share of the files, so that ranks can divide the work.
+        parts: number of shares.
+        sums: whether to read the files and compare checksums; otherwise only sizes are compared, and no file but the
+            manifest is read.
+
+    Returns:
+        What is wrong: file and reason of each.
     """
     try:
         files = read_manifest(folder)
@@ -94,7 +117,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1, *, sums: bool = True) ->
 
 
 def is_whole(folder: Path, name: str) -> bool:
-    """Whether one file of a folder is there as it was written."""
+    """Tells whether one file of a folder is there as it was written."""
     try:
         return not _damage(folder / name, read_manifest(folder)[name], sums=True)
     except (ValueError, KeyError):
@@ -102,6 +125,7 @@ def is_whole(folder: Path, name: str) -> bool:
 
 
 def _damage(path: Path, wanted: Sum, sums: bool) -> str:
+    """Says what is wrong with a file; empty if nothing is. It looks at the size first, which is free."""
     try:
         size = path.stat().st_size
         if size != wanted.size:

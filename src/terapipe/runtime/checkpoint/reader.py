@@ -33,7 +33,12 @@ _KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 
 
 class Reader(FileSystemReader):
-    """Of a folder whose index is read once, and holds nothing but descriptions of tensors."""
+    """Reads the tensors of a checkpoint. It reads the index once, and refuses one that holds anything but
+    descriptions of tensors.
+
+    Args:
+        folder: of the checkpoint.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -44,18 +49,19 @@ class Reader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """What is no tensor would be unpickled."""
+    """Plans to load tensors, and refuses everything else: torch would unpickle it, and a pickle may call anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.storage_index.fqn} must be a tensor, got pickled bytes, which are never read")
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
+    """Reads the notes of a checkpoint; empty if it was saved without."""
     return _read_object(folder / NOTES)
 
 
 def read_frozen(folder: Path) -> tuple[str, dict[str, str]]:
-    """The source of the frozen weights that a checkpoint leaves out, and a digest of each."""
+    """Reads which frozen weights a checkpoint leaves out: their source, and a digest of each."""
     content = _read_object(folder / FROZEN)
     weights = content.get("weights", {})
     if not isinstance(weights, dict) or not all(isinstance(digest, str) for digest in weights.values()):
@@ -73,7 +79,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """In one line, never empty. Where a tensor cannot be read, torch advises to run what is there instead."""
+    """Says in one line, never empty, why something could not be read. torch's own words are replaced where it advises
+    to unpickle a tensor without its safeguards: nobody should do that."""
     said = str(error).strip().partition("\n")[0]
     if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
         return "a tensor cannot be read"
@@ -81,6 +88,7 @@ def reason(error: BaseException) -> str:
 
 
 def _index(path: Path) -> Metadata:
+    """Reads an index, and refuses one that describes something else or points to files outside of its folder."""
     check_kind(path)
     try:
         index = _unpickle(path)
@@ -97,6 +105,7 @@ def _index(path: Path) -> Metadata:
 
 
 def _unpickle(path: Path) -> object:
+    """Unpickles a file that may name the classes of an index only, and undoes what it did to those classes."""
     before = {kind: dict(vars(kind)) for kind in _CLASSES}
     try:
         with path.open("rb") as file:
@@ -106,7 +115,7 @@ def _unpickle(path: Path) -> object:
 
 
 def _refuse_changes(before: dict[type, dict[str, Any]]) -> None:
-    """A pickle can set attributes of any class that it may name."""
+    """Undoes changes of classes and raises if there were any: a pickle can set attributes of any class it may name."""
     changed = [
         (kind, name) for kind, old in before.items() for name, x in vars(kind).items() if old.get(name, old) is not x
     ]
@@ -119,7 +128,7 @@ def _refuse_changes(before: dict[type, dict[str, Any]]) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of what torch writes to an index, and nothing else."""
+    """Unpickles what torch writes to an index, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
@@ -133,7 +142,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
-    """For functions, and for classes that others use: made anew each time, so that nothing can be done to them."""
+    """Returns a function in the place of functions, and of classes that other code uses. It is a new one each time,
+    so that no pickle can change what others use."""
     if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):  # where it was written
         return lambda *parts: "/".join(parts)
     if (module, name) == ("torch.serialization", "_get_layout"):

@@ -45,11 +45,15 @@ Place = tuple[dict[Any, Any], Any]  # a dictionary and a key
 
 
 class OptimizerState:
-    """Of one rank's parameters. Hyperparameters are the run's, and not part of it.
+    """The state of an optimizer for one rank's parameters. Hyperparameters are the run's, and not part of it.
 
     Names are those of torch's ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``. That function and its
     setter do not serve: they save hyperparameters, as pickles; they make a state, which counts one step, where an
     optimizer has none; they round a state to its parameter's dtype; and they know nothing of tied copies.
+
+    Args:
+        optimizer: whose state is saved or loaded.
+        parameters: of this rank, by their names in the whole model; those that it does not train are ignored.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
@@ -58,15 +62,21 @@ class OptimizerState:
         self._parameters = {name: p for name, p in parameters.items() if p in trained}
 
     def _places(self) -> dict[str, Place]:
+        """Returns where each number and tensor of the state is, by its name in the checkpoint."""
         states = (_leaves(self._state[p], f"state.{name}") for name, p in self._parameters.items() if p in self._state)
         return {name: place for leaves in states for name, place in leaves}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of the state itself; numbers as tensors."""
+        """Returns the tensors of the state itself, not copies, so that loading fills them; numbers become tensors."""
         return {name: _as_tensor(state[key]) for name, (state, key) in self._places().items()}
 
     def prepare(self, saved: Iterable[str]) -> None:
-        """Makes room for what is saved. What is not begins anew, as it did where it was saved."""
+        """Makes room for the state that a checkpoint has. A parameter without one begins anew, as it did where it was
+        saved.
+
+        Args:
+            saved: the names in the checkpoint.
+        """
         prefixes = {prefix for name in saved if name.startswith(f"{PART}.state.") for prefix in _prefixes(name)}
         there = {name for name in self._parameters if f"{PART}.state.{name}" in prefixes}
         for name, p in self._parameters.items():
@@ -92,19 +102,24 @@ class OptimizerState:
             group["lr"] = rate
 
     def finish(self, loaded: Mapping[str, Tensor]) -> None:
-        """Tensors were loaded in place; numbers were not."""
+        """Sets the numbers of the state. Tensors were loaded in place; numbers were not.
+
+        Args:
+            loaded: what ``tensors`` returned, now with the checkpoint's values.
+        """
         for name, (state, key) in self._places().items():
             if not isinstance(state[key], Tensor):
                 state[key] = type(state[key])(loaded[name].item())
 
     def copy(self, original: Tensor, copy: Tensor) -> None:
-        """A copy of a parameter gets a copy of its state."""
+        """Gives a copy of a tied parameter a copy of the original's state."""
         self._state.pop(copy, None)
         if original in self._state:
             self._state[copy] = _clone(self._state[original])
 
 
 def _leaves(state: dict[Any, Any], name: str) -> Iterator[tuple[str, Place]]:
+    """Yields the numbers and tensors of nested dictionaries, each with its dotted name."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{name}.{key}")
@@ -130,7 +145,12 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 class Loaded(dict[str, Any]):
-    """A checkpoint's notes. ``extra_names`` names the extra tensors that it had."""
+    """The notes of a checkpoint that was loaded.
+
+    Args:
+        notes: its notes.
+        extra_names: the extra tensors that it had, of those that were asked for.
+    """
 
     def __init__(self, notes: Mapping[str, Any], extra_names: Iterable[str]) -> None:
         super().__init__(notes)
@@ -142,6 +162,14 @@ class Checkpoint:
 
     Tied parameters have one name here, and tensors of the same name are copies of each other: one is saved, all are
     loaded.
+
+    Args:
+        parameters: of this rank's stages, by their names in the whole model.
+        buffers: of this rank's stages.
+        tied: which names mean the same weight.
+        optimizer: whose state is part of the checkpoint, if any.
+        transport: of the pipeline.
+        base: chooses the frozen weights that are left out.
     """
 
     def __init__(
@@ -164,7 +192,7 @@ class Checkpoint:
         self._transport = transport
 
     def _state(self, extra: Mapping[str, Tensor], left_out: Iterable[str]) -> State:
-        """Tensors only: all else would be saved as pickles."""
+        """Returns what is saved, by part. It has tensors only: all else would be saved as pickles."""
         moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
         weights = {name: x for name, x in self._tensors.items() if name not in left_out}
         parts = {"model": weights, PART: moments, "extra": extra}
@@ -173,6 +201,7 @@ class Checkpoint:
     # Saving
 
     def save(self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool) -> None:
+        """Saves a checkpoint and waits until it is on the disk. Arguments are those of ``begin``."""
         saving = self.begin(folder, extra, notes, frozen, copy=False)
         self._wait(saving)
         saving.result()
@@ -180,7 +209,15 @@ class Checkpoint:
     def begin(
         self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool, *, copy: bool
     ) -> Saving:
-        """With ``copy``, tensors may be changed as soon as it returns. With ``frozen``, nothing is left out."""
+        """Begins to save a checkpoint. All ranks call it together, and begin only if all can.
+
+        Args:
+            folder: of the checkpoint, seen by all ranks.
+            extra: further tensors, under names that no other rank uses.
+            notes: what JSON can hold, the first rank's; None for no notes.
+            frozen: whether to save frozen weights, too, that could be read again from the model's files.
+            copy: whether tensors may be changed as soon as this returns.
+        """
         self._transport.failure.refuse_stopped("a checkpoint")
         folder, writer = folder.absolute(), CheckpointWriter.of(self._transport)
         self._wait(writer.latest if writer is not None else None)
@@ -208,11 +245,12 @@ class Checkpoint:
         return writer.begin(state, folder, texts, self._transport)
 
     def _wait(self, saving: Saving | None) -> None:
-        """Until it is done on all ranks; one that is stuck or gone is noticed."""
+        """Waits until a save is done on all ranks; a rank that is stuck or gone is noticed."""
         self._transport.until_all(lambda span: saving is None or saving.wait(span))
 
     def _agree(self, problem: Exception | None, names: list[str], ready: bool) -> bool:
-        """Tells whether all ranks have a writer. What one cannot do, none begins."""
+        """Tells whether all ranks have a writer. It raises on all ranks if one has a problem: a save that only some
+        begin would hang."""
         said = f"{type(problem).__name__}: {problem}" if problem else ""
         answers = self._transport.gather((said, names, ready), ALL)
         if problem is not None:
@@ -240,7 +278,12 @@ class Checkpoint:
 
     @torch.no_grad()
     def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
-        """Into tensors as they are; every rank reads what it holds."""
+        """Loads a checkpoint into the tensors as they are, in any layout. Every rank reads what it holds.
+
+        Args:
+            folder: of the checkpoint.
+            extra: tensors to fill, of those that the checkpoint has with this shape and dtype.
+        """
         place = _place(folder)
         if place is None:
             raise ValueError(_nothing_in(folder))
@@ -260,6 +303,7 @@ class Checkpoint:
         return Loaded(notes, there)
 
     def _read(self, state: State, reader: Reader) -> None:
+        """Fills the state's tensors in place. Failures become a ValueError that names the file, or the lost rank."""
         try:
             with without_dist_warning():
                 load(
@@ -282,9 +326,15 @@ class Checkpoint:
 
 
 def verify_files(folder: Path, transport: Transport) -> str:
-    """What is wrong with a checkpoint's files, compared with its manifest; nothing if it is whole.
+    """Compares a checkpoint's files with its manifest. All ranks call it together and get the same answer. Each reads
+    its share of the files, in a thread, so that it notices meanwhile if another rank is gone.
 
-    All ranks call it together and get the same answer. Each reads its share of the files.
+    Args:
+        folder: of the checkpoint.
+        transport: of the pipeline.
+
+    Returns:
+        What is wrong; empty if the checkpoint is whole.
     """
     ranks = list(transport.ranks.hosts)
     part = ranks.index(transport.global_rank)
@@ -304,7 +354,7 @@ def _damage(folder: Path, part: int, parts: int) -> list[str]:
 
 
 def _place(folder: Path) -> Path | None:
-    """Where the checkpoint is: a crash while it was replaced may have left it beside."""
+    """Returns where the checkpoint is: a crash while it was replaced may have left it beside. None if there is none."""
     marks = (manifest.MANIFEST, INDEX)
     places = (folder, beside(folder, "old"))
     return next((place for place in places if any((place / mark).exists() for mark in marks)), None)
@@ -334,7 +384,7 @@ def _fits(saved: object, x: Tensor) -> bool:
 
 @contextmanager
 def without_dist_warning() -> Iterator[None]:
-    """A pipeline of one process needs no torch.distributed, of which torch would warn."""
+    """Silences torch's warning that torch.distributed is disabled: a pipeline of one process needs none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

@@ -64,15 +64,20 @@ class Saving:
             self._future.set_result(None)
 
     def done(self) -> bool:
+        """Tells whether the save has ended, well or not."""
         return self._future.done()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits for its end, at most so long. Tells whether it is done."""
+        """Waits until the save is done, and tells whether it is.
+
+        Args:
+            seconds: to wait at most; None to wait until the end.
+        """
         return bool(wait([self._future], seconds).done)
 
     def result(self) -> None:
-        """Waits for its end. Raises an OSError, the same on all ranks, if it could not be written; training can go on
-        then."""
+        """Waits until the save is done. It raises an OSError, the same on all ranks, if the checkpoint could not be
+        written; training can go on then."""
         try:
             self._future.result()
         except RuntimeError as error:
@@ -117,7 +122,7 @@ class Staging:
             self._copied.synchronize()
 
     def _copy(self, x: Tensor, key: tuple[str, str]) -> Tensor:
-        """Copies a tensor, of one in parts this rank's."""
+        """Copies a tensor; of a DTensor, this rank's part."""
         if not x.is_cuda:
             return x.to("cpu", copy=True)
         part, room = to_local(x), self._pinned.get(key)
@@ -149,7 +154,7 @@ class CheckpointWriter:
 
     @staticmethod
     def of(transport: Transport) -> "CheckpointWriter | None":
-        """The writer of these ranks; None if none was made yet, or a save of the last one failed."""
+        """Returns the writer of these ranks; None if there is none yet, or a save of the last one failed."""
         return GROUPS.writers.get(_key(transport))
 
     @classmethod
@@ -186,7 +191,13 @@ def _key(transport: Transport) -> tuple[object, ...]:
 
 
 def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Beside, then renamed by the first rank: a crash at any moment leaves the old one or the new one whole."""
+    """Writes a checkpoint beside its folder; the first rank renames it in the end. So a crash at any moment leaves
+    the old one or the new one whole::
+
+        all ranks    write shards to "partial", take their sums | gather the sums
+        first rank                                              | texts, manifest, flush, rename
+        all ranks                                                 get the first rank's problem, if any, and raise it
+    """
     partial = beside(folder, "partial")
     is_main = group is None or dist.get_rank(group) == 0
     failures: dict[int, BaseException] = {}
@@ -215,7 +226,7 @@ def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group:
 
 
 def _gather_sums(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str, Sum]:
-    """Those of the files that all ranks have written."""
+    """Gathers the sums of the files that all ranks have written."""
     if group is None:
         return sums
     everyone: list[dict[str, Sum]] = [{}] * group.size()
@@ -224,6 +235,7 @@ def _gather_sums(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[
 
 
 def _finish(folder: Path, partial: Path, texts: Mapping[str, str], sums: dict[str, Sum]) -> None:
+    """Completes a checkpoint and puts it in place. It flushes before it renames: a name must not precede its bytes."""
     for name, text in texts.items():
         with SummedFile(partial / name) as file:
             file.write(text.encode())
@@ -237,7 +249,8 @@ def _finish(folder: Path, partial: Path, texts: Mapping[str, str], sums: dict[st
 
 
 def _problem(folder: Path, failures: dict[int, BaseException], group: dist.ProcessGroup | None) -> Exception | None:
-    """What all ranks are to raise."""
+    """Returns what all ranks are to raise: the first failure of a disk, if there is one, as that is mostly the
+    cause."""
     if not failures:
         return None
     rank, cause = min(failures.items(), key=lambda item: (not isinstance(item[1], OSError), item[0]))
@@ -286,7 +299,8 @@ class _Writer(FileSystemWriter):
         self.sums = files.sums
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """torch's file format hides that the disk is full behind an error of its own."""
+        """Raises the system's error where there is one: torch hides that the disk is full behind an error of its
+        own."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
