@@ -117,7 +117,7 @@ def _refuse_ignored(parsed: argparse.Namespace) -> None:
 
 
 def _machine(source: Source | None) -> Cluster | Profile | None:
-    """What describes the hosts; None with a cost table."""
+    """Returns the cluster or profile that a plan was made with; None if it was made with a cost table."""
     if isinstance(source, ClusterSource):
         return source.cluster
     return source.profile if isinstance(source, ProfileSource) else None

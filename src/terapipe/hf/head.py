@@ -54,7 +54,7 @@ class Head:
             self._hidden = None
 
     def before(self, hidden: Tensor, head: nn.Module, **inputs: Any) -> Tensor:
-        """What the head would be called with."""
+        """Computes what the model would call its head with, without running the head."""
         inputs_of_head: list[Tensor] = []
 
         def take(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:

@@ -131,7 +131,7 @@ class _Recorder(PassThrough):
 
 
 def hidden_of(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """What a layer is called with that the layer before returned."""
+    """Returns the hidden states among a layer's arguments: the first one, or the one of that name."""
     hidden: Tensor = arguments[0] if arguments else named["hidden_states"]
     return hidden
 

@@ -292,7 +292,7 @@ class DecoderStage(Stage):
         parallelize(self.model, self.structure, tp.mesh)
 
     def wrap_compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call instead of a layer's compiled forward: see compiling.py."""
+        """Wraps a layer's compiled forward so that attention runs outside of the graph (see compiling.py)."""
         if self.backend == "cache":
             raise UnsupportedModelError(
                 f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (cache "
@@ -313,7 +313,7 @@ class DecoderStage(Stage):
         return [layers[str(i)] for i in range(self.first, self.last)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``double`` and the like call."""
+        """Moves or casts the stage, as ``to``, ``double`` and the like ask, and notes its new dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._dtype = next(self.parameters()).dtype
         return self
@@ -455,6 +455,6 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int | None, int | None]:
 
 
 def _rows(module: nn.Module | None) -> int | None:
-    """Of the weight of an embedding or a head, or of what an adapter wraps."""
+    """Counts the rows of an embedding's or a head's weight, also below an adapter. None if it has no such weight."""
     weight = getattr(getattr(module, "base_layer", module), "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None

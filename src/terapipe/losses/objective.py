@@ -72,7 +72,7 @@ def labels_in(targets: Targets) -> Tensor | None:
 
 
 def entry(targets: Targets, name: str, what: str) -> Tensor:
-    """What an objective needs beside labels."""
+    """Returns one of the tensors that an objective needs beside labels, or says which one is missing."""
     if not isinstance(targets, Mapping) or name not in targets:
         got = f"a dict with {', '.join(map(repr, targets))}" if isinstance(targets, Mapping) else type(targets).__name__
         raise ValueError(f"targets must be a dict that has {what} under {name!r}, got {got}")

@@ -35,7 +35,7 @@ def mask_of(targets: Targets) -> Tensor:
 
 
 def sequence_sum(values: Tensor, targets: Targets) -> Tensor:
-    """Of each sequence's values where labels count, (rows,)."""
+    """Sums each sequence's values where labels count: (rows,)."""
     return (values * mask_of(targets)).sum(1)
 
 
@@ -132,7 +132,7 @@ def _reference(targets: Targets) -> Tensor:
 
 
 def _rewards(chosen: Tensor, rejected: Tensor) -> Metrics:
-    """As trainers log them."""
+    """Computes rewards, margins and accuracies, as TRL's trainers log them."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "rewards/chosen": chosen.mean(),

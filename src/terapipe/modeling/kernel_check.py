@@ -35,7 +35,7 @@ class Case(NamedTuple):
     softcap: float | None = None
 
     def need(self, device: torch.device, dtype: torch.dtype, head_size: int) -> KernelRequest:
-        """What it asks of a kernel."""
+        """Describes what this case asks of a kernel, so that kernels that cannot do it are passed over."""
         segments = self.chunk is not None or bool(self.documents)
         return KernelRequest(
             device, dtype, head_size, self.softcap is not None, self.sinks, self.window is not None, segments
@@ -115,14 +115,14 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sinks: Tensor | No
     scores = inputs[0] @ inputs[1].repeat_interleave(group, 1).transpose(-1, -2) * SCALE
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
-    scores = scores.masked_fill(~_seen(case)[:, None], -torch.inf)
+    scores = scores.masked_fill(~_visible_keys(case)[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, inputs[3][None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     out = scores.softmax(-1)[..., : CUTS[-1]] @ inputs[2].repeat_interleave(group, 1)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.double())]
 
 
-def _seen(case: Case) -> Tensor:
+def _visible_keys(case: Case) -> Tensor:
     """Which keys each token sees: (sequences, tokens, tokens)."""
     places = torch.arange(CUTS[-1])
     starts = [torch.tensor(row) for row in case.documents or ((0,),) * SEQUENCES]

@@ -218,7 +218,7 @@ _apply_project: Any = super(torch.autograd.Function, _Project).apply
 
 
 def changed_weight(name: str, weight: Tensor, version: int) -> RuntimeError:
-    """What autograd raises for tensors that it saved."""
+    """Makes the error that autograd would raise for a saved tensor that was changed in place."""
     return RuntimeError(
         f"{name} of shape {tuple(weight.shape)}, which a slice's backward needs, has been modified by an inplace "
         f"operation since the slice's forward: it is at version {weight._version}, expected version {version}; change "

@@ -100,7 +100,7 @@ class Cost(Protocol):
 
 
 class GradientBytes(NamedTuple):
-    """Of a stage's weights, over a step."""
+    """Bytes of the gradients of a stage's weights, at three times of a step."""
 
     before: float  # its first backward
     during: float  # its backwards

@@ -169,7 +169,7 @@ def table(
 
 
 def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
-    """As in ``HEADER``."""
+    """Returns the cells of a row, in the order of ``HEADER``."""
     return (
         e.title,
         style.seconds(e.step_time),
@@ -216,7 +216,7 @@ def _facts(comparison: "Comparison") -> dict[str, str]:
 
 
 def _factor(comparison: "Comparison") -> str:
-    """How the fastest compares with the fastest that does not slice, which is what others have."""
+    """Compares the fastest row with the fastest one that does not slice, which is what other libraries have."""
     best, whole = comparison.fastest, comparison.unsliced
     if whole is None or not best.fits:
         return ""

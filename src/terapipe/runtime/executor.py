@@ -92,7 +92,7 @@ Run = tuple[Action, ...]  # one action, or weight halves that are done together
 
 
 class ActionLists(NamedTuple):
-    """What one rank performs, in order."""
+    """The actions that one rank performs, in order."""
 
     training: tuple[Run, ...]
     forwards: tuple[Run, ...]  # what evaluation runs

@@ -60,7 +60,7 @@ class GradientSync:
 
     @property
     def stages(self) -> dict[int, Stage]:
-        """What the executor calls."""
+        """The stages as the executor calls them."""
         return dict(self._modules)
 
     def stage_done(self, k: int) -> None:

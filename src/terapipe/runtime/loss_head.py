@@ -460,7 +460,7 @@ def loss_head_for(objective: Objective | None) -> LossHead:
 
 
 def logits(stage: Stage, hidden: Tensor) -> Tensor:
-    """Of all tokens, in one piece: where operators are split, every rank gets the whole vocabulary."""
+    """Returns logits of all tokens in one piece: where operators are split, every rank gets the whole vocabulary."""
     scores = stage.logits(hidden)
     return scores.full_tensor() if isinstance(scores, DTensor) else scores
 
@@ -504,7 +504,7 @@ def _gradient_or_zeros(leaf: Tensor) -> Tensor:
 
 
 def _concatenate(parts: Sequence[Any], dim: int) -> Any:
-    """Of trees of the same form, leaf by leaf."""
+    """Concatenates trees of the same form, leaf by leaf."""
     leaves = [tree_leaves(part) for part in parts]
     form = tree_flatten(parts[0])[1]
     return tree_unflatten([torch.cat(columns, dim) for columns in zip(*leaves, strict=True)], form)
