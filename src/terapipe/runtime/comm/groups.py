@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MAX_CTAS = 4  # of the device's multiprocessors that one transfer may hold
 PATIENCE = 4  # times the timeout: torch's own watchdog must not end a process before ours has named the cause
 LEAVE = 10.0  # seconds that the end of the process waits for communicators to be closed
+LET_GO = 0.2  # seconds for gloo's threads to let go of the last messages
 _NEVER_SENT = 1 << 16  # a tag that no message has
 
 
@@ -202,11 +203,16 @@ class ProcessGroups:
         return not any(thread.is_alive() for thread in self._closing)
 
     def leave(self) -> None:
-        """At the end of a process on GPUs, closes the connections that were made here.
+        """Lets gloo finish at the end of a process, and closes connections between GPUs that were made here.
+
+        gloo's threads let go of a message a moment after its transfer has ended. If Python ends in that moment, the
+        thread can no longer take the interpreter's lock, and torch aborts the process. So they are given the time.
 
         ``destroy_process_group`` does not know pairs: torch would warn of them, and abort what peers still receive.
         What a rank that is gone holds up is left behind.
         """
+        if dist.is_initialized():
+            time.sleep(LET_GO)
         owns_default = dist.is_initialized() and self.owns_default_group
         if (self._pairs or owns_default) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             device = torch.device("cuda", torch.cuda.current_device())
