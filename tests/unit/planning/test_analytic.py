@@ -135,7 +135,9 @@ def test_replicas_in_one_host_never_use_its_card() -> None:
 def test_shards_gather_weights_instead_of_half_the_sum() -> None:
     """FSDP2 scatters sums in float32, gathers weights in bfloat16, and each replica updates its part."""
     layers, device = [StageSpec(8)], HOSTS["dgx-a100"].device
-    whole, sharded = (cost(layout=Layout(2, 1, 8, shard), where="dgx-a100:2").per_step(layers) for shard in (False, True))
+    whole, sharded = (
+        cost(layout=Layout(2, 1, 8, shard), where="dgx-a100:2").per_step(layers) for shard in (False, True)
+    )
     count = 8 * PRESETS["gpt3-1b"].layer_parameters / 8
     optimizer = count / 2 * (2 * device.element + 2 * device.state) / device.bandwidth
     assert whole - sharded == pytest.approx(optimizer + 0.5 * 2 * count * 8 / HOSTS["dgx-a100"].inter_node.bandwidth)
