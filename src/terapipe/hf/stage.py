@@ -39,13 +39,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import (
+from terapipe.hf.backends import (
     NAME,
     Backend,
+    StateCache,
     UnsupportedModelError,
+    ViewCache,
     keep_outside,
+    length_only,
 )
-from terapipe.hf.cache_backend import StateCache, ViewCache, length_only
 from terapipe.hf.head import Head
 from terapipe.hf.own_layers import (
     Call,
