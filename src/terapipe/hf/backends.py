@@ -203,6 +203,7 @@ class StateCache(SliceCache):
 
     def __init__(self, seq_len: int, config: PretrainedConfig, numbers: range) -> None:
         super().__init__(seq_len)
+        self.inputs: dict[int, Tensor] = {}  # of the stage, by context of the slice: only the current one's
         self._config, self._numbers = config, numbers
         self._states: Any = None
         self._next = 0
@@ -222,7 +223,9 @@ class StateCache(SliceCache):
         return states
 
     def detach_states(self) -> None:
-        """Makes leaves of all state tensors. Called after a slice's forward."""
+        """Makes leaves of all state tensors. Called after a slice's forward, which is never computed again: so its
+        input can go."""
+        self.inputs.clear()
         for number in self._numbers:
             for name, holder, key, tensor in _tensors(vars(self._states.layers[number])):
                 if tensor.is_floating_point() and tensor.numel():
