@@ -254,7 +254,7 @@ class Decoder(PipelineModel):
         return shape_of(self.model, self.structure)
 
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes)
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends)
 
     def traits(self) -> dict[str, Any]:
         """See ``PipelineModel``. Names of folders may differ between hosts."""

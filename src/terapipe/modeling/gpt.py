@@ -102,7 +102,7 @@ class GPT(Stage, PipelineModel):
         return cls(PRESETS[name], seed=seed)
 
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(self.config)
+        return ModelSpec(self.config, bare_ends=self.has_bare_ends)
 
     @torch.no_grad()
     def init_weights(self) -> None:
