@@ -24,8 +24,7 @@ from terapipe.doctor.examine import first_line
 from terapipe.doctor.proof import Proof, Size, begin_rank, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernel_check import CASES, Case, error_of, tolerance
-from terapipe.modeling.kernels import kernel_for
+from terapipe.modeling.kernel_choice import CASES, Case, error_of, kernel_for, tolerance
 from terapipe.modeling.main_grads import _fuses, add_product, main_grad
 from terapipe.modeling.stage import next_token_labels
 from terapipe.planning.layout import split_layers

@@ -20,7 +20,8 @@ from terapipe.doctor.examine import links
 from terapipe.doctor.proof import Proof, Size, begin_rank, dtype_on, meet
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import KernelRequest, kernel_for, kernel_report
+from terapipe.modeling.kernel_choice import kernel_for, kernel_report
+from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.stage import PipelineModel, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import blas_workspace, blas_workspaces

@@ -30,10 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from terapipe.modeling.autocast import autocast_dtype, autocasted
 from terapipe.modeling.dtensor import as_dtensor_like, is_row_parallel, to_local
 from terapipe.modeling.main_grads import HALF, add_product, add_rows
-from terapipe.modeling.slice_cache import SliceCache, cache_that_adds
+from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, autocasted, cache_that_adds
 
 
 class DeferredGrad(NamedTuple):

@@ -24,12 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
-from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.comm.transport import Transport

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import SlicedStage, Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.auxiliary import AuxiliaryLosses
 from terapipe.runtime.comm.mesh import DP

@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from terapipe.modeling.autocast import Autocast
+from terapipe.modeling.stage import Autocast
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TAG = 8  # bytes before the data, a multiple of every dtype's size

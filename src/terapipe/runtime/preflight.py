@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from terapipe.losses.objective import Targets, labels_in
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE, PipelineModel, Stage, TensorParallel, require_stage
+from terapipe.modeling.stage import IGNORE, Autocast, PipelineModel, Stage, TensorParallel, require_stage
 from terapipe.modeling.verification import check_stage
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan

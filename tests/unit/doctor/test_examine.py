@@ -10,8 +10,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from terapipe.doctor import examine
 from terapipe.doctor.facts import Examination
-from terapipe.modeling import kernels
-from terapipe.modeling.block_kernels import CpuFlash
+from terapipe.modeling import kernel_choice
+from terapipe.modeling.kernels import CpuFlash
 
 
 def test_facts_are_what_the_diagnosis_reads() -> None:
@@ -25,10 +25,10 @@ def test_facts_are_what_the_diagnosis_reads() -> None:
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine._kernels() == (["float32 (flash for CPUs)", "bfloat16 (flash for CPUs)"], [])
-    kernels.forget()
+    kernel_choice.forget()
     monkeypatch.setattr(CpuFlash, "operators", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
     passed, fallbacks = examine._kernels()
-    kernels.forget()
+    kernel_choice.forget()
     assert passed == []
     assert len(fallbacks) == 2
     assert "expected (query)" in fallbacks[0]
