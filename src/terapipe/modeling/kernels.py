@@ -263,7 +263,10 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
 
 def _gather(grad: Tensor, x: Tensor) -> Tensor:
     """The reverse for gradients: sums those of the repeated heads."""
-    return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)  # type: ignore[no-untyped-call]
+    if grad.shape[1] == x.shape[1]:
+        return grad
+    batch, _, *rest = grad.shape
+    return grad.reshape(batch, x.shape[1], -1, *rest).sum(2)
 
 
 class CpuFlash(BlockKernel):

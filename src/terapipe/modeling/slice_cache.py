@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.visibility import Visibility, segments
+from terapipe.modeling.weight_grads import to_local
 
 
 class SliceContext:
@@ -21,7 +21,7 @@ class SliceContext:
         start: Tokens of the sequence before the slice.
         length: Tokens of the slice.
         defer: Whether the backward puts off gradients of weights: they are left in ``deferred``.
-        main_grads: Whether gradients of half-precision weights are summed in float32, see main_grads.py.
+        main_grads: Whether gradients of half-precision weights are summed in float32, see weight_grads.py.
 
     Attributes:
         end: Where the next slice begins.

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.slices import Plan
 

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
+from terapipe.modeling.linear import changed_weight
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
+from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
 from terapipe.runtime.comm.transport import Transport

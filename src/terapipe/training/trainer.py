@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terapipe import files
-from terapipe.modeling.main_grads import is_half
+from terapipe.modeling.weight_grads import is_half
 from terapipe.planning.documents import DocumentPlanner
 from terapipe.runtime import ALL, Pipeline, rng_state, seed_rng, set_rng_state
 from terapipe.search.result import PlanResult
