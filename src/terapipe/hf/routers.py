@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import text_config
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import AuxiliaryLoss, SumsOver

@@ -15,11 +15,12 @@ from terapipe.hf.refusals import switch_checkpointing
 from terapipe.hf.shape import work_of
 from terapipe.hf.structure import find_structure
 from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.hf.verify.verification import ModelVerifier
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
+from tests.support.hf_models import small_config
 from tests.support.models import gradients
 
 FAST = [

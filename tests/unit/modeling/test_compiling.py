@@ -132,7 +132,8 @@ def test_a_model_of_ones_own() -> None:
 
 def decoder(name: str) -> Any:
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

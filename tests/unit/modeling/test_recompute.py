@@ -114,7 +114,7 @@ def test_attention_and_the_last_product_are_not_computed_again(monkeypatch: pyte
 
 def decoder(name: str) -> Any:
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config
+    from tests.support.hf_models import small_config
 
     return Decoder.from_config(small_config(name), dtype=torch.float64)
 

@@ -41,7 +41,8 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """The plain model, for one that knows nothing of slices too."""
     if kind == "gpt":
         return make_model(variant(tied=True), dtype)
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     return small_model(small_config(kind), dtype).train()
 
