@@ -309,14 +309,16 @@ class _StageCache(DynamicCache):
 def _make_slice_layer(layer: Any, length: _Length | None) -> Any:
     """The same object of a cache, as a ``_SliceLayer``. With a ``length`` it stores nothing: attributes that say how
     many tokens there were then become properties that ask for it."""
-    members: dict[str, Any] = {}
+    # Transformers enters every subclass that names a kind of layer into its table of caches, from which it makes those
+    # of any model from then on. Ours names none; its objects do, as some models ask them.
+    members: dict[str, Any] = {"_layer_type": None}
     if length is not None and hasattr(layer, "cumulative_length"):
         members["cumulative_length"] = property(lambda self: self._length.tokens)
     if length is not None and isinstance(layer, LinearAttentionLayer):
         states = list(layer.has_previous_state)
         members["has_previous_state"] = property(lambda self: dict.fromkeys(states, self._length.tokens > 0))
     changed: Any = object.__new__(type(_SliceLayer.__name__, (_SliceLayer, type(layer)), members))
-    changed.__dict__.update(vars(layer), _length=length)
+    changed.__dict__.update(vars(layer), _length=length, _layer_type=getattr(layer, "_layer_type", None))
     return changed
 
 
