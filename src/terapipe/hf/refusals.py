@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import is_classifier, text_config
 
 FLAG = "gradient_checkpointing"

@@ -31,7 +31,6 @@ The model itself is not changed: several pipelines can be made of one model.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
@@ -39,13 +38,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import (
+from terapipe.hf.backends import (
     NAME,
     Backend,
+    StateCache,
     UnsupportedModelError,
+    ViewCache,
     keep_outside,
+    length_only,
 )
-from terapipe.hf.cache_backend import StateCache, ViewCache, length_only
 from terapipe.hf.head import Head
 from terapipe.hf.own_layers import (
     Call,
@@ -72,9 +73,8 @@ from terapipe.hf.structure import (
     with_layers,
 )
 from terapipe.hf.tensor_parallel import parallelize
-from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache, current_cache
-from terapipe.modeling.stage import IGNORE, Stage, TensorParallel
+from terapipe.modeling.stage import IGNORE, RandomState, Stage, TensorParallel
 
 _PREFIX = "model."
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device
@@ -82,16 +82,6 @@ PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: read
 
 def _no_padding(*_: Any, **__: Any) -> None:
     """A pipeline's batches have no padding that attention must know of: no token sees those after it."""
-
-
-@dataclass
-class _Call:
-    """One call of the model, for the hooks inside it."""
-
-    rope_length: int  # of the longest document of the batch
-    received: Tensor | None = None  # from the stage before, for the first layer
-    output: Tensor | None = None  # of the last layer
-    ends_early: bool = False  # with the output of the last layer
 
 
 class DecoderStage(Stage):
@@ -128,7 +118,8 @@ class DecoderStage(Stage):
         self.hidden_size = int(text_config(model.config).hidden_size)
         if is_classifier(model):
             self.no_default_loss = f"{type(model).__name__} predicts no tokens; take loss_fn=losses.classification()"
-        self._call: _Call | None = None  # while the model is called
+        self._length: int | None = None  # tokens of the longest document, while the model is called
+        self._output: Tensor | None = None  # of the last layer, in a call
         self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
 
         self._copy_model(model)
@@ -225,16 +216,12 @@ class DecoderStage(Stage):
         p, cache = next(self.parameters()), self.make_cache(1, context + 2)
         cache.begin(context, 2)
         x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(p.dtype)
-        self._call = _Call(cache.longest)
-        try:
-            with RandomState.now(p.device).restored(), self._swap(layers).applied():
-                inputs = self._inputs(x.to(p.device), cache)
-                inputs.pop(FLAG, None)  # stubs have no routers
-                if not self.is_first:  # nothing would show what the model does with zeros
-                    inputs["inputs_embeds"] = wave_like(inputs["inputs_embeds"])
-                self._base(**inputs)
-        finally:
-            self._call = None
+        with self._calling(cache.longest), RandomState.now(p.device).restored(), self._swap(layers).applied():
+            inputs = self._inputs(x.to(p.device), cache)
+            inputs.pop(FLAG, None)  # stubs have no routers
+            if not self.is_first:  # nothing would show what the model does with zeros
+                inputs["inputs_embeds"] = wave_like(inputs["inputs_embeds"])
+            self._base(**inputs)
 
     def _make_head(
         self, every: Mapping[int, nn.Module], own: Mapping[int, nn.Module], calls: Mapping[int, Call]
@@ -267,25 +254,32 @@ class DecoderStage(Stage):
     # Hooks inside the model
 
     def _end_forward(self) -> None:
-        """After the loop over layers. What the model does then is the last stage's, which does it in its head."""
-        if self._call and self._call.ends_early and self._call.output is not None:
+        """After the loop over layers. What the model does then is the last stage's, which does it in its head.
+
+        Not with the cache backend, where models count tokens after their layers; nor where routers' logits are wanted,
+        which the forward returns at its end.
+        """
+        if self._output is not None and self.backend == "attention" and self._routers is None:
             raise LastLayerError
 
     def _inject(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Gives the first layer what the stage before sent, in place of what the model computed from zeros."""
-        # A layer that is recomputed in the backward runs outside of a call; the cache has its input.
-        received = self._call.received if self._call else _input_of(current_cache())
+        # From the cache, and not from an attribute that forward sets: a layer may be recomputed in a backward, long
+        # after that call.
+        cache = current_cache()
+        assert isinstance(cache, StateCache | ViewCache)
+        received = cache.inputs[cache.context]
         if "hidden_states" in named:
             return arguments, {**named, "hidden_states": received}
         return (received, *arguments[1:]), named
 
     def _capture(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._call:
-            self._call.output = output[0] if isinstance(output, tuple) else output
+        if self._length is not None:  # not in a recomputation, whose output nobody takes
+            self._output = output[0] if isinstance(output, tuple) else output
 
     def _rope_length(self) -> int | None:
         """Frequencies are those of the longest document of the batch, as in transformers, whatever the slice."""
-        return self._call.rope_length if self._call else None
+        return self._length
 
     def parallelize(self, tp: TensorParallel) -> None:
         """Tensor parallel, by the model's own plan."""
@@ -320,39 +314,42 @@ class DecoderStage(Stage):
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         self._late_checkpointing.refuse()
-        carries_states = isinstance(cache, StateCache)
+        assert isinstance(cache, StateCache | ViewCache)
         out: Any = None
-        call = self._call = _Call(cache.longest, received=x, ends_early=not carries_states and self._routers is None)
-        try:
+        cache.inputs[cache.context] = x
+        with self._calling(cache.longest):
             inputs = self._inputs(x, cache)
-            if isinstance(cache, StateCache):
+            with cache, suppress(LastLayerError):
                 out = self._base(**inputs)
-                cache.detach_states()
-            else:
-                assert isinstance(cache, ViewCache)
-                cache.inputs[cache.context] = x
-                with cache, suppress(LastLayerError):
-                    out = self._base(**inputs)
-                if sum(cache.current.calls.values()) < self.last - self.first:
-                    raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
-        finally:
-            self._call = None
+            hidden = self._output
+        if isinstance(cache, StateCache):
+            cache.detach_states()
+        elif sum(cache.current.calls.values()) < self.last - self.first:
+            raise UnsupportedModelError("some layers do not take their attention from transformers' interface")
         if self._routers is not None:
             self._routers.add(out.router_logits, cache)
-        assert call.output is not None
-        return call.output
+        assert hidden is not None
+        return hidden
+
+    @contextmanager
+    def _calling(self, length: int) -> Iterator[None]:
+        """Around a call of the model, for the hooks inside it: rotary embeddings are asked for ``length`` tokens."""
+        self._length = length
+        try:
+            yield
+        finally:
+            self._length = self._output = None
 
     @property
     def _base(self) -> Any:
         """The part of the model that calls the layers."""
         return self.model.get_submodule(self.structure.layers.partition(".")[0])
 
-    def _inputs(self, x: Tensor, cache: SliceCache) -> dict[str, Any]:
+    def _inputs(self, x: Tensor, cache: StateCache | ViewCache) -> dict[str, Any]:
         inputs: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": self._zeros(x)}
         inputs |= self._positions(cache, x)
         if self._routers is not None:
             inputs[FLAG] = True
-        assert isinstance(cache, StateCache | ViewCache)
         return inputs | {"past_key_values": cache.states(), "use_cache": isinstance(cache, StateCache)}
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -376,11 +373,8 @@ class DecoderStage(Stage):
             inputs["position_ids"] = torch.arange(hidden.shape[1], device=hidden.device)[None]
         if self._no_past is not None:  # without a cache, transformers looks for packed documents in the positions
             inputs["past_key_values"] = self._no_past.states()
-        self._call = _Call(hidden.shape[1])
-        try:
+        with self._calling(hidden.shape[1]):
             yield inputs
-        finally:
-            self._call = None
 
     def _head_alone(self) -> nn.Module:
         """The head, if logits are what it makes and no more: seen with two random tokens, once."""
@@ -418,7 +412,7 @@ class DecoderStage(Stage):
             return {}
         return {"position_ids": cache.positions(x.device).expand(x.shape[0], -1)}
 
-    def make_cache(self, size: int, seq_len: int) -> SliceCache:
+    def make_cache(self, size: int, seq_len: int) -> StateCache | ViewCache:
         config = text_config(self.model.config)
         if self.backend == "attention":
             return ViewCache(seq_len, config)
@@ -431,11 +425,6 @@ class DecoderStage(Stage):
         """Under their names in the whole model."""
         for name, parameter in super().named_parameters(*arguments, **named):
             yield name.removeprefix(_PREFIX), parameter
-
-
-def _input_of(cache: SliceCache | None) -> Tensor:
-    assert isinstance(cache, ViewCache)
-    return cache.inputs[cache.context]
 
 
 def loss_of(logits: Tensor, labels: Tensor, model: PreTrainedModel) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 
 BEFORE, LAYERS, AFTER = "before", "layers", "after"  # the place of a module in the forward
 RETURNS = (0, 3, 2, 1)  # what layers return: 0 is a tensor, n a tuple of n that begins with it

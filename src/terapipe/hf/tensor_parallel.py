@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, get_kv_heads_per_rank
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import ModelStructure, shared_names, text_config
-from terapipe.modeling.dtensor import GradientSum, as_dtensor_like, to_local
+from terapipe.modeling.weight_grads import GradientSum, as_dtensor_like, to_local
 
 SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each rank sees its own heads
 

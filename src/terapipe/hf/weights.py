@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.hub import cached_file
 
 from terapipe.files import check_kind, check_kinds, inside, read_json
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
 from terapipe.planning.limits import LARGEST
 
@@ -85,7 +85,7 @@ class StageWeights:
     """Which modules of a model a stage needs weights of."""
 
     def __init__(self, model: PreTrainedModel, structure: ModelStructure, first: int, last: int) -> None:
-        self._structure, self._layers, self._held = structure, f"{structure.layers}.", range(first, last)
+        self._structure, self._layers, self._numbers = structure, f"{structure.layers}.", range(first, last)
         is_last = last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
         self._elsewhere = {*((BEFORE,) if first else ()), *(() if is_last else (AFTER,))}
         # A stage that holds a tied weight under one of its names gets it under all of them: transformers then ties them
@@ -105,7 +105,7 @@ class StageWeights:
 
     def _not_in_other_layers(self, name: str) -> bool:
         layer = name.removeprefix(self._layers).partition(".")[0]
-        return not name.startswith(self._layers) or int(layer) in self._held
+        return not name.startswith(self._layers) or int(layer) in self._numbers
 
 
 def _module(name: str) -> str:

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import PipelineModel
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter

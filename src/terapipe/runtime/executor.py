@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
-from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.linear import changed_weight
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
+from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums

@@ -25,10 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets, labels_in
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import longest_document, run_backward
-from terapipe.modeling.stage import IGNORE, Stage
+from terapipe.modeling.stage import IGNORE, Autocast, RandomState, Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport

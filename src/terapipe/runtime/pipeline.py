@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from terapipe.losses.objective import Objective, Targets
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.main_grads import summed_in_float32
-from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.stage import IGNORE, PipelineModel, require_model
+from terapipe.modeling.stage import IGNORE, PipelineModel, RandomState, require_model
+from terapipe.modeling.weight_grads import summed_in_float32
 from terapipe.planning.slices import Plan
 from terapipe.runtime.action_lists import communicating_ranks
 from terapipe.runtime.checkpoint.frozen import FrozenBase

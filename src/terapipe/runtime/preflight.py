@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
-from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.slice_cache import on_device
-from terapipe.modeling.stage import IGNORE, PipelineModel, Stage
+from terapipe.modeling.stage import IGNORE, Autocast, PipelineModel, Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.errors import describe_error
 from terapipe.runtime.comm.mesh import ALL

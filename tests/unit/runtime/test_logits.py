@@ -83,7 +83,8 @@ def test_half_precision_gives_single() -> None:
 def hugging_face(name: str) -> tuple[Tensor, Tensor]:
     """Through a pipeline, and by the model itself."""
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

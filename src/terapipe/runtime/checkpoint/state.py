@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from terapipe.files import beside
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
 from terapipe.runtime.checkpoint.reader import (

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terapipe.modeling.autocast import Autocast
+from terapipe.modeling.stage import Autocast
 from terapipe.runtime.comm.failures import Failure
 from terapipe.runtime.comm.groups import GROUPS
 from terapipe.runtime.comm.mesh import Line
