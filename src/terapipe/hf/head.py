@@ -30,7 +30,7 @@ from transformers.utils.generic import ModelOutput
 
 from terapipe.hf.own_layers import LayerSwap, OwnLayers
 from terapipe.hf.structure import ModelStructure, PassThrough, stub, token_logits
-from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.stage import RandomState
 
 LAST = "last_hidden_state"
 

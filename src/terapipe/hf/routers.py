@@ -26,9 +26,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import text_config
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import AuxiliaryLoss, SumsOver
+from terapipe.modeling.weight_grads import to_local
 
 FLAG = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # names in models

@@ -73,9 +73,8 @@ from terapipe.hf.structure import (
     with_layers,
 )
 from terapipe.hf.tensor_parallel import parallelize
-from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache, current_cache
-from terapipe.modeling.stage import IGNORE, Stage, TensorParallel
+from terapipe.modeling.stage import IGNORE, RandomState, Stage, TensorParallel
 
 _PREFIX = "model."
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # of transformers: reads token ids from the device

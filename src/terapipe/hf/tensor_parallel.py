@@ -22,7 +22,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism, g
 
 from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import ModelStructure, shared_names, text_config
-from terapipe.modeling.dtensor import GradientSum, as_dtensor_like, to_local
+from terapipe.modeling.weight_grads import GradientSum, as_dtensor_like, to_local
 
 SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each rank sees its own heads
 
