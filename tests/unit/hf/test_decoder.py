@@ -27,7 +27,7 @@ FAST = [
     "llama", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "gpt_neox", "opt", "phi", "gpt_oss",
     "deepseek_v3", "llama4_text", "olmo2", "cohere",
 ]  # fmt: skip
-GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba"]
+GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba", "deepseek_v4"]
 
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
@@ -54,8 +54,10 @@ class _Float64Torch:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp"])
-def test_gated_delta_rules_differ_by_their_rounding_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp", "deepseek_v4"])
+def test_gated_delta_rules_and_compressed_keys_differ_by_their_rounding_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their code computes in float32 whatever the model's dtype, so cut and whole differ by 1e-6 to 5e-5. With the same
     code in float64 they differ by 1e-14."""
     model = small_model(small_config(name))
