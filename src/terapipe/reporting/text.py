@@ -1,5 +1,5 @@
-"""A Timeline as text, for a terminal: one line per rank, one character per share of the time. One sequence in 4 slices on
-4 ranks::
+"""A Timeline as text, for a terminal: one line per rank, one character per share of the time. One sequence in 4 slices
+on 4 ranks::
 
     >>> print(terapipe.simulate(plan, "dgx-a100:1", model="gpt3-1b").to_text(60))
     rank 0 │00112233·······························DDDDDDCCCCCBBBBBAAAAA│
