@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from rich.table import Table
 from terapipe import files
 from terapipe.cli.options import MOST_SECONDS, Verbs, check_outputs, console, refuse_with
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, worst
-from terapipe.doctor.facts import Examination
 from terapipe.reporting.style import count
 
 _COLORS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     except (ImportError, OSError) as error:  # OSError: one of its shared libraries is missing
         remedy = "install it anew: pip install --force-reinstall torch"
         return _report([Finding("versions", Status.PROBLEM, f"torch does not load: {error}", remedy)], {}, parsed.json)
-    from terapipe.doctor.examine import alone, examine
+    from terapipe.doctor.examination import alone, examine
     from terapipe.runtime.comm.environment import under_torchrun
 
     if parsed.prove:
@@ -76,19 +76,19 @@ def run(parsed: argparse.Namespace) -> int:
     examined = examine(parsed.timeout) if under_torchrun() else alone(parsed.ranks or 2, parsed.port, parsed.timeout)
     if examined is None:  # only the first rank reports
         return 0
-    return _report(diagnose(Examination.from_dict(examined)), examined, parsed.json)
+    return _report(diagnose(examined), asdict(examined), parsed.json)
 
 
 def _prove(parsed: argparse.Namespace, started_by_torchrun: bool) -> int:
     if started_by_torchrun:
         raise ValueError("--prove starts its ranks itself; run it without torchrun, on one host")
-    from terapipe.doctor.proof import sizes
-    from terapipe.doctor.prove import prove, ranks_here
+    from terapipe.doctor import exactness, measurements
+    from terapipe.doctor.proof import prove, ranks_here, sizes
 
     out = parsed.out or Path("terapipe-proof.json")
     ranks = parsed.ranks or ranks_here()
     say = (lambda name: None) if parsed.json else (lambda name: console.print(f"[dim]{name} ...[/]"))
-    proof = prove(ranks, sizes(parsed.size), say)
+    proof = prove({**exactness.CHECKS, **measurements.CHECKS}, ranks, sizes(parsed.size), say)
     files.write(out, json.dumps(proof, indent=1) + "\n")
     if parsed.json:
         print(json.dumps(proof))

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.hf.attention_backend import Backend, UnsupportedModelError
+from terapipe.hf.backends import Backend, UnsupportedModelError
 from terapipe.hf.refusals import (
     find_dropouts,
     is_checkpointing,

@@ -20,8 +20,7 @@ from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import is_classifier
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Autocast
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
@@ -31,10 +30,9 @@ from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.module_states import configurations
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.trainers.calls import Call, call_of
+from terapipe.trainers.calls import Call, PipelineOutput, call_of, classify, fused_head
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model_record import ModelRecord
-from terapipe.trainers.outputs import PipelineOutput, classify, fused_head
 from terapipe.trainers.refusals import refuse_other_losses
 
 CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
@@ -109,7 +107,7 @@ class PipelinedModel:
     still runs in the model itself, which needs all weights as they are now: ``gather`` brings them.
 
         outer (peft's, or the model itself)
-          model --forward--> call_of --> pipe.token_outputs, pipe.step --> outputs.py --> what the caller expects
+          model --forward--> call_of --> pipe.token_outputs, pipe.step --> calls.py --> what the caller expects
              |                              |
              +-- same parameters -- stages -+
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
 from terapipe.hf.routers import with_router_logits

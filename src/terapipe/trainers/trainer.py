@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import Trainer
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import switch_checkpointing, without_wrapper
 from terapipe.hf.structure import is_classifier
@@ -37,9 +37,9 @@ from terapipe.planning.recompute import Recompute
 from terapipe.runtime.comm.environment import rank_and_size
 from terapipe.runtime.comm.mesh import DP, device_mesh
 from terapipe.trainers.accelerator import PipelineAccelerator
+from terapipe.trainers.calls import TESTED
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model import PipelinedModel, pipelined, unpatched
-from terapipe.trainers.outputs import TESTED
 from terapipe.trainers.refusals import (
     recompute_of,
     refuse_arguments,

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 from terapipe import files
 from terapipe.files import recover
-from terapipe.runtime import ALL, Pipeline, Transport
+from terapipe.runtime import ALL, Transport
 from terapipe.runtime.checkpoint import NOTES, Saving, verify_files
 from terapipe.training.config import CheckpointConfig, RunConfig
+from terapipe.training.state import RunState
 
 NAME = re.compile(r"step-(\d{8})")
 BEST = "best.json"
@@ -73,7 +71,14 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"damaged-{path.name}")
 
 
-def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
+def load(checkpoint: Path, state: RunState, *, verify: bool) -> Mapping[str, Any]:
+    """Loads parameters, optimizer and random states; returns the notes, which ``RunState.resume`` takes."""
+    notes = state.pipe.load(checkpoint, state.optimizer, extra=state.random, verify=verify)
+    _check_notes(notes, checkpoint)
+    return notes
+
+
+def _check_notes(notes: Mapping[str, Any], folder: Path) -> None:
     """Refuse notes that are not those of a training run, or not of the step that the folder is named after."""
     kinds = {"step": int, "position": int, "skipped": int, "layout": str, "best": float | int | None}
     invalid = [name for name, kind in kinds.items() if not isinstance(notes.get(name, ...), kind)]
@@ -116,22 +121,21 @@ class CheckpointFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def save(
-        self, pipe: Pipeline, optimizer: Optimizer, extra: Mapping[str, Tensor], notes: Mapping[str, Any], wait: bool
-    ) -> bool:
+    def save(self, state: RunState, notes: Mapping[str, Any], wait: bool) -> bool:
         """All ranks call it together. False if it failed, for example on a full disk: training continues.
 
         With ``wait`` the checkpoint is complete on return, otherwise it may be written in the background.
         """
+        arguments: dict[str, Any] = {"extra": state.random, "notes": notes}
         self.finish()
         step = int(notes["step"])
         folder = path_of(self.folder, step)
         try:
             if wait or not self._config.background:
-                pipe.save(folder, optimizer, extra=extra, notes=notes)
+                state.pipe.save(folder, state.optimizer, **arguments)
                 self._note_saved(notes)
             else:
-                self._saving = notes, pipe.save_in_background(folder, optimizer, extra=extra, notes=notes)
+                self._saving = notes, state.pipe.save_in_background(folder, state.optimizer, **arguments)
         except OSError as error:
             self._note_failure(step, error)
             return False
@@ -162,9 +166,9 @@ class CheckpointFolder:
             return
         if loss is not None and loss == notes["best"]:
             files.write(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
-        kept = {self.best[0]} if self._config.best and self.best else set()
+        best = self.best[0] if self._config.best and self.best else None
         for old in steps(self.folder)[: -self._config.keep] if self._config.keep else ():
-            if old not in kept:
+            if old != best:
                 self._remove(path_of(self.folder, old))
 
     def _remove(self, path: Path) -> None:

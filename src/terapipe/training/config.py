@@ -217,6 +217,11 @@ class CheckpointConfig:
     verify: bool = key(True, "before resuming, verify the checksums of all files of the checkpoint")
     export: str = key("", "at the end, write the model and its tokenizer to this folder in the Hugging Face format")
 
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint of another run to begin with, while the run has none of its own."""
+        return None if self.resume in ("auto", "off") else Path(self.resume)
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:

@@ -7,21 +7,20 @@ import torch
 from torch import Tensor
 
 from terapipe.runtime import Pipeline
-from terapipe.training.config import RunConfig
 from terapipe.training.data.loader import BatchLoader
-from terapipe.training.data.token_file import Data
 from terapipe.training.logging.display import RunLog
-from terapipe.training.objective import RunObjective
+from terapipe.training.state import RunContext
 
 PROMPT = 32  # tokens, if the configuration has no prompt
 CONTEXT = 256  # last tokens that the next one is predicted from
 
 
 class Evaluator:
-    def __init__(self, config: RunConfig, pipe: Pipeline, data: Data, objective: RunObjective, log: RunLog) -> None:
+    def __init__(self, context: RunContext, pipe: Pipeline, log: RunLog) -> None:
+        config, data, objective = context.config, context.data, context.objective
         self._config, self._pipe, self._data, self._log = config.evaluation, pipe, data, log
         self._objective = objective
-        self._loader = None
+        self._loader: BatchLoader | None = None
         if data.eval:
             whole = objective.is_of_sequences  # a sequence that was filled up would count
             self._loader = BatchLoader(data.eval, config.data, pipe, shuffle=False, rows=objective.rows, whole=whole)

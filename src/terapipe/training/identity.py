@@ -30,7 +30,7 @@ Identity = dict[str, dict[str, Any]]
 
 def identity(config: RunConfig, data: Data, model: RunModel) -> Identity:
     """As it is after a round trip through JSON, so that it can be compared with the notes."""
-    flat = {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
+    flat = flatten(config)
     keys = {key: value for key, value in flat.items() if key in _KEYS or key.split(".")[0] in _SECTIONS}
     parts = {
         MODEL: model.identity,
@@ -45,6 +45,11 @@ def identity(config: RunConfig, data: Data, model: RunModel) -> Identity:
     }
     result: Identity = json.loads(json.dumps(parts))
     return result
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Returns all settings by the names that messages and trackers call them, such as ``optimizer.lr``."""
+    return {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
 
 
 def _tokenizer_hash(folder: Path) -> str:

@@ -33,7 +33,7 @@ class RunModel:
     shape: GPTConfig | None  # None: nothing is known, and it cannot be measured
     split: Callable[[int], tuple[int, ...]]  # boundaries of so many stages
     identity: dict[str, Any]  # its configuration: another one is another model, whatever its weights
-    shortest: int = 1  # tokens that a slice must have
+    min_slice: int = 1  # tokens that a slice must have
     recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
 
 

@@ -84,7 +84,6 @@ class RunObjective:
     def prepare(self, pipe: Pipeline, data: Data, start: Callable[[], object] = lambda: None) -> None:
         """Before a checkpoint is loaded: the reference is the model as training begins, which ``start`` loads if that
         is not the model as it was made."""
-        self.check(pipe.plan)
         if self._objective.kind == "distill":
             self._teacher = self._make_teacher(pipe)
         if self._objective.kind == "dpo":
@@ -103,7 +102,7 @@ class RunObjective:
         return {"labels": batch.labels, "weights": batch.weights} if self.rows == "weighted" else batch.labels
 
     def _rows_of(self, batch: Batch, file: TokenFile) -> NDArray[np.float64]:
-        return self._reference[file.folder][list(batch.numbers)]
+        return self._reference[file.folder][list(batch.indices)]
 
     def total(self, loader: BatchLoader, batches: Iterable[Batch]) -> float:
         """What losses of these batches are divided by: labels, or sequences over all replicas."""
@@ -126,9 +125,9 @@ class RunObjective:
         pipe.eval()
         for batch in loader.everything():
             sums = pipe.log_probs(batch.ids, batch.labels).double().sum(1).cpu().numpy()
-            for numbers, values in pipe.transport.gather((batch.numbers, sums[: len(batch.numbers)]), ALL):
-                if numbers:  # none on ranks between the first and the last stage
-                    log_probs[list(numbers)] = values
+            for indices, values in pipe.transport.gather((batch.indices, sums[: len(batch.indices)]), ALL):
+                if indices:  # none on ranks between the first and the last stage
+                    log_probs[list(indices)] = values
         pipe.train()
         if pipe.transport.global_rank == 0:
             files.write(path, _pack_reference(log_probs, mark))
@@ -138,8 +137,8 @@ class RunObjective:
         """Of all that it depends on."""
         config = self._config.model
         model = {"identity": self._model.identity, "folder": config.folder, "seed": config.seed, "dtype": config.dtype}
-        start = self._config.checkpoints.resume
-        begun = "" if start in ("auto", "off") else str(Path(start).resolve())
+        start = self._config.checkpoints.start
+        begun = str(start.resolve()) if start else ""
         parts = [file.origin.sources, file.origin.tokenizer, self._config.data.seq_len, model, begun]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -158,9 +157,9 @@ class RunObjective:
         model: PipelineModel = decoder
         cuts = balance([1.0] * model.num_layers, pipe.plan.num_stages)
         plan = Plan(pipe.plan.sizes, pipe.plan.lengths, tuple(cuts), pipe.plan.order, pipe.plan.chunks)
-        made = Pipeline(model, plan, transport=pipe.transport)
-        made.requires_grad_(False)
-        return made.eval()
+        teacher_pipe = Pipeline(model, plan, transport=pipe.transport)
+        teacher_pipe.requires_grad_(False)
+        return teacher_pipe.eval()
 
     def _teacher_logits(self, hidden: Any) -> Any:
         assert self._teacher is not None

@@ -43,12 +43,11 @@ def check_run(config: RunConfig, ranks: int) -> None:
 
 def _check_start(config: RunConfig) -> None:
     """The checkpoint of another run that this one begins with."""
-    start = config.checkpoints.resume
-    if start in ("auto", "off") or steps(folder_of(config)):
-        return
-    if not (Path(start) / INDEX).is_file():
+    start = config.checkpoints.start
+    if start and not steps(folder_of(config)) and not (start / INDEX).is_file():
         raise ValueError(
-            f"checkpoints.resume must be auto, off or the folder of a checkpoint, got {start!r}, which holds none"
+            f"checkpoints.resume must be auto, off or the folder of a checkpoint, got {config.checkpoints.resume!r}, "
+            "which holds none"
         )
 
 

@@ -123,22 +123,22 @@ def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> PlanResult:
     batch = config.data.batch_size // layout.dp
     size = wanted.microbatch_size or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
-    lengths = _lengths(wanted, tokens, layout, model.shortest) if order.sliced else (tokens,)
+    lengths = _lengths(wanted, tokens, layout, model.min_slice) if order.sliced else (tokens,)
     mode = "none" if config.model.recompute == "auto" else config.model.recompute
     plan = Plan(sizes, (lengths,) * len(sizes), model.split(layout.pp * chunks), order.name, chunks, mode)
     return PlanResult.of_plan(plan, layout, dtype=config.model.dtype)
 
 
-def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
+def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, min_slice: int) -> tuple[int, ...]:
     if wanted.slice_lengths:
         return tuple(wanted.slice_lengths)
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
-    tile = _tile(wanted, layout, tokens, shortest)
+    tile = _tile(wanted, layout, tokens, min_slice)
     return even_lengths(tokens, count, tile if tokens >= tile * count else 1)
 
 
-def _tile(wanted: PlanConfig, layout: Layout, tokens: int, shortest: int) -> int:
-    return Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=layout.tp)
+def _tile(wanted: PlanConfig, layout: Layout, tokens: int, min_slice: int) -> int:
+    return Request(1, tokens, min_slice=min_slice).tile_for(tile=wanted.tile, tp=layout.tp)
 
 
 def measure(config: RunConfig, model: RunModel, world: Transport) -> Profile:
@@ -162,7 +162,7 @@ def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     if model.shape is None:
         return None
     fused = isinstance(model.model, GPT) or not config.model.compile
-    return ModelSpec(model.shape, model.shortest, model.recompute_modes, fused)
+    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused)
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:
@@ -192,7 +192,7 @@ def document_planner(config: RunConfig, model: RunModel, run_plan: PlanResult) -
     for reason in (reason for reason, holds in reasons.items() if holds):
         return None, f"all batches are cut alike, whatever their documents: {reason}"
     assert costs is not None
-    planner = DocumentPlanner(plan, costs, tile=_tile(wanted, run_plan.layout, plan.seq_len, model.shortest))
+    planner = DocumentPlanner(plan, costs, tile=_tile(wanted, run_plan.layout, plan.seq_len, model.min_slice))
     most, fewest = max(planner.counts[0]), max(planner.counts[-1])
     return planner, (
         f"every batch is cut by the costs of its own documents, a sequence into {fewest} to {most} slices; "

@@ -256,7 +256,8 @@ def test_modes_reach_every_module_and_devices_stay() -> None:
 
 def hugging_face(kind: str, order: str, seed: int = 0) -> Pipeline:
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     decoder = Decoder(small_model(small_config(kind), seed=seed), backend="attention")
     return Pipeline(decoder, plan_for(order, 2), timeout=300.0)
@@ -281,7 +282,8 @@ def of_a_hugging_face_model(kind: str, order: str, folder: str) -> tuple[set[str
 def test_hugging_face_models_have_their_own_names(
     ranks: Callable[[int], Ranks], tmp_path: Path, kind: str, order: str
 ) -> None:
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     model = small_model(small_config(kind))
     found = ranks(2)(of_a_hugging_face_model, kind, order, str(tmp_path / "saved"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import Backend
+from terapipe.hf.backends import Backend
 from terapipe.hf.rope import depends_on_length
 from terapipe.hf.routers import FLAG, router_losses
 from terapipe.hf.stage import DecoderStage, loss_of

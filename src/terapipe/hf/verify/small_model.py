@@ -29,14 +29,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from terapipe.hf.weights import model_maker
+from terapipe.hf.weights import model_maker, read_config
 
 Scope = Mapping[str, Any]  # the original's values, also by common names, and those of enclosing configurations
 Rule = Callable[[Any, Scope], Any]
@@ -163,11 +164,19 @@ def default_config(model_type: str) -> PretrainedConfig:
     return config
 
 
-def small_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, made small; of a multimodal model, its text part."""
-    config = default_config(model_type)
-    text = getattr(config, "text_config", None)
-    return shrink_config(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+def config_of(model: str) -> PretrainedConfig:
+    """The configuration of a small copy of a model.
+
+    Args:
+        model: The path of a model's folder or of its config.json; else a model type, which has its default
+            configuration.
+    """
+    path = Path(model)
+    if path.exists():
+        return shrink_config(read_config(path))
+    if model not in causal_lm_types():
+        raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
+    return shrink_config(default_config(model))
 
 
 def small_model(
@@ -230,8 +239,8 @@ def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
     """All values, for few layers that are as wide as before."""
     counts = [values[name] for name in DEPTHS if values.get(name)]
     depth = counts[0] if counts else len(values.get("layers_block_type", ()))
-    layers_kept = _layers_to_keep(values, depth, layers)
-    return {name: for_layers(name, value, layers_kept, depth) for name, value in values.items()}
+    numbers = _layers_to_keep(values, depth, layers)
+    return {name: for_layers(name, value, numbers, depth) for name, value in values.items()}
 
 
 def _layers_to_keep(values: dict[str, Any], depth: int, layers: int) -> list[int]:
@@ -249,20 +258,20 @@ def _layers_to_keep(values: dict[str, Any], depth: int, layers: int) -> list[int
     return sorted(islice(cycle(layer for _, layer in sorted(ranked)), max(layers, len(seen))))
 
 
-def for_layers(name: str, value: Any, layers_kept: list[int], depth: int) -> Any:
-    """A value about layers, for those that are layers_kept; any other value as it is."""
+def for_layers(name: str, value: Any, numbers: list[int], depth: int) -> Any:
+    """A value about layers, for the layers ``numbers``; any other value as it is."""
     if name == "per_layer_config":
-        return {new: value[old] for new, layer in enumerate(layers_kept) for old in value if int(old) == layer}
+        return {new: value[old] for new, layer in enumerate(numbers) for old in value if int(old) == layer}
     if name in LISTED and value:
-        return [new for new, layer in enumerate(layers_kept) if layer in value]
+        return [new for new, layer in enumerate(numbers) if layer in value]
     if isinstance(value, list) and len(value) == depth and re.search("layer|types|pattern|size", name):
-        return [value[layer] for layer in layers_kept]
+        return [value[layer] for layer in numbers]
     if name in DEPTHS and value:
-        return len(layers_kept)
+        return len(numbers)
     if name in FIRST and value:
-        return sum(layer < value for layer in layers_kept)
+        return sum(layer < value for layer in numbers)
     if name in LAST and value:
-        return sum(layer >= depth - value for layer in layers_kept)
+        return sum(layer >= depth - value for layer in numbers)
     return value
 
 

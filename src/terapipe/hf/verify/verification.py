@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from math import gcd, isfinite
+from math import gcd, inf, isfinite
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from terapipe.hf.attention_backend import Backend
+from terapipe.hf.backends import Backend
 from terapipe.hf.refusals import first_line, switch_checkpointing
-from terapipe.hf.rope import depends_on_length, with_original_length
+from terapipe.hf.rope import ORIGINAL_KEY, depends_on_length, ropes_of, with_original_length
 from terapipe.hf.routers import with_balance, with_router_logits
-from terapipe.hf.structure import ModelStructure, find_structure, is_classifier
+from terapipe.hf.structure import ModelStructure, find_structure, is_classifier, text_config, token_logits
 from terapipe.hf.verify.reference import (
     TOKENS,
     Batch,
@@ -45,7 +45,7 @@ from terapipe.hf.verify.reference import (
     uneven_lengths,
     updated_buffers,
 )
-from terapipe.hf.verify.small_model import HEAD_COUNTS, KV_HEADS, small_model
+from terapipe.hf.verify.small_model import HEAD_COUNTS, KV_HEADS, shrink_config, small_model
 from terapipe.modeling.stage import TensorParallel
 from terapipe.planning.recompute import Recompute
 
@@ -414,3 +414,48 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+
+
+# Positions
+
+SHIFT = 64
+SHIFT_BOUND = 3e-5  # relative; angles of rotations are computed in float32
+FAR = 2**20  # more tokens than a check has
+
+
+_LENGTHS: dict[tuple[type, str], float] = {}  # by class and configuration: a check takes part of a second
+
+
+def relative_length(model: PreTrainedModel) -> float:
+    """How many positions, from 0 on, may be shifted without an effect: 0, infinity, or an original length."""
+    key = type(model), model.config.to_json_string(use_diff=False)
+    if key not in _LENGTHS:
+        _LENGTHS[key] = _try_lengths(model.config, type(model))
+    return _LENGTHS[key]
+
+
+def _try_lengths(config: PretrainedConfig, kind: type[PreTrainedModel]) -> float:
+    # Frequencies by length are those of the batch, padded or not: an original length that nothing reaches.
+    small = with_original_length(shrink_config(config), FAR)
+    if _sees_distances_only(small, kind):
+        return inf
+    originals = [one[ORIGINAL_KEY] for one in ropes_of(text_config(config)) if one.get(ORIGINAL_KEY)]
+    for one in ropes_of(text_config(small)):
+        if one.get(ORIGINAL_KEY):
+            one[ORIGINAL_KEY] = FAR
+    return float(min(originals)) if originals and _sees_distances_only(small, kind) else 0.0
+
+
+def _sees_distances_only(config: PretrainedConfig, kind: type[PreTrainedModel]) -> bool:
+    with quietly(), torch.no_grad():
+        try:
+            model = small_model(config, kind=kind).train(False)
+            batch = Batch.of(model)
+            places = torch.arange(batch.tokens).expand_as(batch.ids)
+            here, there = (
+                token_logits(model, input_ids=batch.ids, position_ids=places + shift, use_cache=False)
+                for shift in (0, SHIFT)
+            )
+        except Exception:  # whatever the model's own code raises, for example without rows for such positions
+            return False
+    return bool((here - there).abs().max() <= SHIFT_BOUND * here.abs().max())

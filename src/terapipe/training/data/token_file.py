@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +26,6 @@ from terapipe.training.data.text_reader import DocumentPart, read_documents
 from terapipe.training.data.tokenizer import Tokenizer, load_tokenizer
 
 BATCH = 2**21  # characters encoded at a time
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class TokenWriter:
         self._numbers: array[float] | None = None
         self._sums = [Sum()]  # checksums of the file after each append, for ``move_end``
 
-    def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
+    def add_all(self, paths: list[Path], field: str) -> None:
         start = 0
         for parts in _batches(read_documents(paths, field)):
             tokens: list[int] = []
@@ -63,7 +61,6 @@ class TokenWriter:
                     self._starts.append(start)
                     start = self.size + len(tokens)
             self._append(np.asarray(tokens, self._dtype))
-            progress(self.size)
         if not self._starts:
             names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
             raise ValueError(f"there must be at least one document that is not empty, got none in {names}")
@@ -137,7 +134,7 @@ def _batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
 
 def _sum_of_first(size: int, sums: list[Sum], path: Path) -> Sum:
     """The checksum of the first bytes of a file, continued from the nearest one that is known."""
-    nearest = max(known for known in sums if known.size <= size)
+    nearest = max(sum_ for sum_ in sums if sum_.size <= size)
     with path.open("rb") as file:
         file.seek(nearest.size)
         return nearest.add(file.read(size - nearest.size))

@@ -1,6 +1,18 @@
 """Gathers what `terapipe doctor` diagnoses: facts of each rank, whether ranks meet, how fast their links are.
 
-Ranks send their facts to rank 0 through the store, because the connections between ranks may be what is broken.
+Two ways in, one result, an ``Examination``::
+
+    terapipe doctor                 alone(2, 29500, 30.0): starts two ranks here, each calls examine
+    torchrun ... -m terapipe doctor                        every rank of every host calls examine
+
+    rank 0   opens the store   facts/0 ----+   all there?  go = yes   all-reduce   measures link after link   reports
+    rank k   finds the store   facts/k ----+-> waits for   go         all-reduce   answers rank 0             ends
+
+Ranks send their facts to rank 0 through the store, because the connections between ranks may be what is broken: a
+store needs one TCP connection to rank 0, a process group needs all of them. Only when all facts are there do ranks make
+a process group, so that a rank that is missing is named instead of waited for.
+
+This module loads torch. ``diagnosis`` does not: it must be able to report that torch does not load.
 """
 
 import json
@@ -13,9 +25,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
@@ -28,10 +40,9 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import terapipe
-from terapipe.doctor.facts import Facts
 from terapipe.launch.processes import launch, take_cores
-from terapipe.modeling.block_kernels import Plain
-from terapipe.modeling.kernels import kernel_report
+from terapipe.modeling.kernel_choice import kernel_report
+from terapipe.modeling.kernels import Plain
 from terapipe.runtime.comm.environment import (
     host_name,
     local_device,
@@ -41,40 +52,175 @@ from terapipe.runtime.comm.environment import (
     stay_on_this_host,
 )
 
+HEAD_SIZE = 64  # of the attention kernels that are tried
+PINGS = 20  # messages of 8 bytes per link, of which the fastest tells the latency
+LENGTHS = (2**11, 2**13, 2**15, 2**17, 2**19, 2**19, 2**19)  # numbers of 8 bytes; the last are 4 MiB
+CUDA_LENGTHS = (*LENGTHS, 2**21, 2**23, 2**25)  # on fast links 4 MiB show the latency, not the rate
+ONE_LINK, ALL_LINKS = 3.0, 10.0  # seconds at most to measure one link, and all of them
 
-def facts_of_this_rank(rank: int) -> Facts:
-    """Collects what this process can tell of itself and its host without the other ranks.
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank can tell of itself and its host without the other ranks.
+
+    A rank sends its facts as JSON to rank 0, which may have another release: a new field needs a default, and rank 0
+    ignores fields that it does not know.
 
     Args:
-        rank: its number among all.
+        rank: its number among all ranks of the run.
+        host: the host's name, followed by " (node 1)" under torchrun, because containers often share a name.
+        addresses: the IP addresses that the host's own name resolves to; gloo gives the first to other ranks.
+        local_ranks: how many ranks of the run are on this host.
+        versions: of python, torch, numpy and terapipe.
+        needs: the versions that this release requires, for example ``{"torch": "<3,>=2.9"}``.
+        gloo: whether torch was built with gloo.
+        nccl: whether torch was built with NCCL.
+        gpus: how many GPUs torch sees.
+        kernels: dtypes whose fast attention kernel passed its self-test, with the kernel's name.
+        fallbacks: why the other dtypes use plain attention.
+        cores: the cores on which this rank may run (its CPU affinity).
+        all_cores: how many cores the host has.
+        threads: how many threads torch uses for one operation.
+        load: the host's load average over the last minute.
+        memory: bytes that new processes of this host can have.
+        shared_memory: bytes of /dev/shm, None where there is none.
+        files: limit on open files, None if there is no limit.
     """
-    kernels, fallbacks = _kernels()
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return Facts(
-        rank=rank,
-        host=host_name(),
-        addresses=tuple(_addresses(socket.gethostname())),
-        local_ranks=local_ranks(),
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "terapipe": terapipe.__version__,
-        },
-        needs=_needs(),
-        gloo=dist.is_gloo_available(),
-        nccl=dist.is_nccl_available(),
-        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        kernels=tuple(kernels),
-        fallbacks=tuple(fallbacks),
-        cores=tuple(_cores()),
-        all_cores=os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        load=os.getloadavg()[0],
-        memory=_free_memory(),
-        shared_memory=_shared_memory(),
-        files=None if files == resource.RLIM_INFINITY else files,
-    )
+
+    rank: int
+    host: str
+    addresses: tuple[str, ...]
+    local_ranks: int
+    versions: Mapping[str, str]
+    needs: Mapping[str, str]
+    gloo: bool
+    nccl: bool
+    gpus: int
+    kernels: tuple[str, ...]
+    fallbacks: tuple[str, ...]
+    cores: tuple[int, ...]
+    all_cores: int
+    threads: int
+    load: float
+    memory: int
+    shared_memory: int | None
+    files: int | None
+
+    @classmethod
+    def of_this_rank(cls, rank: int) -> "Facts":
+        """Collects the facts of this process. It tries the attention kernels, which takes a second.
+
+        Args:
+            rank: its number among all.
+        """
+        kernels, fallbacks = _kernels()
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return cls(
+            rank=rank,
+            host=host_name(),
+            addresses=tuple(_addresses(socket.gethostname())),
+            local_ranks=local_ranks(),
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "terapipe": terapipe.__version__,
+            },
+            needs=_needs(),
+            gloo=dist.is_gloo_available(),
+            nccl=dist.is_nccl_available(),
+            gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            kernels=tuple(kernels),
+            fallbacks=tuple(fallbacks),
+            cores=tuple(_cores()),
+            all_cores=os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            load=os.getloadavg()[0],
+            memory=_free_memory(),
+            shared_memory=_shared_memory(),
+            files=None if files == resource.RLIM_INFINITY else files,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Facts":
+        """Reads what another rank sent. Lists become tuples, unknown fields are dropped.
+
+        Args:
+            text: ``json.dumps(asdict(facts))`` of that rank.
+        """
+        names, sent = {f.name for f in fields(cls)}, json.loads(text)
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in sent.items() if k in names}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection between rank 0 and another rank, as measured.
+
+    Args:
+        rank: the other one.
+        latency: seconds that the shortest message takes one way.
+        rate: bytes per second of the message that was fastest for its length.
+        clock: seconds by which the other rank's clock is ahead of rank 0's.
+    """
+
+    rank: int
+    latency: float
+    rate: float
+    clock: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The facts of all ranks, and what happened when they worked together: all that ``diagnose`` looks at.
+
+    Args:
+        size: expected number of ranks; 0 if this rank never learned it.
+        ranks: the facts of those that arrived.
+        links: from rank 0 to the others; none if ranks could not work together.
+        where: the address of the rendezvous, such as "10.0.0.1:29500".
+        failure: why the ranks could not work together; empty if they could.
+        failed_at: when that was: "start" (a process died), "meet" (the store was out of reach) or "work".
+        timeout: seconds that ranks waited for each other.
+        port: the port that the user will give torchrun; None under torchrun, which has it already.
+        blocked: why that port cannot be bound; empty if it can.
+    """
+
+    size: int
+    ranks: tuple[Facts, ...]
+    links: tuple[Link, ...] = ()
+    where: str = ""
+    failure: str = ""
+    failed_at: str = "work"
+    timeout: float = 30.0
+    port: int | None = None
+    blocked: str = ""
+
+    @property
+    def hosts(self) -> dict[str, list[Facts]]:
+        """The facts of the ranks that arrived, by host."""
+        by_host: dict[str, list[Facts]] = {}
+        for facts in self.ranks:
+            by_host.setdefault(facts.host, []).append(facts)
+        return by_host
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that did not arrive."""
+        return sorted(set(range(self.size)) - {facts.rank for facts in self.ranks})
+
+    @property
+    def met(self) -> bool:
+        """Whether all ranks arrived and worked together."""
+        return not self.absent and not self.failure
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the run has more than one host, also if only ranks of one arrived."""
+        return len(self.hosts) > 1 or any(self.size > facts.local_ranks for facts in self.ranks)
+
+
+# Facts of one rank
 
 
 def _addresses(host: str) -> list[str]:
@@ -145,14 +291,10 @@ def _shared_memory() -> int | None:
     return about.f_blocks * about.f_frsize
 
 
-HEAD_SIZE = 64  # of the attention kernels that are tried
-PINGS = 20
-LENGTHS = (2**11, 2**13, 2**15, 2**17, 2**19, 2**19, 2**19)  # numbers of 8 bytes; the last are 4 MiB
-CUDA_LENGTHS = (*LENGTHS, 2**21, 2**23, 2**25)  # on fast links 4 MiB show the latency, not the rate
-ONE_LINK = 3.0  # seconds at most to measure one link
+# Links
 
 
-def links(rank: int, size: int, device: torch.device, budget: float) -> list[dict[str, Any]]:
+def links(rank: int, size: int, device: torch.device, budget: float) -> list[Link]:
     """Measures the link from rank 0 to one rank after the other. All ranks call it together. One at a time, because
     several transfers at once would share rank 0's network card, and every link would look slow.
 
@@ -163,7 +305,7 @@ def links(rank: int, size: int, device: torch.device, budget: float) -> list[dic
         budget: seconds that all links may take together.
 
     Returns:
-        The fields of a ``Link`` for each peer, on rank 0; nothing on the others.
+        A ``Link`` for each peer, on rank 0; nothing on the others.
     """
     if rank:
         _answer(device)
@@ -172,24 +314,29 @@ def links(rank: int, size: int, device: torch.device, budget: float) -> list[dic
     return [_link(peer, device, share) for peer in range(1, size)]
 
 
-def _link(peer: int, device: torch.device, share: float) -> dict[str, Any]:
+def _link(peer: int, device: torch.device, share: float) -> Link:
+    """Measures one link, and names the peer if it fails: torch's message has an address at best."""
     try:
         lengths = CUDA_LENGTHS if device.type == "cuda" else LENGTHS
-        return {"rank": peer, **measure_link(partial(_echo, peer, device), share, lengths)}
+        return measure_link(peer, partial(_echo, peer, device), share, lengths)
     except RuntimeError as error:
         raise RuntimeError(f"rank {peer} stopped answering: {first_line(error)}") from None
 
 
 def measure_link(
-    echo: Callable[[int, int], tuple[float, float]], share: float, lengths: Sequence[int] = LENGTHS
-) -> dict[str, Any]:
+    peer: int, echo: Callable[[int, int], tuple[float, float]], share: float, lengths: Sequence[int] = LENGTHS
+) -> Link:
     """Measures latency, rate and clock of a link. It sends longer and longer messages until the next would take too
     long, so that a slow link is measured in the same time as a fast one. Every message names the length of the next::
 
         rank 0   (1, next 1) (1, next 1) ... (1, next n) (n numbers, next 1) ... (1, next 0)
         peer     answers each with its clock; ends after the one whose next is 0
 
+    The peer receives into a buffer of the announced length, so neither side needs a second message about sizes. The
+    fastest ping tells latency and clock: a ping that was delayed on one way only would shift the clock by half of it.
+
     Args:
+        peer: the rank at the other end.
         echo: sends a message of so many numbers, with the length of the next, and returns the seconds of one way and
             how far the peer's clock is ahead.
         share: seconds that the measurement may take.
@@ -208,7 +355,7 @@ def measure_link(
         rate = max(rate, 8 * length / echo(length, 1)[0])
     pings.append(echo(1, 0))
     latency, clock = min(pings)
-    return {"latency": latency, "rate": rate, "clock": clock}
+    return Link(peer, latency, rate, clock)
 
 
 def _echo(peer: int, device: torch.device, length: int, following: int) -> tuple[float, float]:
@@ -239,12 +386,10 @@ def first_line(error: Exception) -> str:
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).partition("\n")[0]
 
 
-Fields = dict[str, Any]  # the fields of an Examination, as values that become JSON
-
-ALL_LINKS = 10.0  # seconds at most to measure all links
+# Ranks that meet
 
 
-def alone(ranks: int, port: int, timeout: float) -> Fields:
+def alone(ranks: int, port: int, timeout: float) -> Examination:
     """Starts ranks on this machine and examines them.
 
     Args:
@@ -253,24 +398,29 @@ def alone(ranks: int, port: int, timeout: float) -> Fields:
         timeout: seconds that ranks wait for each other.
 
     Returns:
-        The fields of an ``Examination``. If the ranks cannot start, those of this host, with the failure.
+        The examination of all ranks. If they cannot start, that of this host, with the failure.
     """
     why_not = why_blocked(port)
     logging.disable(logging.ERROR)  # torch logs a traceback of its own when a rank dies, without the reason
     try:
-        fields: Fields = launch(examine, ranks, timeout, True)
+        examination: Examination = launch(examine, ranks, timeout, True)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        fields = _only_this_host("start", f"rank {rank} died with exit code {failure.exitcode}")
+        examination = _only_this_host("start", f"rank {rank} died with exit code {failure.exitcode}")
     except (RuntimeError, OSError) as error:
-        fields = _only_this_host("start", first_line(error))
+        examination = _only_this_host("start", first_line(error))
     finally:
         logging.disable(logging.NOTSET)
-    return {**fields, "port": port, "blocked": why_not}
+    return replace(examination, port=port, blocked=why_not)
 
 
 def why_blocked(port: int) -> str:
-    """Tells why no process can listen on this port; empty if one can."""
+    """Tells why no process can listen on this port; empty if one can.
+
+    Args:
+        port: is bound as torch's store would bind it, on all addresses of IPv6 and IPv4, and let go at once. A port
+            that is taken on 127.0.0.1 alone would otherwise pass.
+    """
     try:
         if socket.has_dualstack_ipv6():  # as the store of torch does
             socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
@@ -281,7 +431,7 @@ def why_blocked(port: int) -> str:
     return ""
 
 
-def examine(timeout: float, pin: bool = False) -> Fields | None:
+def examine(timeout: float, pin: bool = False) -> Examination | None:
     """Examines the run that this rank belongs to. Every rank calls it.
 
     Args:
@@ -289,7 +439,7 @@ def examine(timeout: float, pin: bool = False) -> Fields | None:
         pin: whether to pin this rank to its cores, as ``launch`` leaves that to its ranks.
 
     Returns:
-        On rank 0 the fields of an ``Examination`` of all ranks. On a rank that meets nobody, those of its host alone.
+        On rank 0 the examination of all ranks. On the first rank of a host that meets nobody, that of its host alone.
         None on the others: one rank reports.
     """
     with _redirect(1, 2):  # some versions of gloo write to stdout, where the report may be JSON
@@ -320,25 +470,37 @@ def _meet(span: timedelta) -> tuple[Store, int, int]:
     return (store, *rank_and_size())
 
 
-def _first(store: Store, size: int, timeout: float) -> Fields:
+def _first(store: Store, size: int, timeout: float) -> Examination:
     """Collects the facts of all ranks that arrive in time. Only if all did, tells them to go on: a process group that
     waits for a missing rank hangs, and could not say which one is missing."""
-    fields: Fields = {"size": size, "where": _address(store), "timeout": timeout}
-    store.set("facts/0", json.dumps(asdict(facts_of_this_rank(0))))
+    store.set("facts/0", json.dumps(asdict(Facts.of_this_rank(0))))
     keys = [f"facts/{rank}" for rank in range(size)]
     _wait_for(store, keys, timeout)
     arrived = [key for key in keys if store.check([key])]
     store.set("go", "yes" if len(arrived) == size else "no")
-    fields["ranks"] = [json.loads(store.get(key)) for key in arrived]
-    return {**fields, **_work_together(store, 0, size, timeout)} if len(arrived) == size else fields
+    ranks = _short_host_names([Facts.from_json(store.get(key)) for key in arrived])
+    examination = Examination(size, ranks, where=_address(store), timeout=timeout)
+    if examination.absent:
+        return examination
+    links, failure = _work_together(store, 0, size, timeout)
+    return replace(examination, links=tuple(links), failure=failure)
 
 
-def _other(store: Store, rank: int, size: int, timeout: float) -> Fields | None:
+def _short_host_names(ranks: Sequence[Facts]) -> tuple[Facts, ...]:
+    """Drops the node numbers from host names that are unique without them, which reads better."""
+    names = {facts.host: facts.host.partition(" (node ")[0] for facts in ranks}
+    if len(set(names.values())) < len(names):
+        return tuple(ranks)
+    return tuple(replace(facts, host=names[facts.host]) for facts in ranks)
+
+
+def _other(store: Store, rank: int, size: int, timeout: float) -> Examination | None:
     """Sends this rank's facts to the first and does what that says. If the first never comes, rank 1 reports it."""
     try:
-        store.set(f"facts/{rank}", json.dumps(asdict(facts_of_this_rank(rank))))
+        store.set(f"facts/{rank}", json.dumps(asdict(Facts.of_this_rank(rank))))
         if not _wait_for(store, ["facts/0"], timeout):
             return None if rank > 1 else _only_this_host("meet", f"rank 0 did not arrive within {timeout:g} s")
+        # One second more than rank 0 waits for facts, because rank 0 decides only after its own timeout.
         if _wait_for(store, ["go"], timeout + 1) and store.get("go") == b"yes":
             _work_together(store, rank, size, timeout)
     except RuntimeError:  # the store ended with rank 0, which reports why
@@ -356,8 +518,11 @@ def _wait_for(store: Store, keys: list[str], timeout: float) -> bool:
     return True
 
 
-def _work_together(store: Store, rank: int, size: int, timeout: float) -> Fields:
-    """Runs an all-reduce over all ranks and measures the links. Returns the links, or why that failed."""
+def _work_together(store: Store, rank: int, size: int, timeout: float) -> tuple[list[Link], str]:
+    """Runs an all-reduce over all ranks and measures the links. Returns the links, and why it failed, if it did.
+
+    The sum is checked, because a wrong one is a broken network card or library, and training would go on with it.
+    """
     device = local_device()
     try:
         if device.type == "cuda":
@@ -367,11 +532,11 @@ def _work_together(store: Store, rank: int, size: int, timeout: float) -> Fields
         total, expected = torch.tensor([rank + 1], device=device), size * (size + 1) // 2
         dist.all_reduce(total)
         if total.item() != expected:
-            return {"failure": f"a sum over all ranks gave {total.item()} instead of {expected}"}
-        return {"links": links(rank, size, device, min(ALL_LINKS, timeout / 2))}
+            return [], f"a sum over all ranks gave {total.item()} instead of {expected}"
+        return links(rank, size, device, min(ALL_LINKS, timeout / 2)), ""
     except RuntimeError as error:
         store.set(f"failure/{rank}", first_line(error))
-        return {"failure": _failures(store, size)}
+        return [], _failures(store, size)
 
 
 def _failures(store: Store, size: int) -> str:
@@ -385,9 +550,9 @@ def _failures(store: Store, size: int) -> str:
     return "; ".join(f"rank {' and '.join(those)}: {failure}" for failure, those in ranks.items())
 
 
-def _only_this_host(failed_at: str, failure: str) -> Fields:
-    """Returns the fields of an ``Examination`` that never got beyond this host."""
-    return {"size": 0, "ranks": [asdict(facts_of_this_rank(local_rank()))], "failed_at": failed_at, "failure": failure}
+def _only_this_host(failed_at: str, failure: str) -> Examination:
+    """Returns an examination that never got beyond this host."""
+    return Examination(0, _short_host_names([Facts.of_this_rank(local_rank())]), failed_at=failed_at, failure=failure)
 
 
 def _address(store: Store) -> str:

@@ -1,7 +1,13 @@
-"""The cache backend: the model's own cache carries state between slices.
+"""The two backends: what carries a sequence's state from one slice to the next.
 
-For the model, a slice continues a prompt of which its cache holds the earlier part. After each slice, every tensor in
-the cache is detached and becomes a leaf for the next slice; in the backward, the leaf's gradient goes to the tensor:
+The attention backend registers ``attend`` over a SliceCache as an attention implementation of transformers. A model
+that takes its attention from transformers' interface needs no other change: its queries, keys and values arrive here
+with positions applied. Masks are never built: the mask interface returns a ``MaskSpec``, which transformers passes on
+to the attention.
+
+The cache backend lets the model's own cache carry state. For the model, a slice continues a prompt of which its cache
+holds the earlier part. After each slice, every tensor in the cache is detached and becomes a leaf for the next slice;
+in the backward, the leaf's gradient goes to the tensor:
 
     slice 0 -> state --detach--> leaf -> slice 1 -> state --detach--> leaf -> slice 2
                grad <----------- grad              grad <----------- grad
@@ -10,16 +16,159 @@ So windows, biases, convolutions and recurrent states work as the model defines 
 attention backend: every slice keeps the keys and values of all tokens up to it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Self
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from terapipe.hf.attention_backend import UnsupportedModelError
-from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.attention import attend
+from terapipe.modeling.slice_cache import SliceCache, current_cache
+
+NAME = "terapipe"  # of the attention implementation
+
+MaskFunction = Callable[..., Any]  # (batch, head, query position, key position) -> whether the query sees the key
+Backend = Literal["attention", "cache"]  # what carries state between slices: ``attend`` or the model's own cache
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or a use of it, that would not be exact in stages and slices; the message says why."""
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """Which of the tokens before it a query sees, in place of a mask: all, a window of them, or those of its chunk.
+
+    Args:
+        window: How many tokens, itself included; None for no limit.
+        chunk: The length of chunks; a query sees those of its own chunk. None for no chunks.
+        unknown: What makes it neither. It is refused only where it is used, because models also make masks in vain.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    unknown: str = ""
+
+
+def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> MaskSpec:
+    """What transformers calls to make a mask: the limits of a mask function, in place of a matrix.
+
+    Its mask functions are closures, made of others by ``and_masks`` and ``or_masks``. The numbers are read from their
+    variables. What cannot be read is refused where the mask is used. ::
+
+        and_masks(sliding_window_overlay(4096), causal_mask_function)   ->   MaskSpec(window=4096)
+
+    Args:
+        mask_function: What the model's mask would be filled by.
+        **_: Shapes, offsets, dtype and the like, which a matrix would need.
+    """
+    limits: dict[str, int] = {}
+    for part in _parts(mask_function):
+        if part is causal_mask_function:
+            continue
+        name = _maker(part)
+        if name not in LIMITS:
+            return MaskSpec(unknown=name)
+        kind, variable = LIMITS[name]
+        limit = inspect.getclosurevars(part).nonlocals[variable]
+        limits[kind] = min(limit, limits.get(kind, limit))
+    return MaskSpec(limits.get("window"), limits.get("chunk"))
+
+
+# Functions of transformers that make a mask function: what it limits, and the variable that holds the number.
+LIMITS = {"sliding_window_overlay": ("window", "sliding_window"), "chunked_overlay": ("chunk", "chunk_size")}
+
+
+# Tokens of one image see each other. Only token ids reach a stage, so there are none, and it adds nothing.
+IMAGES = "blockwise_overlay"
+
+
+def _maker(mask_function: MaskFunction) -> str:
+    """The function of transformers that made it, or its own name."""
+    return str(getattr(mask_function, "__qualname__", mask_function)).partition(".")[0]
+
+
+def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
+    """The conjuncts of a mask function: a query sees a key if all of them say so."""
+    maker = _maker(mask_function)
+    if maker not in ("and_masks", "or_masks"):
+        yield mask_function
+        return
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if maker == "or_masks":
+        parts = [part for part in parts if _maker(part) != IMAGES]
+        if len(parts) > 1:
+            yield mask_function
+            return
+    for part in parts:
+        yield from _parts(part)
+
+
+def slice_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls as attention: ``attend`` over the cache whose slice is being computed.
+
+    Args:
+        module: The attention module. With the number of its call in this slice it names the store of keys and values.
+        query: (batch, heads, tokens of the slice, head size), with positions applied.
+        key: (batch, heads of keys and values, tokens of the slice, head size).
+        value: As ``key``.
+        attention_mask: What ``mask_spec`` returned; None for all earlier tokens.
+        scaling: Of scores, by default that of the head size.
+        dropout: Refused, unless 0.
+        softcap: Bounds scores by a tanh.
+        s_aux: A score for each head that no token has (attention sinks).
+
+    Returns:
+        (batch, tokens, heads, head size), and None in place of the probabilities.
+    """
+    cache = current_cache()
+    if cache is None:
+        raise UnsupportedModelError("this attention works on slices only: call the model through a Pipeline")
+    if dropout:
+        raise UnsupportedModelError(
+            f"dropout in attention is not supported, got {dropout}; set the model's attention dropout to 0"
+        )
+    if not getattr(module, "is_causal", True) or not isinstance(attention_mask, MaskSpec | None):
+        raise UnsupportedModelError("attention is not causal, or its mask is the model's own")
+    seen = attention_mask or MaskSpec()
+    if seen.unknown:
+        raise UnsupportedModelError(f"attention has a mask that slices do not know ({seen.unknown})")
+    layer = cache.current.name_call(module)
+    out = attend(
+        query, key, value, cache, layer, scale=scaling, softcap=softcap, sinks=s_aux, window=seen.window,
+        chunk=seen.chunk,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def keep_outside() -> None:
+    """Excludes attention from compiled layers from now on: it reads the cache, which graphs cannot."""
+    outside = torch.compiler.disable(slice_attention)  # type: ignore[no-untyped-call]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, outside)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, slice_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_spec)
+
+
+# Caches, for both backends
 
 
 class ViewCache(SliceCache):
@@ -81,6 +230,7 @@ class StateCache(SliceCache):
 
     def __init__(self, seq_len: int, config: PretrainedConfig, numbers: range) -> None:
         super().__init__(seq_len)
+        self.inputs: dict[int, Tensor] = {}  # of the stage, by context of the slice: only the current one's
         self._config, self._numbers = config, numbers
         self._states: Any = None
         self._next = 0
@@ -100,7 +250,9 @@ class StateCache(SliceCache):
         return states
 
     def detach_states(self) -> None:
-        """Makes leaves of all state tensors. Called after a slice's forward."""
+        """Makes leaves of all state tensors. Called after a slice's forward, which is never computed again: so its
+        input can go."""
+        self.inputs.clear()
         for number in self._numbers:
             for name, holder, key, tensor in _tensors(vars(self._states.layers[number])):
                 if tensor.is_floating_point() and tensor.numel():
@@ -184,14 +336,16 @@ class _StageCache(DynamicCache):
 def _make_slice_layer(layer: Any, length: _Length | None) -> Any:
     """The same object of a cache, as a ``_SliceLayer``. With a ``length`` it stores nothing: attributes that say how
     many tokens there were then become properties that ask for it."""
-    members: dict[str, Any] = {}
+    # Transformers enters every subclass that names a kind of layer into its table of caches, from which it makes those
+    # of any model from then on. Ours names none; its objects do, as some models ask them.
+    members: dict[str, Any] = {"_layer_type": None}
     if length is not None and hasattr(layer, "cumulative_length"):
         members["cumulative_length"] = property(lambda self: self._length.tokens)
     if length is not None and isinstance(layer, LinearAttentionLayer):
         states = list(layer.has_previous_state)
         members["has_previous_state"] = property(lambda self: dict.fromkeys(states, self._length.tokens > 0))
     changed: Any = object.__new__(type(_SliceLayer.__name__, (_SliceLayer, type(layer)), members))
-    changed.__dict__.update(vars(layer), _length=length)
+    changed.__dict__.update(vars(layer), _length=length, _layer_type=getattr(layer, "_layer_type", None))
     return changed
 
 
