@@ -11,7 +11,9 @@ def test_every_row_says_what_was_run(name: str) -> None:
     """A typing error in a data file shows here, without a simulation."""
     table = Table.load(name)
     columns = {column.name: column for column in table.columns}
-    assert table.source and table.hardware and table.title
+    assert table.source
+    assert table.hardware
+    assert table.title
     assert len({row["name"] for row in table.rows}) == len(table.rows)
     for row in table.rows:
         assert set(row) <= {"name", "setup", "published", "reason"}
@@ -73,7 +75,8 @@ def test_quotients_do_not_count_and_errors_of_rates_are_differences() -> None:
     assert not {column.name: column for column in table.columns}["Seq1F1B / 1F1B"].counts
     ratio = next(cell for cell in table.cells if cell.column.name == "Seq1F1B / 1F1B")
     assert ratio.published == pytest.approx(53485 / 48189)
-    assert ratio.ours is not None and ratio.error == pytest.approx(ratio.ours - 53485 / 48189)
+    assert ratio.ours is not None
+    assert ratio.error == pytest.approx(ratio.ours - 53485 / 48189)
 
 
 def test_a_score_is_of_absolute_errors_and_keeps_the_sign_of_the_worst() -> None:
@@ -95,5 +98,6 @@ def test_the_planner_is_never_worse_than_the_published_slices() -> None:
     ours = Table(**{**vars(planned), "rows": rows, "columns": planned.columns[1:2]}).cells
     assert len(ours) == len(schemes.cells) == 5
     for cell, scheme in zip(ours, schemes.cells, strict=True):
-        assert cell.ours is not None and scheme.ours is not None
+        assert cell.ours is not None
+        assert scheme.ours is not None
         assert cell.ours <= scheme.ours * (1 + 1e-9), cell.row
