@@ -28,10 +28,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, autocasted, cache_that_adds
-from terapipe.modeling.weight_grads import HALF, DeferredGrad, add_rows, as_dtensor_like, call_hooks, to_local
+from terapipe.modeling.weight_grads import (
+    HALF,
+    DeferredGrad,
+    add_rows,
+    as_dtensor_like,
+    call_hooks,
+    gather_tokens,
+    to_local,
+)
 
 
 def is_split_alike(x: Tensor, weight: Tensor) -> bool:
@@ -40,7 +49,16 @@ def is_split_alike(x: Tensor, weight: Tensor) -> bool:
         return False
     inputs, weights = x.placements, weight.placements
     by_rows = weights == (Shard(1),) and inputs in ((Shard(x.ndim - 1),), (Shard(-1),))
-    return by_rows or (weights == (Shard(0),) and inputs == (Replicate(),))
+    return by_rows or (weights == (Shard(0),) and (inputs == (Replicate(),) or _is_split_by_tokens(x)))
+
+
+def _is_split_by_tokens(x: DTensor) -> bool:
+    return x.ndim == 3 and x.placements == (Shard(1),)
+
+
+def gathers_input(linear: nn.Module) -> bool:
+    """Whether a linear layer, as it would be called now, takes an input of which each device has some tokens."""
+    return isinstance(linear, _FusedLinear) and cache_that_adds(linear.weight) is not None
 
 
 def project(
@@ -51,12 +69,23 @@ def project(
     *,
     inputs_first: bool = False,
     adds_bias: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Tensor:
     """As ``F.linear``; with ``inputs_first`` the weight is (inputs, outputs). Split weights are DTensors.
 
     The backward of a slice (``SliceCache.backward``) adds the weight's gradient to ``.grad`` in place, and then calls
     what ``register_post_accumulate_grad_hook`` registered. Any other backward, such as ``torch.autograd.grad`` inside
     a layer, gets it from autograd. Without ``adds_bias``, the bias has its gradient only.
+
+    With a ``mesh``, each of its devices has some tokens of the input. They are gathered for the product, and again in
+    the backward; what is saved in between is this device's part::
+
+        forward    x, some tokens -> gather -> x W^T                          saved: some tokens
+        backward   grad W, all tokens -> reduce-scatter -> some tokens
+                   x, some tokens -> gather -> grad^T x, added to the weight's sum
+
+    So the activations that a stage keeps fall with the number of devices, for one more gathering per product, which
+    runs while the input's gradient is computed. Megatron does the same.
     """
     if isinstance(x, DTensor):
         return _project_split(x, weight, bias, cache)
@@ -68,7 +97,7 @@ def project(
         keeper = []
         x = _Keep.apply(x, keeper)  # type: ignore[no-untyped-call]
     x = torch._C._functorch.unwrap_if_dead(x)
-    out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper)
+    out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper, mesh)
     return out
 
 
@@ -79,7 +108,10 @@ def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: Slice
         out = project(x.to_local(), weight, bias, cache, adds_bias=mesh.get_local_rank() == 0)
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
     # Each device has some of the outputs, and knows their part of the input's gradient.
-    out = project(x.to_local(grad_placements=[Partial()]), weight, bias, cache)
+    if _is_split_by_tokens(x):
+        out = project(x.to_local(), weight, bias, cache, mesh=mesh)
+    else:
+        out = project(x.to_local(grad_placements=[Partial()]), weight, bias, cache)
     shape = torch.Size((*out.shape[:-1], weight.shape[0]))  # devices may have unequal parts, of a vocabulary for one
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
@@ -115,14 +147,17 @@ class _Project(torch.autograd.Function):
         inputs_first: bool,
         adds_bias: bool,
         keeper: list[Any] | None,  # holds the context of _Keep, which saved the input
+        mesh: DeviceMesh | None,  # among whose devices the input's tokens are shared out
     ) -> Tensor:
         if keeper is None:
             ctx.save_for_backward(x)
+        if mesh is not None:
+            x = gather_tokens(x, mesh)
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
         local = weight if dtype is None else cache.cast(weight, dtype)
         local = to_local(local) if type(local) is DTensor else local
         local = local.t() if inputs_first else local
-        ctx.of_forward = weight, local, cache, dtype, inputs_first, keeper
+        ctx.of_forward = weight, local, cache, dtype, inputs_first, keeper, mesh
         ctx.version = weight._version if ctx.needs_input_grad[0] else None
         # Of F.linear the output would be a view, which models may not change in place behind a Function.
         out = x.new_empty(*x.shape[:-1], local.shape[0])
@@ -135,7 +170,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, local, cache, dtype, inputs_first, keeper = ctx.of_forward
+        weight, local, cache, dtype, inputs_first, keeper, mesh = ctx.of_forward
         (x,) = ctx.saved_tensors if keeper is None else keeper[0].saved_tensors
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         if want_x and weight._version != ctx.version:
@@ -144,11 +179,14 @@ class _Project(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody will differentiate this: by the weight, too
             local = to_local(weight) if dtype is None else to_local(weight).to(dtype)
             local = local.t() if inputs_first else local
+        current, grad_x = cache.current, None
         if want_weight:
-            inputs = x.reshape(-1, x.shape[-1])
+            inputs = x.reshape(-1, x.shape[-1]) if mesh is None else x
             left, right = (inputs, rows) if inputs_first else (rows, inputs)
-            current = cache.current
-            deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF)
+            deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF, mesh)
+            if mesh is not None and not current.defer:
+                deferred = deferred.gather()
+                grad_x = _scatter(grad @ local, mesh) if want_x else None  # while tokens are gathered
             # Whether this backward is the slice's own, as ``is_own_backward`` says, without one more call.
             if torch._C._current_graph_task_id() != current.own_task or weight._backward_hooks:
                 returned = as_dtensor_like(weight, deferred.product().to(weight.dtype))
@@ -156,8 +194,15 @@ class _Project(torch.autograd.Function):
                 current.deferred.append(deferred)
             else:
                 deferred.add()
-        want_rest = grad @ local if want_x else None, returned, rows.sum(0) if want_bias else None
-        return *want_rest, None, None, None, None, None
+        if want_x and grad_x is None:
+            grad_x = grad @ local if mesh is None else _scatter(grad @ local, mesh)
+        return grad_x, returned, rows.sum(0) if want_bias else None, None, None, None, None, None, None
+
+
+def _scatter(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sums an input's gradient over devices; each gets that of its tokens."""
+    total = DTensor.from_local(grad, mesh, [Partial()], run_check=False)
+    return total.redistribute(placements=[Shard(1)]).to_local()
 
 
 # In C alone. ``Function.apply`` prepares for transforms of torch.func, which ``cache_that_adds`` leaves to autograd:
