@@ -12,8 +12,8 @@ of a sequence::
 A window is an argument; documents and chunks are segments of variable length. Output and log-sum-exp are those of whole
 rows: there is nothing to merge, unlike in kernels.py.
 
-Nobody but this file and kernels.py calls operators that torch keeps private. What they must do is tested before they
-are used, see kernel_choice.py.
+Nobody but this file and kernels.py calls operators of attention that torch keeps private. What they must do is tested
+before they are used, see kernel_choice.py.
 """
 
 import inspect
@@ -427,8 +427,8 @@ def _flex_attention(backend: str | Callable[..., Any] | None) -> Callable[..., A
 
 @cache
 def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
-    """The change of scores that ``flex_attention`` takes. Cached, because torch compiles again for every new
-    function.""" if limit is None:
+    """The change of scores that ``flex_attention`` takes. Cached: torch compiles again for every new function."""
+    if limit is None:
         return None
     return lambda score, b, h, i, j: limit * torch.tanh(score / limit)
 
@@ -475,9 +475,9 @@ def _tables(oldest: Any, newest: Any, keys: int, size: int) -> list[Any]:
 
     ::
 
-        one block of rows     oldest key of any row      newest key of any row
-        keys                       |    |...............|     |
-        blocks of keys        ...[ part ][  whole  ][ part ]...      blocks before and after are skipped
+        keys that some row sees       |<------------------------------------------->|
+        keys that every row sees                |<---------------------->|
+        blocks of keys           skip   | part  | part  | whole | whole | part  |     skip
 
     A block is seen in whole if every row's oldest key is at or before its first, and every row's newest at or behind
     its last. The last block of rows may have fewer rows than ``size``; it counts as seen in part, so that the kernel

@@ -179,13 +179,15 @@ def kernel_report(
 
 
 def forget() -> None:
-    """Forgets which kernels were chosen and what their self-tests have shown. For tests, and after torch was patched."""
+    """Forgets which kernels were chosen and what their self-tests have shown. For tests, and after torch was
+    patched."""
     for memory in (_choice, _fault_once, _instance, cudnn_refusal):
         memory.cache_clear()
 
 
 def _warn_of_plain(need: KernelRequest, refused: list[tuple[str, str]]) -> None:
-    """A GPU that multiplies whole matrices of scores is a surprise: it is told, with what kept others from being used."""
+    """A GPU that multiplies whole matrices of scores is a surprise: it is told, with what kept others from being
+    used."""
     size = Plain.workspace() >> 20
     warnings.warn(
         f"attention in {need.dtype} with heads of {need.head_size} uses plain matrix products, exact but slow, "
@@ -361,7 +363,8 @@ def _inputs(head_size: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sinks: Tensor | None, case: Case) -> list[Tensor]:
-    """Output and gradients of q, k, v and sinks by whole matrices of scores: the definition of attention, not sliced."""
+    """Output and gradients of q, k, v and sinks by whole matrices of scores: the definition of attention, not
+    sliced."""
     inputs = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     group = HEADS // KV_HEADS
     scores = inputs[0] @ inputs[1].repeat_interleave(group, 1).transpose(-1, -2) * SCALE
