@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from terapipe.modeling.kernel_choice import kernel_of
 from terapipe.modeling.kernels import Kernel, KernelRequest, Scores
-from terapipe.modeling.slice_cache import KeyValueStore, SliceCache, autocasted
+from terapipe.modeling.slice_cache import KeyValueStore, SliceCache, cast_input
 from terapipe.modeling.visibility import EVERY, Visibility
 
 
@@ -106,7 +106,7 @@ def _attend(
     """A separate function, so that compiling.py can wrap it with torch.compiler.disable."""
     _check(q, k, v, cache.current.length)
     _check_limits(window, chunk)
-    q, k, v = autocasted(q), autocasted(k), autocasted(v)
+    q, k, v = cast_input(q), cast_input(k), cast_input(v)
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         scores = Scores(q.shape[3] ** -0.5 if scale is None else scale, softcap or None)
         seen = cache.visibility(window, chunk)
@@ -164,7 +164,7 @@ class _Attend(torch.autograd.Function):
         one thing that recomputation of blocks does not repeat."""
         by_tokens = _lies_by_tokens(q)
         q = q.contiguous() if call.kernel.by_heads else _alone(q)
-        out, lse = call.cache.kept_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
+        out, lse = call.cache.recall_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
