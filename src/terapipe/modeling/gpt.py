@@ -128,7 +128,7 @@ class Block(nn.Module):
 class GPT(Stage, PipelineModel):
     """A decoder, or some of its layers: a stage is a GPT with the other layers left out.
 
-    ``loss(model(ids), labels)`` is the plain model on one device; ``Pipeline(model, plan)`` the same model in stages.
+    ``model.loss(model(ids), labels)`` is the plain model on one device; ``Pipeline(model, plan)`` the same in stages.
     Every parameter is drawn from a generator seeded with its name, so the same seed gives the same model however it is
     split. To build a model too large for one device, build it under ``torch.device("meta")``: each rank then makes real
     only its own stage.
@@ -287,7 +287,7 @@ class GPT(Stage, PipelineModel):
             x    -->  qkv   some heads each     -->  attention  -->  out   sums over devices   --> x
             x    -->  up    some of the width   -->  gelu       -->  down  sums over devices   --> x
 
-        So a layer exchanges numbers twice. Head and embedding share a weight split the same way.
+        So a layer exchanges numbers twice. Head and embedding are split alike, so that they can share a weight.
 
         Args:
             tp: The devices, and whether tokens are shared out between operators.

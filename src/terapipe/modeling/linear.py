@@ -290,8 +290,8 @@ def fuse_weight_grads(stage: nn.Module) -> None:
     """Gives linear layers and embeddings of a stage classes whose gradients are added in place.
 
     Modules of ``nn.Linear``, transformers' ``Conv1D`` and ``nn.Embedding`` are meant, and subclasses of embeddings.
-    Subclasses of linear layers may compute something else, and are left alone. A class is changed, not a ``forward``
-    put into the module, so that copies, pickles and ``torch.compile`` see an ordinary module.
+    Subclasses of linear layers may compute something else, and are left alone. Parameters, names, hooks and
+    ``state_dict`` stay as they are.
 
     Args:
         stage: Changed in place; calling it twice changes nothing.

@@ -454,7 +454,7 @@ class Autocast(NamedTuple):
     """
 
     device_type: str
-    dtype: torch.dtype | None  # None where it is off
+    dtype: torch.dtype | None
 
     @classmethod
     def current(cls, device: torch.device) -> Self:

@@ -35,6 +35,7 @@ from terapipe.modeling.stage import IGNORE, PipelineModel, RandomState, Stage, r
 from terapipe.modeling.stage_chain import (
     CacheUse,
     ChainResult,
+    Mistake,
     SliceLoss,
     StageChain,
     Trace,
@@ -61,12 +62,19 @@ HALF_BOUND, FLOOR = 0.2, 1e-2
 
 @dataclass(frozen=True)
 class Problem:
-    """One way in which a model is not exact."""
+    """One way in which a model is not exact.
 
-    check: str  # "slices", "stages", "weights", "loss", or a mode of recomputation
-    where: str  # the module or parameter
-    error: float  # relative; infinity if it cannot be computed at all
-    reason: str  # what is wrong and what to do
+    Attributes:
+        check: "slices", "stages", "weights", "loss", or a mode of recomputation.
+        where: The module or parameter.
+        error: Relative; infinity if it cannot be computed at all.
+        reason: What is wrong and what to do.
+    """
+
+    check: str
+    where: str
+    error: float
+    reason: str
 
     def __str__(self) -> str:
         size = "" if self.error == float("inf") else f" (relative error {self.error:.1e})"
@@ -74,21 +82,40 @@ class Problem:
 
 
 class Check(NamedTuple):
-    """The outcome of checking one stage."""
+    """The outcome of checking one stage.
 
-    errors: dict[str, float]  # by check, the largest relative error
+    Attributes:
+        errors: By check, the largest relative error.
+        problems: Empty if all is exact.
+        dtype: In which it was computed.
+        raised: Whether the model's own code raised in slices.
+    """
+
+    errors: dict[str, float]
     problems: list[Problem]
-    dtype: torch.dtype  # in which it was computed
-    raised: bool = False  # whether the model's own code raised in slices
+    dtype: torch.dtype
+    raised: bool = False
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` saw. ``print`` it for a table with a line for each check, and the mistakes by name."""
+    """What ``verify`` saw. ``print`` it for a table with a line for each check, and the mistakes by name::
 
-    model: str  # its class
-    dtype: str  # in which it was computed: float64 if it is small enough to be copied
-    errors: Mapping[str, float]  # by check, the largest relative error of outputs and gradients
+        MyModel is NOT exact in slices and stages (float64, 0.3 s)
+          slices     largest relative error 1.2e+00
+          slices: layers.0.attention (Attention): attention sees only the tokens of its slice; call tp.attend(...) ...
+
+    Attributes:
+        model: The model's class.
+        dtype: In which it was computed: float64 if it is small enough to be copied.
+        errors: By check, the largest relative error of outputs and gradients.
+        problems: What is wrong; modes of recomputation may be, while the model is exact without them.
+        seconds: How long it took.
+    """
+
+    model: str
+    dtype: str
+    errors: Mapping[str, float]
     problems: tuple[Problem, ...]
     seconds: float
 
@@ -117,7 +144,17 @@ def verify(
     slice_lengths: Sequence[int] = LENGTHS,
     device: torch.device | None = None,
 ) -> Verification:
-    """Runs ``model`` on two made-up sequences, whole and cut, and compares outputs and every gradient."""
+    """Runs ``model`` on two made-up sequences, whole and cut, and compares outputs and every gradient.
+
+    Args:
+        model: Of any size: one that is too large to be copied in float64 is run as it is, with wider bounds.
+        num_stages: Stages that it is also cut into.
+        slice_lengths: Tokens of the slices. Uneven ones, and one of a single token, find more mistakes.
+        device: Where it runs; by default where the model's weights are, or the CPU.
+
+    Returns:
+        A table to print; ``exact`` says whether it can be trained.
+    """
     require_model(model)
     if not 1 <= num_stages <= model.num_layers:
         raise ValueError(
@@ -162,10 +199,21 @@ def check_stage(
     own_loss: bool,
     plan_lengths: Sequence[Sequence[int]],
 ) -> dict[Recompute, str]:
-    """The cheap form that a pipeline runs before its first step, on a stage that it holds. Returns why modes of
-    recomputation are not exact, and raises ValueError for anything else.
+    """The cheap form that a pipeline runs before its first step, on a stage that it holds.
 
-    ``plan_lengths`` are those of the plan's slices, by microbatch: where none is cut, slices need not be exact.
+    Args:
+        model: Whose stage it is.
+        stage: It is left as it was.
+        first: Whether it is the model's first stage, which takes token ids.
+        last: Whether it is the model's last stage, which has a loss.
+        own_loss: Whether the stage's ``loss`` is what trains it.
+        plan_lengths: Those of the plan's slices, by microbatch: where none is cut, slices need not be exact.
+
+    Returns:
+        Why modes of recomputation are not exact, by mode.
+
+    Raises:
+        ValueError: for anything else that is not exact.
     """
     problem = check_weights(model.whole_module(), stage)
     if problem is not None:
@@ -184,6 +232,7 @@ def check_stage(
 
 
 def _refusal(model: object, problem: Problem) -> str:
+    """The message of a step that is refused: the mistake, how to look for more, and how to go on regardless."""
     return (
         f"{type(model).__name__} would be trained with wrong gradients. {problem}. terapipe.verify(model) checks all "
         "of it in one process; Pipeline(..., verify=False) leaves this check out"
@@ -194,7 +243,13 @@ def _refusal(model: object, problem: Problem) -> str:
 
 
 class _Run(NamedTuple):
-    """What one run computed."""
+    """What one run computed.
+
+    Attributes:
+        result: Outputs and loss.
+        gradients: Samples of those of all parameters, by name.
+        buffers: Copies of all buffers after the run.
+    """
 
     result: ChainResult
     gradients: dict[str, Tensor]
@@ -204,11 +259,17 @@ class _Run(NamedTuple):
 class StageCheck:
     """One stage and the made-up batch it is checked with.
 
-    - ``stage``: it is copied in float64 if it is small, and otherwise run as it is; weights, gradients, buffers, modes
-      and random generators are the same afterwards.
-    - ``first``, ``last``: whether it is the model's first stage, and so takes token ids, or its last, which has a loss.
-    - ``own_loss``: whether the stage's ``loss`` is what trains it; otherwise its ``logits`` are compared.
-    - ``lengths``: tokens of the slices.
+    Args:
+        stage: It is copied in float64 if it is small, and otherwise run as it is; weights, gradients, buffers, modes
+            and random generators are the same afterwards.
+        first: Whether it is the model's first stage, and so takes token ids.
+        last: Whether it is the model's last stage, and so has a loss.
+        own_loss: Whether the stage's ``loss`` is what trains it; otherwise its ``logits`` are compared.
+        lengths: Tokens of the slices.
+
+    Attributes:
+        dtype: That of the stage's parameters.
+        bound: The largest relative error that rounding explains in this dtype.
     """
 
     def __init__(
@@ -233,7 +294,12 @@ class StageCheck:
         self._has_raised = False
 
     def run(self, modes: Iterable[Recompute] = ("block", "full")) -> Check:
-        """The first problem of slices, or those of the modes of recomputation."""
+        """Checks the stage. Finds the first problem of slices, or if there is none, those of the modes of
+        recomputation.
+
+        Args:
+            modes: Those to check. "none" is what they are compared with.
+        """
         with self._left_as_it_was():
             problems, errors = self._check_slices()
             if not problems:
@@ -246,6 +312,8 @@ class StageCheck:
     # Whole against slices
 
     def _check_slices(self) -> tuple[list[Problem], dict[str, float]]:
+        """Compares the whole sequence with slices. Cheap and clear checks come first: where the loss is a mean or
+        nothing has a gradient, comparing slices would only say that all is wrong."""
         use = CacheUse(self._stage)
         try:
             if self._last and self._own_loss and (problem := self._check_sum()):
@@ -280,7 +348,8 @@ class StageCheck:
         return _problem_of(use)
 
     def _check_branches(self, whole: _Run) -> Problem | None:
-        """A forward that decides by values may have decided alike by chance: single tokens are many more chances."""
+        """A forward that decides by values may have decided alike by chance. Slices of single tokens are many more
+        chances to decide otherwise."""
         lengths = (1,) * self._tokens
         with suppress(Exception):  # a layer may need more tokens
             errors = _errors(whole, self._compute(lengths))
@@ -299,10 +368,11 @@ class StageCheck:
 
     def _blame_buffer(self, name: str, error: float) -> Problem:
         module, _, buffer = name.rpartition(".")
-        return Problem("slices", module, error, BUFFER.format(name=buffer))
+        return Problem("slices", module, error, Mistake.BUFFER.format(name=buffer))
 
     def _check_sum(self) -> Problem | None:
-        """Whether the loss of some tokens is the sum of the losses of its parts."""
+        """Whether the loss of some tokens is the sum of the losses of its parts. A mean is not, and would weigh short
+        slices more."""
         hidden = self._random_hidden(self._tokens)
         dim, middle = token_dim(self._stage, SIZE), self._tokens // 3
         parts = [self._stage.hidden_shape(SIZE, length)[dim] for length in (middle, self._tokens - middle)]
@@ -314,7 +384,7 @@ class StageCheck:
         error = abs(halves - whole) / max(abs(whole), 1e-30)
         if error <= self.bound:
             return None
-        return Problem("loss", f"{type(self._stage).__name__}.loss", error, LOSS_IS_NO_SUM)
+        return Problem("loss", f"{type(self._stage).__name__}.loss", error, Mistake.LOSS_IS_NO_SUM)
 
     def _check_gradient(self, whole: _Run) -> Problem | None:
         """Whether the stage passes a gradient back: without one, all slices are wrong in the same way."""
@@ -323,7 +393,7 @@ class StageCheck:
         if whole.result.attached or not (missing or not self._first):
             return None
         where = missing[0] if missing else type(self._stage).__name__
-        return Problem("slices", where, float("inf"), NO_GRADIENT)
+        return Problem("slices", where, float("inf"), Mistake.NO_GRADIENT)
 
     def _explain(self, whole: _Run, errors: dict[str, float], lengths: Sequence[int]) -> Problem:
         """Names the module and the likely mistake, from a run that looks at every module."""
@@ -332,7 +402,7 @@ class StageCheck:
         if changed := self._changed_buffers(whole):
             return self._blame_buffer(changed[0], error)
         if max(errors["output"], errors["loss"]) <= self.bound:
-            return Problem("slices", worst, error, GRADIENT_ONLY)
+            return Problem("slices", worst, error, Mistake.GRADIENT_ONLY)
         blame = find_blame(self._stage, lambda cut: self._compute(cut), lengths, self.bound)
         return Problem("slices", blame.where, error, blame.reason)
 
@@ -340,16 +410,17 @@ class StageCheck:
         self._has_raised = check == "slices"
         line = first_line(error, limit=None)
         if "second time" in line or "already been freed" in line:
-            line = KEPT_OUTSIDE
+            line = Mistake.KEPT_OUTSIDE
         return Problem(check, type(self._stage).__name__, float("inf"), line)
 
     def _irreproducible(self, check: str, what: str) -> Problem:
-        return Problem(check, type(self._stage).__name__, float("inf"), f"{what}: {OTHER_RANDOM}")
+        return Problem(check, type(self._stage).__name__, float("inf"), f"{what}: {Mistake.OTHER_RANDOM}")
 
     # Recomputation
 
     def _check_mode(self, mode: Recompute) -> tuple[float, list[Problem]]:
-        """Slices with recomputation against slices without, in training mode, with the same random numbers."""
+        """Compares slices with recomputation to slices without, in training mode, with the same random numbers. A
+        second run without says whether the stage gives the same numbers twice at all."""
         try:
             plain = self._compute(self._lengths)
             repeated, again = self._compute(self._lengths), self._compute(self._lengths, mode=mode)
@@ -357,15 +428,26 @@ class StageCheck:
             return float("inf"), [self._raised(mode, error)]
         errors = _errors(plain, again)
         worst = max(errors, key=errors.__getitem__)
-        if not _equal(plain.result.output, repeated.result.output, self.bound):
+        if relative_error(plain.result.output, repeated.result.output) > self.bound:
             return errors[worst], [self._irreproducible(mode, "a forward cannot be computed again")]
         wrong = errors[worst] > self.bound
-        return errors[worst], [Problem(mode, worst, errors[worst], NOT_AGAIN.format(mode=mode))] if wrong else []
+        return errors[worst], [
+            Problem(mode, worst, errors[worst], Mistake.NOT_AGAIN.format(mode=mode))
+        ] if wrong else []
 
     # Several stages against one
 
     def check_stages(self, parts: Sequence[Stage], tied: Sequence[str]) -> tuple[float, list[Problem]]:
-        """The stages one after the other against this one, which holds all layers."""
+        """Compares the stages one after the other with this one, which holds all layers.
+
+        Args:
+            parts: All stages of the model in order.
+            tied: Names of parameters of which the first and the last stage hold a copy each; their gradients are
+                summed.
+
+        Returns:
+            The largest relative error, and the problem if it is more than rounding.
+        """
         with self._left_as_it_was(), self._without_dropout():
             try:
                 whole = self._compute((self._tokens,))
@@ -378,7 +460,7 @@ class StageCheck:
         errors = _errors(whole, split._replace(buffers=whole.buffers))
         worst = max(errors, key=errors.__getitem__)
         wrong = errors[worst] > self.bound
-        return errors[worst], [Problem("stages", worst, errors[worst], WRONG_STAGES)] if wrong else []
+        return errors[worst], [Problem("stages", worst, errors[worst], Mistake.WRONG_STAGES)] if wrong else []
 
     # Runs
 
@@ -391,8 +473,15 @@ class StageCheck:
         chain: Sequence[Stage] = (),
         tied: Sequence[str] = (),
     ) -> _Run:
-        """With the same buffers and random numbers each time. ``chain`` are stages to run in place of this one, of
-        which the first and the last may share a parameter, each under its own name."""
+        """One run, with the same buffers and random numbers each time.
+
+        Args:
+            lengths: Tokens of the slices.
+            mode: What backwards compute again.
+            watch: Called with each new cache.
+            chain: Stages to run in place of this one.
+            tied: Names of a parameter that the first and the last of them share, each under its own name.
+        """
         stages = list(chain) or [self._stage]
         for stage in stages:
             stage.zero_grad(set_to_none=True)
@@ -409,7 +498,8 @@ class StageCheck:
         return _Run(result, gradients, {name: b.clone() for name, b in self._stage.named_buffers()})
 
     def _loss(self, stage: Stage) -> SliceLoss:
-        """The last stage's own, or a weighted sum of what it gives."""
+        """What a run computes of the last hidden states: the last stage's own loss, or a weighted sum of what it gives.
+        Weights differ from place to place, so that errors at several places do not cancel."""
         if self._last and self._own_loss:
             return lambda hidden, start, end: stage.loss(hidden, self._labels[:, start:end])
         has_logits = self._last and stage.offers("logits")
@@ -426,7 +516,7 @@ class StageCheck:
         return weigh
 
     def _is_reproducible(self, whole: _Run) -> bool:
-        return _equal(whole.result.output, self._compute((self._tokens,)).result.output, self.bound)
+        return relative_error(whole.result.output, self._compute((self._tokens,)).result.output) <= self.bound
 
     def _make_batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Input, labels, and what hidden states are weighed with. Every vocabulary has the tokens 0 and 1."""
@@ -447,6 +537,7 @@ class StageCheck:
 
     @contextmanager
     def _left_as_it_was(self) -> Iterator[None]:
+        """Inside, the stage may be run. Gradients, buffers and random generators are put back, also after an error."""
         gradients = [(p, p.grad) for p in self._stage.parameters()]
         generators = [(g, g.get_state()) for g in _generators(self._stage)]
         try:
@@ -497,14 +588,22 @@ def _problem_of(use: CacheUse) -> Problem | None:
 
 
 def check_weights(model: nn.Module | None, stage: nn.Module) -> Problem | None:
-    """Whether a stage has the weights of the model that it is a part of, wherever both have them."""
+    """Whether a stage has the weights of the model that it is a part of, wherever both have them.
+
+    Args:
+        model: The whole one; None if there is none to compare with.
+        stage: A part of it, under the same names.
+
+    Returns:
+        The first weight that differs.
+    """
     whole = {} if model is None else dict(model.named_parameters())
     for name, p in stage.named_parameters():
         own = whole.get(name)
         if own is None or own.is_meta or isinstance(p, DTensor) or own.shape != p.shape:
             continue
         if not torch.equal(_sample(own).to(p.device, p.dtype), _sample(p)):
-            return Problem("weights", name, float("inf"), DRAWN_ANEW)
+            return Problem("weights", name, float("inf"), Mistake.DRAWN_ANEW)
     return None
 
 
@@ -520,6 +619,7 @@ def _copy_in_float64(stage: Stage) -> Stage | None:
 
 
 def _generators(module: nn.Module) -> list[torch.Generator]:
+    """Generators that modules hold themselves: they cannot be copied, and torch's seed does not set them."""
     return [value for m in module.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
 
 
@@ -530,7 +630,10 @@ def _sample(x: Tensor) -> Tensor:
 
 
 def _errors(wanted: _Run, other: _Run) -> dict[str, float]:
-    """The error of the output, of each gradient, and of each buffer that the forward changed."""
+    """The error of the output, of each gradient, and of each buffer that the forward changed, by name.
+
+    A gradient that one run has and the other has not counts as zeros there.
+    """
     loss, other_loss = (torch.tensor(run.result.loss, dtype=torch.float64) for run in (wanted, other))
     errors = {"output": relative_error(wanted.result.output, other.result.output)}
     errors["loss"] = relative_error(loss, other_loss, FLOOR)
@@ -539,59 +642,16 @@ def _errors(wanted: _Run, other: _Run) -> dict[str, float]:
         gradients["input"], others["input"] = wanted.result.input_gradient, other.result.input_gradient
     least = FLOOR * max((g.abs().max().item() for g in gradients.values() if g.numel()), default=0.0)
     for name in gradients.keys() | others.keys():
-        mine, theirs = gradients.get(name), others.get(name)
-        some = mine if mine is not None else theirs
-        assert some is not None
-        zeros = torch.zeros_like(some)
-        errors[name] = relative_error(zeros if mine is None else mine, zeros if theirs is None else theirs, least)
+        zeros = torch.zeros_like(gradients[name] if name in gradients else others[name])
+        errors[name] = relative_error(gradients.get(name, zeros), others.get(name, zeros), least)
     for name, buffer in wanted.buffers.items():
         if buffer.is_floating_point() and buffer.shape == other.buffers[name].shape:
             errors[name] = relative_error(buffer, other.buffers[name])
     return errors
 
 
-def _equal(one: Tensor, two: Tensor, bound: float) -> bool:
-    return relative_error(one, two) <= bound
-
-
 def _same_state(state: RandomState) -> bool:
+    """Whether nothing was drawn from torch's generators since."""
     now = RandomState.now(state.device)
     same_accelerator = state.accelerator is None or now.accelerator is None or state.accelerator.equal(now.accelerator)
     return state.cpu.equal(now.cpu) and same_accelerator
-
-
-# Mistakes, and what to do about them
-
-
-LOSS_IS_NO_SUM = (
-    f"the loss of a slice must be the sum over its labels that are not {IGNORE}, and that of two parts their sum; do "
-    "not divide by their number (reduction='sum', ignore_index=-100): the step divides by that of the whole batch"
-)
-BUFFER = (
-    "the forward changes the buffer {name!r}, so that a slice is computed with other numbers than the one before it; "
-    "keep that layer in evaluation mode, or take one that changes no buffer, such as nn.LayerNorm"
-)
-GRADIENT_ONLY = (
-    "outputs of slices are right and this gradient is not: something goes from slice to slice without its gradient; "
-    "hand it on by tp.attend or cache.set_state, and do not detach it"
-)
-NO_GRADIENT = "the stage's output has no gradient; do not detach it, nor compute it under torch.no_grad()"
-WRONG_STAGES = (
-    "stages one after the other give other numbers than all layers in one; stage(first, last) must give the layers "
-    "from first to last - 1, the embedding if first is 0, and head and loss if last is the number of layers"
-)
-KEPT_OUTSIDE = (
-    "a module keeps a tensor of an earlier slice, whose backward comes later; hand it on by cache.set_state and take "
-    "it from cache.get_state, through which gradients come back"
-)
-OTHER_RANDOM = (
-    "it draws random numbers that torch's seed does not determine (a torch.Generator of its own, numpy, random); draw "
-    "them from torch's default generator"
-)
-NOT_AGAIN = (
-    "computed again by recompute={mode!r}, a layer gives other gradients; it must not keep anything between calls"
-)
-DRAWN_ANEW = (
-    "stage() returned another weight than the model has; let stages share the model's modules, or copy its weights, "
-    "rather than draw them anew"
-)
