@@ -505,7 +505,15 @@ class RandomState(NamedTuple):
         module = None if device.type == "cpu" else torch.get_device_module(device)
         return cls(device, torch.get_rng_state(), module and module.get_rng_state(device))
 
+    @property
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState.now(self.device)
+        is_same = self.accelerator is None or now.accelerator is None or self.accelerator.equal(now.accelerator)
+        return self.cpu.equal(now.cpu) and is_same
+
     def set(self) -> None:
+        """Draws what follows from this state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)

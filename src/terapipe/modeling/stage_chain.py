@@ -219,9 +219,10 @@ def _split_tokens(stage: Stage, x: Tensor, size: int, lengths: Sequence[int]) ->
     return torch.split(x, [stage.hidden_shape(size, length)[dim] for length in lengths], dim)
 
 
-def device_of(stage: Stage) -> torch.device:
-    """Where the stage's parameters are; the CPU for a stage without any."""
-    return next((p.device for p in stage.parameters()), torch.device("cpu"))
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are; the CPU if it has none, or has them on the meta device."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 # Comparing

@@ -161,7 +161,8 @@ def verify(
             f"a model of {model.num_layers} layers has 1 to {model.num_layers} stages, got num_stages {num_stages}"
         )
     began = time.perf_counter()
-    device = device or _device_of(model)
+    if device is None:
+        device = device_of(model.whole_module() or nn.Module())
     whole = require_stage(model.stage(0, model.num_layers, device))
     again = model.stage(0, model.num_layers, device)
     problem = check_weights(model.whole_module(), whole) or check_weights(whole, again)
@@ -179,15 +180,8 @@ def verify(
 
 
 def _result(model: object, check: Check, began: float) -> Verification:
-    dtype = str(check.dtype).removeprefix("torch.")
-    seconds = time.perf_counter() - began
+    dtype, seconds = str(check.dtype).removeprefix("torch."), time.perf_counter() - began
     return Verification(type(model).__name__, dtype, check.errors, tuple(check.problems), seconds)
-
-
-def _device_of(model: PipelineModel) -> torch.device:
-    whole = model.whole_module() or nn.Module()
-    device = next((p.device for p in whole.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def check_stage(
@@ -304,9 +298,8 @@ class StageCheck:
             problems, errors = self._check_slices()
             if not problems:
                 for mode in modes:
-                    error, reason = self._check_mode(mode)
-                    errors[mode] = error
-                    problems += reason
+                    errors[mode], wrong = self._check_mode(mode)
+                    problems += wrong
         return Check(errors, problems, self.dtype, self._has_raised)
 
     # Whole against slices
@@ -341,7 +334,8 @@ class StageCheck:
         return ([problem] if problem else []), {"slices": errors[worst]}
 
     def _look_at_cache(self, use: CacheUse) -> Problem | None:
-        """What the modules did with the cache before they failed."""
+        """What modules did with the cache before they failed: a name that two of them share often ends in an error of
+        shapes, which would say nothing of the cause."""
         if use.blame() is None:
             with suppress(Exception), use.watched():
                 self._compute((self._tokens,), watch=use.watch)
@@ -363,10 +357,11 @@ class StageCheck:
         return self._blame_buffer(changed[0], float("inf")) if changed else None
 
     def _changed_buffers(self, run: _Run) -> list[str]:
-        """Floating ones: a counter of calls does no harm."""
+        """Buffers with numbers that a forward computes with: a counter of calls, which is whole, does no harm."""
         return [name for name in changed_buffers(self._initial, run.buffers) if run.buffers[name].is_floating_point()]
 
     def _blame_buffer(self, name: str, error: float) -> Problem:
+        """The module that holds the buffer made the mistake."""
         module, _, buffer = name.rpartition(".")
         return Problem("slices", module, error, Mistake.BUFFER.format(name=buffer))
 
@@ -407,6 +402,8 @@ class StageCheck:
         return Problem("slices", blame.where, error, blame.reason)
 
     def _raised(self, check: str, error: Exception) -> Problem:
+        """The problem that the model's own code raises. Autograd's error of a graph that is gone means that a slice
+        kept a tensor of an earlier one."""
         self._has_raised = check == "slices"
         line = first_line(error, limit=None)
         if "second time" in line or "already been freed" in line:
@@ -414,6 +411,7 @@ class StageCheck:
         return Problem(check, type(self._stage).__name__, float("inf"), line)
 
     def _irreproducible(self, check: str, what: str) -> Problem:
+        """The problem of a stage that gives other numbers with the same seed."""
         return Problem(check, type(self._stage).__name__, float("inf"), f"{what}: {Mistake.OTHER_RANDOM}")
 
     # Recomputation
@@ -427,13 +425,9 @@ class StageCheck:
         except Exception as error:
             return float("inf"), [self._raised(mode, error)]
         errors = _errors(plain, again)
-        worst = max(errors, key=errors.__getitem__)
         if relative_error(plain.result.output, repeated.result.output) > self.bound:
-            return errors[worst], [self._irreproducible(mode, "a forward cannot be computed again")]
-        wrong = errors[worst] > self.bound
-        return errors[worst], [
-            Problem(mode, worst, errors[worst], Mistake.NOT_AGAIN.format(mode=mode))
-        ] if wrong else []
+            return max(errors.values()), [self._irreproducible(mode, "a forward cannot be computed again")]
+        return self._judge(mode, errors, Mistake.NOT_AGAIN.format(mode=mode))
 
     # Several stages against one
 
@@ -458,9 +452,12 @@ class StageCheck:
             except Exception as error:
                 return float("inf"), [self._raised("stages", error)]
         errors = _errors(whole, split._replace(buffers=whole.buffers))
+        return self._judge("stages", errors, Mistake.WRONG_STAGES)
+
+    def _judge(self, check: str, errors: dict[str, float], reason: str) -> tuple[float, list[Problem]]:
+        """The largest error, and a problem where it is, if rounding does not explain it."""
         worst = max(errors, key=errors.__getitem__)
-        wrong = errors[worst] > self.bound
-        return errors[worst], [Problem("stages", worst, errors[worst], Mistake.WRONG_STAGES)] if wrong else []
+        return errors[worst], [Problem(check, worst, errors[worst], reason)] if errors[worst] > self.bound else []
 
     # Runs
 
@@ -516,6 +513,7 @@ class StageCheck:
         return weigh
 
     def _is_reproducible(self, whole: _Run) -> bool:
+        """Whether a second run gives the same numbers: otherwise no comparison says anything."""
         return relative_error(whole.result.output, self._compute((self._tokens,)).result.output) <= self.bound
 
     def _make_batch(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -529,6 +527,7 @@ class StageCheck:
         return ids if self._first else self._random_hidden(self._tokens), labels, self._random_hidden(self._tokens, 1)
 
     def _random_hidden(self, tokens: int, seed: int = 0) -> Tensor:
+        """Hidden states for a stage that is not the first, or for its loss alone, the same each time."""
         generator = torch.Generator().manual_seed(seed)
         shape = self._stage.hidden_shape(SIZE, tokens)
         return torch.randn(shape, generator=generator).to(device=self._device, dtype=self.dtype)
@@ -551,6 +550,7 @@ class StageCheck:
                 generator.set_state(state)
 
     def _restore_buffers(self) -> None:
+        """Runs may change buffers; each begins with those that the stage had."""
         with torch.no_grad():
             for name, buffer in self._stage.named_buffers():
                 if name in self._initial and buffer.shape == self._initial[name].shape:
@@ -568,7 +568,7 @@ class StageCheck:
             torch.manual_seed(0)
             undrawn = RandomState.now(self._device)
             first = self._compute((self._tokens,))
-            is_random = not (_same_state(undrawn) and self._is_reproducible(first))
+            is_random = not (undrawn.is_now and self._is_reproducible(first))
             if is_random:
                 self._stage.eval()
             yield is_random
@@ -583,6 +583,7 @@ class StageCheck:
 
 
 def _problem_of(use: CacheUse) -> Problem | None:
+    """What modules did with the cache that they must not, if anything."""
     blame = use.blame()
     return None if blame is None else Problem("slices", blame.where, float("inf"), blame.reason)
 
@@ -608,7 +609,8 @@ def check_weights(model: nn.Module | None, stage: nn.Module) -> Problem | None:
 
 
 def _copy_in_float64(stage: Stage) -> Stage | None:
-    """None where the stage is too large, split over devices, or cannot be copied or converted."""
+    """A copy whose rounding is far below any mistake; None where the stage is too large, split over devices, or cannot
+    be copied or converted."""
     parameters = list(stage.parameters())
     if sum(p.numel() for p in parameters) > COPIED or any(isinstance(p, DTensor) for p in parameters):
         return None
@@ -624,7 +626,8 @@ def _generators(module: nn.Module) -> list[torch.Generator]:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """At most so many entries, evenly spread: a large stage has no room for a second copy of its gradients."""
+    """At most ``SAMPLE`` entries, evenly spread, of this device's part: a large stage has no room for a second copy of
+    its gradients."""
     flat = to_local(x.detach()).flatten()
     return flat[:: max(1, flat.numel() // SAMPLE)].clone()
 
@@ -648,10 +651,3 @@ def _errors(wanted: _Run, other: _Run) -> dict[str, float]:
         if buffer.is_floating_point() and buffer.shape == other.buffers[name].shape:
             errors[name] = relative_error(buffer, other.buffers[name])
     return errors
-
-
-def _same_state(state: RandomState) -> bool:
-    """Whether nothing was drawn from torch's generators since."""
-    now = RandomState.now(state.device)
-    same_accelerator = state.accelerator is None or now.accelerator is None or state.accelerator.equal(now.accelerator)
-    return state.cpu.equal(now.cpu) and same_accelerator
