@@ -361,7 +361,6 @@ class StageCheck:
         return [name for name in changed_buffers(self._initial, run.buffers) if run.buffers[name].is_floating_point()]
 
     def _blame_buffer(self, name: str, error: float) -> Problem:
-        """The module that holds the buffer made the mistake."""
         module, _, buffer = name.rpartition(".")
         return Problem("slices", module, error, Mistake.BUFFER.format(name=buffer))
 
@@ -411,10 +410,7 @@ class StageCheck:
         return Problem(check, type(self._stage).__name__, float("inf"), line)
 
     def _irreproducible(self, check: str, what: str) -> Problem:
-        """The problem of a stage that gives other numbers with the same seed."""
         return Problem(check, type(self._stage).__name__, float("inf"), f"{what}: {Mistake.OTHER_RANDOM}")
-
-    # Recomputation
 
     def _check_mode(self, mode: Recompute) -> tuple[float, list[Problem]]:
         """Compares slices with recomputation to slices without, in training mode, with the same random numbers. A
@@ -428,8 +424,6 @@ class StageCheck:
         if relative_error(plain.result.output, repeated.result.output) > self.bound:
             return max(errors.values()), [self._irreproducible(mode, "a forward cannot be computed again")]
         return self._judge(mode, errors, Mistake.NOT_AGAIN.format(mode=mode))
-
-    # Several stages against one
 
     def check_stages(self, parts: Sequence[Stage], tied: Sequence[str]) -> tuple[float, list[Problem]]:
         """Compares the stages one after the other with this one, which holds all layers.
