@@ -279,8 +279,9 @@ class Decoder(PipelineModel):
         return shape_of(self.model, self.structure)
 
     def planning_spec(self) -> ModelSpec:
-        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation."""
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes)
+        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation, and
+        whether a stage may be an end alone."""
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends)
 
     def traits(self) -> dict[str, Any]:
         """What must be equal on all ranks, see ``PipelineModel``: class, backend, configuration, adapters, losses of
@@ -296,7 +297,22 @@ class Decoder(PipelineModel):
             "router losses": self._routers,
         }
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> DecoderStage:
+    @property
+    def has_bare_ends(self) -> bool:  # type: ignore[override]
+        """Whether stages may be the embedding or the head alone. Models of the cache backend count their tokens in
+        layers."""
+        return self.backend == "attention"
+
+    def stage(
+        self,
+        first: int,
+        last: int,
+        device: torch.device,
+        tp: TensorParallel | None = None,
+        *,
+        embeds: bool | None = None,
+        has_head: bool | None = None,
+    ) -> DecoderStage:
         """The stage with layers ``first`` to ``last - 1``, on a device.
 
         A model on the meta device gets the weights of these layers first, on the CPU. A real one shares them with the
@@ -307,22 +323,26 @@ class Decoder(PipelineModel):
             last: The number after that of the last layer; ``num_layers`` for the stage with the head.
             device: Where the stage computes.
             tp: Split its operators over this mesh.
+            embeds: Whether the stage has the embedding, by default if it has the first layer. A stage without layers
+                says it.
+            has_head: The same for the head and the last layer.
         """
-        if not 0 <= first < last <= self.num_layers:
-            raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
+        ends = self.ends_of(first, last, embeds, has_head)
         if tp is not None:
             self._check_tp(tp)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
-            model = self._weights.fill(model, StageWeights(model, self.structure, first, last))
-        stage = self._stage(model, first, last, device)
+            model = self._weights.fill(model, StageWeights(model, self.structure, first, last, ends))
+        stage = self._stage(model, first, last, device, ends)
         if tp is not None:
             stage.parallelize(tp)
         return stage
 
-    def _stage(self, model: PreTrainedModel, first: int, last: int, device: torch.device) -> DecoderStage:
-        """A stage of a model whose weights are there."""
-        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device)
+    def _stage(
+        self, model: PreTrainedModel, first: int, last: int, device: torch.device, ends: tuple[bool, bool]
+    ) -> DecoderStage:
+        """A stage of a model whose weights are there. ``ends``: whether it has the embedding, and the head."""
+        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device, ends)
 
     def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together.

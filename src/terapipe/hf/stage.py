@@ -106,6 +106,7 @@ class DecoderStage(Stage):
         backend: What carries state between slices; None for a model that is only looked at.
         routers: Losses of routers that the stage adds sums for.
         device: Where to put it, by default where the model is.
+        ends: Whether it embeds tokens, and whether it has the head, where the numbers of its layers do not tell.
     """
 
     def __init__(
@@ -117,12 +118,13 @@ class DecoderStage(Stage):
         backend: Backend | None,
         routers: RouterLosses | None = None,
         device: torch.device | None = None,
+        ends: tuple[bool, bool] | None = None,
     ) -> None:
         super().__init__()
         self._depth = len(list(model.get_submodule(structure.layers).children()))
         self.structure, self.first, self.last = structure, first, last
-        self.is_first, self.is_last = first == 0, last == self._depth
-        self.backend, self._routers = backend, routers
+        self.is_first, self.is_last = ends or (first == 0, last == self._depth)
+        self.backend, self._routers = backend, routers if first < last else None
         self.auxiliary_losses = routers.auxiliary_losses if routers else {}
         self.vocabulary = _vocabulary(model)
         self.hidden_size = int(text_config(model.config).hidden_size)
@@ -140,7 +142,7 @@ class DecoderStage(Stage):
         self._add_hooks()
         every, own = self._layers_by_number()
         calls: dict[int, Call] = {}
-        self.has_own_layers_only = self._calls_alone(every, own, calls)
+        self.has_own_layers_only = bool(own) and self._calls_alone(every, own, calls)
         self._head: Head | None = None
         self.__dict__["_lone_head"] = None  # not listed a second time among modules
         if self.is_last:
@@ -191,6 +193,10 @@ class DecoderStage(Stage):
             if depends_on_length(module):
                 FixedLength(module, self._rope_length)
         layers = self.blocks
+        if not layers:
+            every = self.model.get_submodule(self.structure.layers)
+            every[0].register_forward_pre_hook(self._take_embedded, with_kwargs=True)
+            return
         if not self.is_first:
             # Before hooks that the model has: they must see it.
             layers[0].register_forward_pre_hook(self._inject, prepend=True, with_kwargs=True)
@@ -257,17 +263,21 @@ class DecoderStage(Stage):
             calls: Of own layers, as ``_calls_alone`` noted them: for the shape and dtype of hidden states.
         """
         self._head = Head(self.model, self.structure, every, self._depth)
-        if self.has_own_layers_only:
+        if self.has_own_layers_only or not own:
+            p = next(self.parameters())
+            like = (
+                hidden_of(*calls[self.last - 1]) if own else torch.zeros(self.hidden_shape(1, 2)).to(p.device, p.dtype)
+            )
             with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
-                self._use_smaller_head(own, hidden_of(*calls[self.last - 1]))
+                self._use_smaller_head(every[self.last - 1], like)
 
-    def _use_smaller_head(self, own: Mapping[int, nn.Module], like: Tensor) -> None:
+    def _use_smaller_head(self, layer: nn.Module, like: Tensor) -> None:
         """Replaces the head by one with a single layer in place of all, if that gives the same logits.
 
         Its calls then cost the host one stub in place of all, and the norm and the head can be called alone
         (``Head.shorten``). The last layer is the one that stays: models may ask it, and no other, for its kind.
         """
-        few = Head(self.model, self.structure, {self.last - 1: own[self.last - 1]}, self._depth)
+        few = Head(self.model, self.structure, {self.last - 1: layer}, self._depth)
         hidden = wave_like(like)
         state, logits = RandomState.now(like.device), []
         for head in (self._head, few):
@@ -310,6 +320,11 @@ class DecoderStage(Stage):
         if "hidden_states" in named:
             return arguments, {**named, "hidden_states": received}
         return (received, *arguments[1:]), named
+
+    def _take_embedded(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """On a stage that is the embedding alone: what the first layer would get is the stage's output."""
+        self._output = arguments[0] if arguments else named["hidden_states"]
+        raise LastLayerError
 
     def _capture(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Notes what the last layer returns: what ``forward`` returns."""
@@ -376,6 +391,8 @@ class DecoderStage(Stage):
         assert isinstance(cache, StateCache | ViewCache)
         out: Any = None
         cache.inputs[cache.context] = x
+        if self.first == self.last and self.is_last:  # the head alone, which is not called here
+            return x
         with self._calling(cache.longest):
             inputs = self._inputs(x, cache)
             with cache, suppress(LastLayerError):

@@ -129,18 +129,26 @@ class StageWeights:
 
     Args:
         model: The whole model, on the meta device or not.
-        structure: Where its layers are.
+        structure: Which of its modules come before and after its layers.
         first: The number of the stage's first layer.
         last: The number after that of its last layer.
+        ends: Whether the stage embeds tokens, and whether it has the head, where the numbers do not tell.
 
     Attributes:
         tied: The names of each parameter that has several, one of which this stage holds.
     """
 
-    def __init__(self, model: PreTrainedModel, structure: ModelStructure, first: int, last: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        first: int,
+        last: int,
+        ends: tuple[bool, bool] | None = None,
+    ) -> None:
         self._structure, self._layers, self._numbers = structure, f"{structure.layers}.", range(first, last)
-        is_last = last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
-        self._elsewhere = {*((BEFORE,) if first else ()), *(() if is_last else (AFTER,))}
+        is_first, is_last = ends or (first == 0, last == len(model.get_submodule(structure.layers)))  # type: ignore[arg-type]
+        self._elsewhere = {*(() if is_first else (BEFORE,)), *(() if is_last else (AFTER,))}
         # A stage that holds a tied weight under one of its names gets it under all of them: transformers then ties them
         # as in a whole model, and a file may have the weight under any of the names. It costs no memory.
         self.tied = [names for names in shared_names(model) if any(self._holds(_module(name)) for name in names)]
