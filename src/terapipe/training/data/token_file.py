@@ -7,7 +7,7 @@
       documents.npy    int64: where each document begins in tokens.bin
       numbers.npy      float64, only with some objectives: a number for each document
       meta.json        dtype, vocabulary, counts, and the hashes of what it was made from
-      manifest         sizes and checksums of the files above
+      manifest.json    sizes and checksums of the files above
 
     tokens.bin     T h e . c a t . A n d . ...        "." stands for the end token
     documents.npy  0       4       8       ...

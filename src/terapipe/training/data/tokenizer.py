@@ -9,8 +9,8 @@
     a folder           SlowTokenizer   transformers  saved by transformers, if there is none
 
 Whatever it was, the run's folder has a copy that `transformers.AutoTokenizer` opens, and the exported model gets that
-copy. FastTokenizer is no AutoTokenizer, although it could be: every rank opens the tokenizer, and transformers takes
-seconds to import, and guesses by the model's type what else to add to the file. Here tokens are those of the file.
+copy. FastTokenizer does not use AutoTokenizer: every rank opens the tokenizer, and transformers takes half a second to
+import on each; and AutoTokenizer does not find an end token that only the model's config.json names, by its number.
 """
 
 import json
