@@ -2,7 +2,7 @@
 
 ::
 
-    Cluster or Profile --hosts_of--> Hosts --launch_of(layout)--> Launch --> torchrun_lines, slurm_script, kubernetes_job
+    Cluster, Profile --hosts_of--> Hosts --launch_of(layout)--> Launch --> torchrun_lines, slurm_script, kubernetes_job
 
 All three run the same torchrun command on every host. torchrun needs to know how many hosts and processes there are and
 where they meet; the scheduler knows the latter, so its variables stand in the command. Nothing is started here, and
@@ -223,8 +223,13 @@ spec:
 
 
 def _scalar(text: str, indent: int) -> str:
-    """Writes a text in YAML: line by line, because people read it; between quotes if that would change a character.
-    A word of the script may have line breaks, and those belong to the block, too."""
+    """Writes a text in YAML: line by line, because people read it; between quotes if that would change a character. A
+    word of the script may have line breaks, and those belong to the block, too.
+
+    Args:
+        text: With a line break at the end.
+        indent: Of the lines below the key, in spaces.
+    """
     lines = text.removesuffix("\n").split("\n")
     if all(line.isprintable() for line in lines):
         return "\n".join(["|", *(" " * indent + line if line else "" for line in lines)])

@@ -67,7 +67,11 @@ def _state(pid: int) -> str:
 
 
 def _is_asked_to_end(pid: int) -> bool:
-    """Tells whether a SIGTERM is pending for a process: for its first thread, or for all."""
+    """Tells whether a SIGTERM is pending for a process: for its first thread, or for all.
+
+    The kernel writes pending signals as a bit mask in hexadecimal, signal 1 in the lowest bit: SigPnd for the thread,
+    ShdPnd for the process.
+    """
     with suppress(OSError, ValueError, KeyError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)

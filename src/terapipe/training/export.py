@@ -50,7 +50,7 @@ def check_export(config: RunConfig, shape: GPTConfig | None) -> None:
 
 
 def check_gpt(shape: GPTConfig) -> None:
-    """Refuses a shape that GPT-2 does not have.
+    """Refuses a shape that GPT-2 does not have, and an installation without transformers, which writes it.
 
     Args:
         shape: Of the preset.
@@ -68,6 +68,8 @@ def export_gpt(
 ) -> None:
     """Writes a GPT-2 from a checkpoint, in one process that has memory for the whole model. Other files in the folder
     stay.
+
+    From the files, not from the pipeline: so other ranks need not take part, and what is exported is what was saved.
 
     Args:
         checkpoint: Its folder, of any layout.
@@ -95,7 +97,7 @@ def export_gpt(
 
 
 def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end: int) -> Any:
-    """Returns a `GPT2LMHeadModel` with these weights.
+    """Returns a `GPT2LMHeadModel` with these weights. It has no dropout: our GPT was trained without.
 
     Args:
         state: Names and tensors of our GPT.
@@ -127,6 +129,7 @@ def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end:
     return model
 
 
+# Our module names, without the number of the layer, and those of GPT-2.
 _NAMES = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",

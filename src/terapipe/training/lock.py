@@ -28,6 +28,7 @@ from terapipe.files import naming
 from terapipe.runtime import job, restarts
 
 FILE = "run.lock"
+# Another file: a run that prepares data in its own folder has locked that one already.
 TURNS = "turns.lock"
 
 

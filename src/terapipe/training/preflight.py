@@ -32,6 +32,7 @@ def check_run(config: RunConfig, ranks: int) -> None:
     shape = check_model(config.model, config.data)
     check_sources(config.data, config.objective)
     check_objective(config.objective)
+    # A plan's file sets the layout; otherwise it follows from the keys, and the planner may still change it.
     if config.plan.file:
         run_plan.from_file(config, ranks)
     else:
