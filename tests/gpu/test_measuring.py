@@ -12,7 +12,8 @@ from terapipe.api import predicted_peaks
 from terapipe.cli import main
 from terapipe.doctor.examination import CUDA_LENGTHS
 from terapipe.modeling.compiling import compile_layers
-from terapipe.modeling.kernels import KernelRequest, kernel_for
+from terapipe.modeling.kernel_choice import kernel_for
+from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import usable_of_measured

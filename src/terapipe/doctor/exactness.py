@@ -29,10 +29,9 @@ from terapipe.doctor.examination import first_line
 from terapipe.doctor.proof import Check, Proof, Size, begin_rank, run_ranks
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernel_check import CASES, Case, error_of, tolerance
-from terapipe.modeling.kernels import kernel_for
-from terapipe.modeling.main_grads import _fuses, add_product, main_grad
+from terapipe.modeling.kernel_choice import CASES, Case, error_of, kernel_for, tolerance
 from terapipe.modeling.stage import next_token_labels
+from terapipe.modeling.weight_grads import add_product, can_add_in_float32, main_grad
 from terapipe.planning.layout import split_layers
 from terapipe.planning.order import ORDERS
 from terapipe.planning.presets import GPTConfig
@@ -137,7 +136,11 @@ def _products(size: Size) -> dict[str, Any]:
             assert total is not None
             error = (total.double() - wanted).abs().max() / wanted.abs().max()
             errors[f"{tokens} x {outputs} x {inputs}{name}"] = error.item()
-    return {"fused": device.type == "cuda" and _fuses(torch.bfloat16), "error": max(errors.values()), "errors": errors}
+    return {
+        "fused": device.type == "cuda" and can_add_in_float32(torch.bfloat16),
+        "error": max(errors.values()),
+        "errors": errors,
+    }
 
 
 # Steps

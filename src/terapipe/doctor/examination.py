@@ -41,8 +41,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import terapipe
 from terapipe.launch.processes import launch, take_cores
-from terapipe.modeling.block_kernels import Plain
-from terapipe.modeling.kernels import kernel_report
+from terapipe.modeling.kernel_choice import kernel_report
+from terapipe.modeling.kernels import Plain
 from terapipe.runtime.comm.environment import (
     host_name,
     local_device,

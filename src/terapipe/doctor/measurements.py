@@ -28,7 +28,8 @@ from terapipe.doctor.exactness import small_llama
 from terapipe.doctor.examination import Link, links
 from terapipe.doctor.proof import Check, Proof, Size, dtype_on, meet, run_ranks
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import KernelRequest, kernel_for, kernel_report
+from terapipe.modeling.kernel_choice import kernel_for, kernel_report
+from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.stage import PipelineModel, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.hardware import blas_workspace, blas_workspaces

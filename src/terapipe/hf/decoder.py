@@ -254,7 +254,7 @@ class Decoder(PipelineModel):
         return shape_of(self.model, self.structure)
 
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes)
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends)
 
     def traits(self) -> dict[str, Any]:
         """See ``PipelineModel``. Names of folders may differ between hosts."""
@@ -269,21 +269,37 @@ class Decoder(PipelineModel):
             "router losses": self._routers,
         }
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> DecoderStage:
-        if not 0 <= first < last <= self.num_layers:
-            raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
+    @property
+    def has_bare_ends(self) -> bool:  # type: ignore[override]
+        """Whether stages may be the embedding or the head alone. Models of the cache backend count their tokens in
+        layers."""
+        return self.backend == "attention"
+
+    def stage(
+        self,
+        first: int,
+        last: int,
+        device: torch.device,
+        tp: TensorParallel | None = None,
+        *,
+        embeds: bool | None = None,
+        has_head: bool | None = None,
+    ) -> DecoderStage:
+        ends = self.ends_of(first, last, embeds, has_head)
         if tp is not None:
             self._check_tp(tp)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
-            model = self._weights.fill(model, StageWeights(model, self.structure, first, last))
-        stage = self._stage(model, first, last, device)
+            model = self._weights.fill(model, StageWeights(model, self.structure, first, last, ends))
+        stage = self._stage(model, first, last, device, ends)
         if tp is not None:
             stage.parallelize(tp)
         return stage
 
-    def _stage(self, model: PreTrainedModel, first: int, last: int, device: torch.device) -> DecoderStage:
-        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device)
+    def _stage(
+        self, model: PreTrainedModel, first: int, last: int, device: torch.device, ends: tuple[bool, bool]
+    ) -> DecoderStage:
+        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device, ends)
 
     def _check_tp(self, tp: TensorParallel) -> None:
         """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terapipe.modeling.autocast import autocasted
-from terapipe.modeling.kernels import Kernel, KernelRequest, Scores, kernel_of
-from terapipe.modeling.slice_cache import KeyValueStore, SliceCache
+from terapipe.modeling.kernel_choice import kernel_of
+from terapipe.modeling.kernels import Kernel, KernelRequest, Scores
+from terapipe.modeling.slice_cache import KeyValueStore, SliceCache, autocasted
 from terapipe.modeling.visibility import EVERY, Visibility
 
 

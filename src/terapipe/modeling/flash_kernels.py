@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from terapipe.modeling.kernels import (
+    HALF,
     Gradients,
     Kernel,
     KernelRequest,
@@ -28,7 +29,6 @@ from terapipe.modeling.kernels import (
 from terapipe.modeling.slice_cache import KeyValueStore, on_device
 from terapipe.modeling.visibility import EVERY, Segment, Visibility
 
-HALF = (torch.float16, torch.bfloat16)
 LONGEST_HEAD = 256
 MOST_GRAPHS = 64  # of FlexAttention in one process
 

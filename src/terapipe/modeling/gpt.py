@@ -2,12 +2,13 @@
 
 import copy
 import hashlib
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,11 +19,32 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.dtensor import Replicated, fill
 from terapipe.modeling.linear import plain_class
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import PipelineModel, Stage, TensorParallel
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec
+
+
+class _Replicated(ParallelStyle):
+    """A module that every device computes in full; its output is then cut, if asked, at no cost.
+
+    Its parameters become DTensors nevertheless: an optimizer that works on many tensors at once takes no mixture.
+    """
+
+    def __init__(self, output: Placement | None = None) -> None:
+        super().__init__()
+        self.output = output or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._wrap, self._unwrap)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _wrap(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+    def _unwrap(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.redistribute(placements=[self.output]).to_local()
 
 
 class Attention(nn.Module):
@@ -74,6 +96,7 @@ class GPT(Stage, PipelineModel):
     """
 
     config: GPTConfig
+    has_bare_ends = True
 
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -101,7 +124,7 @@ class GPT(Stage, PipelineModel):
         return cls(PRESETS[name], seed=seed)
 
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(self.config)
+        return ModelSpec(self.config, bare_ends=self.has_bare_ends)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -113,7 +136,7 @@ class GPT(Stage, PipelineModel):
             elif "norm" in name:
                 parameter.fill_(1.0)
             else:
-                fill(parameter, self._draw(name, parameter))
+                _copy_to(parameter, self._draw(name, parameter))
 
     def _draw(self, name: str, parameter: Tensor) -> Tensor:
         # A tied head has the embedding's name on the first stage and its own on the last; both draw the same.
@@ -154,17 +177,24 @@ class GPT(Stage, PipelineModel):
         hooked = (m._forward_hooks or m._forward_pre_hooks for m in self.modules())
         return all(plain_class(m) in kinds for m in self.modules()) and not any(hooked)
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "GPT":
+    def stage(
+        self,
+        first: int,
+        last: int,
+        device: torch.device,
+        tp: TensorParallel | None = None,
+        *,
+        embeds: bool | None = None,
+        has_head: bool | None = None,
+    ) -> "GPT":
         """Shares this model's modules; a model on the meta device is left as it is and the stage made anew."""
-        if not 0 <= first < last <= self.config.layers:
-            raise ValueError(f"a stage is some of the {self.config.layers} layers, got {first} to {last}")
+        embeds, has_head = self.ends_of(first, last, embeds, has_head)
         part = GPT.__new__(GPT)
         nn.Module.__init__(part)
         part._describe(self.config, self.seed, first, last)
-        starts, ends = first == 0, last == self.config.layers
-        part.embedding, part.positions = (self.embedding, self.positions) if starts else (None, None)
+        part.embedding, part.positions = (self.embedding, self.positions) if embeds else (None, None)
         part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in range(first, last)})
-        part.norm, part.head = (self.norm, self.head) if ends else (None, None)
+        part.norm, part.head = (self.norm, self.head) if has_head else (None, None)
         is_meta = any(p.is_meta for p in part.parameters())
         if is_meta:
             part = copy.deepcopy(part)
@@ -191,11 +221,11 @@ class GPT(Stage, PipelineModel):
                 )
         # Between operators every device has all tokens, or some of them: the same bytes are exchanged either way.
         between: Placement = Shard(1) if tp.sequence_parallel else Replicate()
-        norm = SequenceParallel(use_local_output=True) if tp.sequence_parallel else Replicated()
+        norm = SequenceParallel(use_local_output=True) if tp.sequence_parallel else _Replicated()
         into, out_of = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
         styles: dict[str, ParallelStyle] = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "positions": Replicated(between),
+            "positions": _Replicated(between),
             "layers.*.norm1": norm,
             "layers.*.attention.qkv": into,
             "layers.*.attention.out": out_of,
@@ -221,3 +251,11 @@ class GPT(Stage, PipelineModel):
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
         return (size, length // self.cut, self.config.hidden)
+
+
+@torch.no_grad()
+def _copy_to(x: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor, or this device's part of it, to ``x``."""
+    if isinstance(x, DTensor):
+        whole = distribute_tensor(whole.to(x.device), x.device_mesh, x.placements, src_data_rank=None).to_local()
+    to_local(x).copy_(whole)

@@ -23,67 +23,15 @@ and copies and pickles are of the module's own class. Megatron has the same unde
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from terapipe.modeling.autocast import autocast_dtype, autocasted
-from terapipe.modeling.dtensor import as_dtensor_like, is_row_parallel, to_local
-from terapipe.modeling.main_grads import HALF, add_product, add_rows
-from terapipe.modeling.slice_cache import SliceCache, cache_that_adds
-
-
-class DeferredGrad(NamedTuple):
-    """One slice's part of a weight's gradient, not yet multiplied out."""
-
-    weight: Tensor
-    # Gradients of the layer's output, one row for each token, and its input. If the weight is (inputs, outputs), the
-    # other way round.
-    left: Tensor
-    right: Tensor
-    to_main_grad: bool = False  # adds to a sum in float32, see main_grads.py
-
-    def add(self) -> None:
-        weight = self.weight
-        if not weight.requires_grad:  # frozen since the forward: autograd adds nothing then
-            return
-        if self.to_main_grad:
-            add_product(weight, self.left, self.right)
-            return
-        total = weight.grad
-        if total is None:
-            weight.grad = as_dtensor_like(weight, self.product().to(weight.dtype))
-        else:
-            total = to_local(total) if type(total) is DTensor else total
-            if total.dtype == self.left.dtype:
-                total.addmm_(self.left.t(), self.right)
-            else:
-                total.add_(self.product())
-        if weight._post_accumulate_grad_hooks:
-            call_hooks(weight)
-
-    def product(self) -> Tensor:
-        return self.left.t() @ self.right
-
-
-def call_hooks(weight: Tensor) -> None:
-    """What autograd calls when it has added to ``.grad``, after it was done here."""
-    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
-        hook(weight)
-
-
-def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
-    """Adds deferred weight gradients, weight by weight."""
-    by_weight: dict[int, list[DeferredGrad]] = {}
-    for part in deferred:
-        by_weight.setdefault(id(part.weight), []).append(part)
-    with torch.no_grad():
-        for parts in by_weight.values():
-            for part in parts:
-                part.add()
+from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, autocasted, cache_that_adds
+from terapipe.modeling.weight_grads import HALF, DeferredGrad, add_rows, as_dtensor_like, call_hooks, to_local
 
 
 def is_split_alike(x: Tensor, weight: Tensor) -> bool:
@@ -127,7 +75,7 @@ def project(
 def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: SliceCache) -> DTensor:
     assert isinstance(weight, DTensor)
     mesh, bias = weight.device_mesh, None if bias is None else to_local(bias)
-    if is_row_parallel(weight):  # the outputs are sums over devices, to which one of them adds the bias
+    if weight.placements == (Shard(1),):  # the outputs are sums over devices, to which one of them adds the bias
         out = project(x.to_local(), weight, bias, cache, adds_bias=mesh.get_local_rank() == 0)
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
     # Each device has some of the outputs, and knows their part of the input's gradient.

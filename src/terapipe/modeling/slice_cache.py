@@ -4,15 +4,85 @@ import copy
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.slice_context import SliceContext
 from terapipe.modeling.visibility import Visibility, segments
+from terapipe.modeling.weight_grads import to_local
+
+
+class SliceContext:
+    """One forward or one backward of a slice.
+
+    Args:
+        start: Tokens of the sequence before the slice.
+        length: Tokens of the slice.
+        defer: Whether the backward puts off gradients of weights: they are left in ``deferred``.
+        main_grads: Whether gradients of half-precision weights are summed in float32, see weight_grads.py.
+
+    Attributes:
+        end: Where the next slice begins.
+        fuses: Whether gradients of weights are added where they lie, see linear.py.
+        deferred: What the backward put off, see linear.py.
+        calls: How often each module has called attention since the cache was entered.
+        checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
+        is_in_forward: Whether the slice's forward is running.
+        own_task: Autograd's number of the running backward of the slice.
+    """
+
+    def __init__(self, start: int, length: int, *, defer: bool = False, main_grads: bool = False) -> None:
+        self.start, self.length, self.end = start, length, start + length
+        self.defer, self.main_grads, self.fuses = defer, main_grads, False
+        self.deferred: list[Any] = []
+        self.calls: dict[Hashable, int] = {}
+        self.checkpointed: Literal["", "first", "again"] = ""
+        self.is_in_forward = False
+        self.own_task: int | None = None
+        self._sums: dict[str, Tensor] = {}
+
+    def name_call(self, module: Hashable) -> tuple[Hashable, int]:
+        """A name for attention that a module calls: the module and how often it has called it for this slice."""
+        number = self.calls.get(module, 0)
+        self.calls[module] = number + 1
+        return module, number
+
+    def pop_deferred(self) -> list[Any]:
+        """Returns the gradients of weights that the backward put off, and forgets them."""
+        deferred, self.deferred = self.deferred, []
+        return deferred
+
+    def add_sums(self, name: str, sums: Tensor) -> None:
+        """See ``SliceCache.add_sums``. A layer that is computed again adds nothing."""
+        if self.checkpointed != "again":
+            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def pop_sums(self) -> dict[str, Tensor]:
+        """Returns the sums that layers have added, and forgets them."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+        """A backward that belongs to the slice: gradients of weights go where ``linear`` adds them."""
+        # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
+        handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.backward(roots, gradients)
+        finally:
+            self.own_task = None
+            for handle in handles:
+                handle.remove()
+
+    def _note_task(self, _: Tensor) -> None:
+        self.own_task = torch._C._current_graph_task_id()
+
+    @property
+    def is_own_backward(self) -> bool:
+        """Whether autograd is at work for ``run_backward`` itself, not for another backward such as
+        ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
+        return torch._C._current_graph_task_id() == self.own_task
 
 
 class KeyValueStore:
@@ -115,7 +185,7 @@ class SliceCache:
         seq_len: Tokens of each sequence.
 
     Attributes:
-        current: The slice that is being computed, see slice_context.py.
+        current: The slice that is being computed, see ``SliceContext``.
         casts: Weights in another dtype, made once for all slices; several caches may share it.
     """
 
@@ -325,6 +395,21 @@ def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:
     places = torch.arange(seq_len)
     rows = [torch.tensor(row) for row in starts]
     return torch.stack([places - row[torch.searchsorted(row, places, right=True) - 1] for row in rows])
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast, where it is on, computes such a product in. None where it leaves the tensor as it is:
+    float64 is never cast."""
+    device = x.device.type
+    if x.dtype is torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def autocasted(x: Tensor) -> Tensor:
+    """In that dtype. Its gradient is cast back."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:

@@ -12,17 +12,20 @@ a method or an attribute below, so that there is one place to look it up and not
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.slices import Plan
 
@@ -187,12 +190,15 @@ class PipelineModel(ABC):
         config: What describes the model: a dataclass, a dictionary, or an object with ``to_dict()``. It must be equal
             on all ranks.
         has_auxiliary_losses: Whether its stages have ``auxiliary_losses``, so that steps have metrics.
+        has_bare_ends: Whether ``stage`` takes ``embeds`` and ``has_head``, so that plans may have the embedding or
+            the head alone on a stage.
     """
 
     num_layers: int
     tied: tuple[str, ...] = ()
     config: Any = None
     has_auxiliary_losses: bool = False
+    has_bare_ends: bool = False
 
     @abstractmethod
     def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
@@ -205,7 +211,49 @@ class PipelineModel(ABC):
             tp: Split operators over these devices: all parameters of the stage become DTensors on the mesh, while what
                 ``forward`` takes and returns stay ordinary tensors of ``hidden_shape``. A model that cannot do it
                 raises a ValueError, or leaves the argument out.
+
+        A model with ``has_bare_ends`` also takes ``embeds`` and ``has_head``, which say whether the stage embeds tokens
+        and has the head where the numbers of its layers do not: of the boundaries (0, 0, 4), the first stage has no
+        layers, and the second begins with layer 0, but does not embed. See ``ends_of``.
         """
+
+    def make_stage(self, plan: Plan, k: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
+        """Makes stage ``k`` of a plan.
+
+        Args:
+            plan: Of all stages.
+            k: The number of the stage.
+            device: As in ``stage``.
+            tp: As in ``stage``. It is left out if there is none, since a model need not take it.
+        """
+        first, last = plan.boundaries[k : k + 2]
+        split = () if tp is None else (tp,)
+        if not plan.has_bare_ends:
+            return require_stage(self.stage(first, last, device, *split))
+        if not self.has_bare_ends:
+            raise ValueError(
+                f"the plan has a stage without layers, boundaries {list(plan.boundaries)}, which {type(self).__name__} "
+                "does not offer; give every stage a layer, or set has_bare_ends and take embeds and has_head in stage()"
+            )
+        make: Any = self.stage
+        ends = {"embeds": k == 0, "has_head": k == plan.num_stages - 1}
+        return require_stage(make(first, last, device, *split, **ends))
+
+    def ends_of(self, first: int, last: int, embeds: bool | None, has_head: bool | None) -> tuple[bool, bool]:
+        """Whether a stage embeds tokens, and whether it has the head, from the arguments of ``stage``.
+
+        Without being told, a stage that begins with layer 0 embeds, and one that ends with the last layer has the head.
+        Refuses numbers that are no stage.
+        """
+        embeds = first == 0 if embeds is None else embeds
+        has_head = last == self.num_layers if has_head is None else has_head
+        is_bare = first == last and ((embeds and first == 0) or (has_head and last == self.num_layers))
+        if not (0 <= first < last <= self.num_layers or (is_bare and embeds != has_head)):
+            raise ValueError(
+                f"a stage is some of the {self.num_layers} layers, or one of the model's ends alone, got {first} to "
+                f"{last}"
+            )
+        return embeds, has_head
 
     @property
     def is_verified(self) -> bool:
@@ -270,6 +318,9 @@ def require_stage(stage: object) -> Stage:
     return stage
 
 
+# Batches
+
+
 def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """A batch of so many rows, as a plan wants it, from one of fewer, even of none: the added rows count for nothing.
 
@@ -290,3 +341,147 @@ def next_token_labels(input_ids: Tensor) -> Tensor:
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, :-1] = input_ids[:, 1:]
     return labels
+
+
+# How a stage is computed
+
+
+class SlicedStage:
+    """Forwards and backwards of a stage's slices. With ``fused``, linear layers and embeddings add gradients of their
+    weights in place, or put them off (see linear.py)."""
+
+    def __init__(self, stage: Stage, *, fused: bool = True) -> None:
+        self.stage, self._fused = stage, fused
+        if fused:
+            fuse_weight_grads(stage)
+
+    def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
+        """The cache's current slice. With ``block`` each layer keeps its input and attention's output only."""
+        with self.over(cache), self._checkpointed(cache) if block else nullcontext():
+            cache.current.is_in_forward = True
+            try:
+                out: Tensor = self.stage(x, cache)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+                raise ValueError(
+                    "a layer must not differentiate (torch.autograd.grad in its forward) what was computed outside of "
+                    f"torch.enable_grad(), since evaluation and recompute 'full' compute forwards without gradients: "
+                    f"{error}; compute it from detached inputs under torch.enable_grad(), or recompute 'block' or "
+                    "'none'"
+                ) from error
+            finally:
+                cache.current.is_in_forward = False
+        return out
+
+    def backward(
+        self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """Of the cache's current slice, see ``SliceCache.backward``."""
+        with self.over(cache):  # layers may be computed again
+            cache.backward(out, gradient, others)
+
+    @property
+    def defers_weight_grads(self) -> bool:
+        """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
+        autograd does: their backwards are one piece, and the halves that follow have nothing to do."""
+        return self._fused and not has_plain_products(self.stage)
+
+    def over(self, cache: SliceCache) -> SliceCache:
+        """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""
+        cache.current.fuses = self._fused
+        return cache
+
+    @contextmanager
+    def _checkpointed(self, cache: SliceCache) -> Iterator[None]:
+        """Inside, the forward of each block is checkpointed. Hooks of blocks, such as FSDP's, are outside of that."""
+        blocks = self.stage.blocks
+        plain = [(block, block.__dict__.get("forward")) for block in blocks]
+        try:
+            for block in blocks:
+                block.__dict__["forward"] = _Checkpointed(block.forward, cache)
+            yield
+        finally:
+            for block, forward in plain:
+                if forward is None:
+                    del block.__dict__["forward"]
+                else:
+                    block.__dict__["forward"] = forward
+
+
+class _Checkpointed:
+    def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
+        self._forward, self._cache = forward, cache
+
+    def __reduce__(self) -> Any:
+        """A block that is copied while its slice is computed gets the plain forward."""
+        return _itself, (self._forward,)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*arguments, **named)
+        contexts = self._cache.checkpoint_contexts
+        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class Autocast(NamedTuple):
+    """The state of autocast where a step was called; all ranks must have the same."""
+
+    device_type: str
+    dtype: torch.dtype | None  # None where it is off
+
+    @classmethod
+    def current(cls, device: torch.device) -> Self:
+        enabled = torch.is_autocast_enabled(device.type)
+        return cls(device.type, torch.get_autocast_dtype(device.type) if enabled else None)
+
+    def on(self) -> AbstractContextManager[object]:
+        """For a forward. torch keeps the casts of weights only if gradients are recorded: older versions take a cast
+        that was made without them for one with them, and the weight's gradient is lost."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=torch.is_grad_enabled())
+
+    def off(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, enabled=False)
+
+    def forget_casts(self) -> None:
+        """Casts of weights that torch keeps are of no use before a step or after it: weights change."""
+        if self.dtype is not None:
+            torch.clear_autocast_cache()
+
+    def __str__(self) -> str:
+        return "" if self.dtype is None else f" under autocast to {self.dtype}"
+
+
+class RandomState(NamedTuple):
+    """Of the CPU's generator and, if the stage runs elsewhere, of its device's. As in torch.utils.checkpoint, tensors
+    of other devices are not expected to draw."""
+
+    device: torch.device
+    cpu: Tensor
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Self:
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        return cls(device, torch.get_rng_state(), module and module.get_rng_state(device))
+
+    def set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, random numbers are drawn from this state; outside, they go on as if nothing had been drawn."""
+        outside = RandomState.now(self.device)
+        self.set()
+        try:
+            yield
+        finally:
+            outside.set()

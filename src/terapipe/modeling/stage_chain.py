@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from terapipe.modeling.linear import accumulate_deferred
-from terapipe.modeling.random_state import RandomState
 from terapipe.modeling.slice_cache import SliceCache, run_backward
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import RandomState, SlicedStage, Stage
+from terapipe.modeling.weight_grads import accumulate_deferred
 from terapipe.planning.recompute import Recompute
 
 SliceLoss = Callable[[Tensor, int, int], Tensor]  # of a slice's last hidden states, its first token and its end

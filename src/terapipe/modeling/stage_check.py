@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.slice_context import SliceContext
-from terapipe.modeling.stage import IGNORE, Stage
+from terapipe.modeling.slice_cache import SliceCache, SliceContext
+from terapipe.modeling.stage import IGNORE, RandomState, Stage
 from terapipe.modeling.stage_chain import ChainResult, SliceLoss, StageChain, device_of, token_dim
 from terapipe.modeling.stage_trace import Trace, find_blame
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.recompute import Recompute
 
 LENGTHS = (9, 1, 12, 7)  # uneven, and one of a single token

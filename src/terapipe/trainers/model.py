@@ -20,8 +20,7 @@ from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import is_classifier
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Autocast
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.weight_grads import to_local
 from terapipe.training.config import LRConfig, OptimizerConfig
 
 CHUNK = 1 << 26  # maximum number of gradient values converted to float32 at a time

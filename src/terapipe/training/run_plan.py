@@ -229,7 +229,7 @@ def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     if model.shape is None:
         return None
     fused = isinstance(model.model, GPT) or not config.model.compile
-    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused)
+    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused, model.model.has_bare_ends)
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:

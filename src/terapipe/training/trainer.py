@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from terapipe import files
-from terapipe.modeling.main_grads import is_half
+from terapipe.modeling.weight_grads import is_half
 from terapipe.runtime import ALL
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
 from terapipe.training.config import PlanConfig

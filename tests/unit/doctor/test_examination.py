@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from terapipe.doctor import examination
 from terapipe.doctor.examination import Examination, Facts, Link
-from terapipe.modeling import kernels
-from terapipe.modeling.block_kernels import CpuFlash
+from terapipe.modeling import kernel_choice
+from terapipe.modeling.kernels import CpuFlash
 
 
 def test_facts_are_what_the_diagnosis_reads() -> None:
@@ -27,10 +27,10 @@ def test_facts_are_what_the_diagnosis_reads() -> None:
 
 def test_a_kernel_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examination._kernels() == (["float32 (flash for CPUs)", "bfloat16 (flash for CPUs)"], [])
-    kernels.forget()
+    kernel_choice.forget()
     monkeypatch.setattr(CpuFlash, "operators", (("_scaled_dot_product_flash_attention_for_cpu", "query"),))
     passed, fallbacks = examination._kernels()
-    kernels.forget()
+    kernel_choice.forget()
     assert passed == []
     assert len(fallbacks) == 2
     assert "expected (query)" in fallbacks[0]

@@ -192,7 +192,7 @@ def test_the_compiler_is_not_loaded_before_it_is_asked_for() -> None:
 def test_a_stage_says_that_compiled_layers_put_nothing_off() -> None:
     """Those of a GPT's attention, which stay outside, still do."""
     from terapipe.modeling.linear import plain_class
-    from terapipe.modeling.sliced_stage import SlicedStage
+    from terapipe.modeling.stage import SlicedStage
 
     stage = make_model(TINY).stage(0, 4, torch.device("cpu"))
     sliced = SlicedStage(stage)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling import attention
-from terapipe.modeling.sliced_stage import SlicedStage
+from terapipe.modeling.stage import SlicedStage
 from terapipe.planning.recompute import Recompute, RecomputeModes
 from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of, plain, variant, worst_error
 from tests.support.ranks import Ranks

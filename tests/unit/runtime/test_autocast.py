@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
-from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.stage import IGNORE
-from terapipe.runtime.messages import MessageFormat
+from terapipe.modeling.weight_grads import accumulate_deferred
+from terapipe.runtime.comm.channel import MessageFormat
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
-from terapipe.modeling.main_grads import add_to_main_grad, main_grad
+from terapipe.modeling.weight_grads import add_to_main_grad, main_grad
 from tests.support.models import gradients
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, vocab=61, max_seq_len=256)

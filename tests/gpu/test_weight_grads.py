@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
-from terapipe.modeling import main_grads
-from terapipe.modeling.main_grads import add_product, main_grad
+from terapipe.modeling import weight_grads
+from terapipe.modeling.weight_grads import add_product, can_add_in_float32, main_grad
 from tests.pretend.operators import calls, old_addmm
 from tests.support.models import gradients
 
@@ -17,9 +17,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(main_grads, "_fused", {})
-    return
+def _fresh() -> Iterator[None]:
+    can_add_in_float32.cache_clear()
+    yield
+    can_add_in_float32.cache_clear()
 
 
 def draw(tokens: int, width: int, seed: int, dtype: torch.dtype, transposed: bool = False) -> Tensor:
@@ -64,16 +65,16 @@ def test_older_versions_of_torch_take_two_operations() -> None:
 
 
 def test_an_operator_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = main_grads._add_product_to
+    exact = weight_grads._add_product_to
 
     def rounded(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
         exact(total, left, right, is_first=is_first)
         total.copy_(total.bfloat16())
 
-    assert main_grads._fuses(torch.bfloat16)
-    monkeypatch.setattr(main_grads, "_fused", {})
-    monkeypatch.setattr(main_grads, "_add_product_to", rounded)
-    assert not main_grads._fuses(torch.bfloat16)
+    assert can_add_in_float32(torch.bfloat16)
+    can_add_in_float32.cache_clear()
+    monkeypatch.setattr(weight_grads, "_add_product_to", rounded)
+    assert not can_add_in_float32(torch.bfloat16)
 
 
 def test_a_step_uses_it() -> None:
