@@ -393,7 +393,7 @@ def model_spec(model: Any) -> ModelSpec | None:
     if model is None or isinstance(model, ModelSpec):
         return model
     if isinstance(model, GPTConfig):
-        return ModelSpec(model)
+        return ModelSpec(model, bare_ends=True)
     from terapipe.modeling.stage import require_model
 
     return require_model(model).planning_spec()
@@ -435,7 +435,7 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
 def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:
     """With what the model cannot do, so that no caller can forget it."""
     if spec is not None:
-        options |= {"min_slice": spec.min_slice, "recompute_modes": spec.recompute_modes}
+        options |= {name: getattr(spec, name) for name in ("min_slice", "recompute_modes", "bare_ends")}
     return Request(batch_size, seq_len, **options)
 
 

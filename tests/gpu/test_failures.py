@@ -19,9 +19,9 @@ from terapipe import GPT, Layout, Pipeline, Plan, device_mesh
 from terapipe.hf import Decoder, save_pretrained
 from terapipe.runtime.checkpoint.writer import Staging
 from terapipe.runtime.comm import failures, links
+from terapipe.runtime.comm.environment import start_thread
 from terapipe.runtime.comm.failures import Board
 from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS
-from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.watcher import Watcher
 from tests.pretend import cuda, nccl
 from tests.pretend.channel import REMOTE, Settings

@@ -30,7 +30,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
 from terapipe.runtime.comm.mesh import TP
 from terapipe.runtime.comm.transport import NullTransport
-from terapipe.runtime.inputs import made_up_batch
+from terapipe.runtime.loss_head import Batch
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 
@@ -105,7 +105,7 @@ def dry_run(
             weights = counter.current
             try:
                 for _ in range(STEPS):
-                    pipe._train(made_up_batch(plan, rank, device))  # without the checks of a batch, which read numbers
+                    pipe._train(Batch.made_up(plan, rank, device))  # without the checks of a batch, which read numbers
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)

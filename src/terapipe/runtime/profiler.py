@@ -71,10 +71,10 @@ class Profiler:
         max_tokens: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.device = local_device()
+        self.transport = transport or Transport.join(local_device())
+        self.device = self.transport.device
         self._timed = Stopwatch(self.device)
         self._clock: Clock = self._timed
-        self.transport = transport or Transport.join(self.device)
         self.transport.connect(list(pairwise(range(self.transport.size))))
         self._reserved = reserved_memory(self.device)
         self._autocast = Autocast.current(self.device)

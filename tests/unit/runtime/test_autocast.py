@@ -16,7 +16,7 @@ from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.stage import IGNORE
 from terapipe.modeling.weight_grads import accumulate_deferred
-from terapipe.runtime.messages import MessageFormat
+from terapipe.runtime.comm.channel import MessageFormat
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
 

@@ -40,7 +40,7 @@ def piped(layout: Layout, plan: Plan, shard: bool = False) -> list[Tensor]:
     found = [pipe.next_token_logits(prompt(5, tokens)[rows]) for tokens in LENGTHS]
     # Nothing else has changed: what was kept for training is still there, and trains.
     assert len(pipe.timeline().events) == events
-    assert [executor.plan for executor in pipe._executors.kept] == [plan]
+    assert [executor.plan for executor in pipe._executors.recent] == [plan]
     assert pipe.step(ids, labels).item() == before
     return found
 

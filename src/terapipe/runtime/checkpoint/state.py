@@ -269,21 +269,33 @@ class Checkpoint:
 
     # Loading
 
-    def check_base(self, folder: Path) -> None:
-        """Refuses a checkpoint of another frozen base, on all ranks alike. Nothing is changed, and all can go on."""
+    def load(self, folder: Path, extra: Mapping[str, Tensor], *, verify: bool) -> Loaded:
+        """Loads a checkpoint into the tensors as they are, in any layout. All ranks call it together.
+
+        What can be refused is refused first, on all ranks alike: a damaged file, another frozen base. Nothing has
+        changed then, and all can go on. An error after that stops the pipeline, because some weights are loaded.
+
+        Args:
+            folder: of the checkpoint.
+            extra: tensors to fill, of those that the checkpoint has with this shape and dtype.
+            verify: whether files are compared with their checksums first.
+        """
+        damage = verify_files(folder, self._transport) if verify else ""
+        if damage:
+            raise ValueError(damage)
+        self._check_base(folder)
+        with self._transport.failure.failing_together():
+            return self._load(folder, extra)
+
+    def _check_base(self, folder: Path) -> None:
         place = _place(folder)
         source, left_out = ("", {}) if place is None else read_frozen(place)
         if left_out:
             self._base.check(folder, left_out, source, self._tensors)
 
     @torch.no_grad()
-    def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
-        """Loads a checkpoint into the tensors as they are, in any layout. Every rank reads what it holds.
-
-        Args:
-            folder: of the checkpoint.
-            extra: tensors to fill, of those that the checkpoint has with this shape and dtype.
-        """
+    def _load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
+        """Every rank reads what it holds."""
         place = _place(folder)
         if place is None:
             raise ValueError(_nothing_in(folder))

@@ -24,10 +24,10 @@ from torch.futures import Future as TorchFuture
 from terapipe.files import beside, flush, put_in_place, recover
 from terapipe.modeling.weight_grads import as_dtensor_like, to_local
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
+from terapipe.runtime.comm.environment import start_thread
 from terapipe.runtime.comm.errors import is_connection_error
 from terapipe.runtime.comm.groups import GROUPS
 from terapipe.runtime.comm.mesh import ALL
-from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.transport import Transport
 
 PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
