@@ -43,18 +43,30 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Which of the tokens before it a query sees, in place of a mask: all, a window of them, or those of its chunk."""
+    """Which of the tokens before it a query sees, in place of a mask: all, a window of them, or those of its chunk.
+
+    Args:
+        window: How many tokens, itself included; None for no limit.
+        chunk: The length of chunks; a query sees those of its own chunk. None for no chunks.
+        unknown: What makes it neither. It is refused only where it is used, because models also make masks in vain.
+    """
 
     window: int | None = None
     chunk: int | None = None
-    unknown: str = ""  # what makes it neither: refused only where it is used, because models also make masks in vain
+    unknown: str = ""
 
 
 def mask_spec(mask_function: MaskFunction = causal_mask_function, **_: Any) -> MaskSpec:
     """What transformers calls to make a mask: the limits of a mask function, in place of a matrix.
 
     Its mask functions are closures, made of others by ``and_masks`` and ``or_masks``. The numbers are read from their
-    variables. What cannot be read is refused where the mask is used.
+    variables. What cannot be read is refused where the mask is used. ::
+
+        and_masks(sliding_window_overlay(4096), causal_mask_function)   ->   MaskSpec(window=4096)
+
+    Args:
+        mask_function: What the model's mask would be filled by.
+        **_: Shapes, offsets, dtype and the like, which a matrix would need.
     """
     limits: dict[str, int] = {}
     for part in _parts(mask_function):
@@ -110,7 +122,22 @@ def slice_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls as attention: from (batch, heads, tokens, head size) to (batch, tokens, heads, size)."""
+    """What transformers calls as attention: ``attend`` over the cache whose slice is being computed.
+
+    Args:
+        module: The attention module. With the number of its call in this slice it names the store of keys and values.
+        query: (batch, heads, tokens of the slice, head size), with positions applied.
+        key: (batch, heads of keys and values, tokens of the slice, head size).
+        value: As ``key``.
+        attention_mask: What ``mask_spec`` returned; None for all earlier tokens.
+        scaling: Of scores, by default that of the head size.
+        dropout: Refused, unless 0.
+        softcap: Bounds scores by a tanh.
+        s_aux: A score for each head that no token has (attention sinks).
+
+    Returns:
+        (batch, tokens, heads, head size), and None in place of the probabilities.
+    """
     cache = current_cache()
     if cache is None:
         raise UnsupportedModelError("this attention works on slices only: call the model through a Pipeline")
@@ -132,7 +159,7 @@ def slice_attention(
 
 
 def keep_outside() -> None:
-    """Excludes attention from compiled layers from now on."""
+    """Excludes attention from compiled layers from now on: it reads the cache, which graphs cannot."""
     outside = torch.compiler.disable(slice_attention)  # type: ignore[no-untyped-call]
     ALL_ATTENTION_FUNCTIONS.register(NAME, outside)
 

@@ -18,6 +18,11 @@ ORIGINAL_KEY = "original_max_position_embeddings"  # of rope_parameters: the len
 
 
 def depends_on_length(module: nn.Module) -> bool:
+    """Whether the module is a rotary embedding whose frequencies, for all layers or for some, depend on the length.
+
+    Args:
+        module: Any module; transformers' rotary embeddings have a ``rope_type``, or one for each kind of layer.
+    """
     kinds = getattr(module, "rope_type", None)
     return any(map(_kind_depends_on_length, kinds.values() if isinstance(kinds, dict) else [kinds]))
 
@@ -38,7 +43,12 @@ def ropes_of(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def with_original_length(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
-    """A copy of the configuration in which such frequencies change beyond ``seq_len`` tokens, for short tests."""
+    """A copy of the configuration in which such frequencies change beyond ``seq_len`` tokens, for short tests.
+
+    Args:
+        config: In which they change beyond thousands of tokens.
+        seq_len: The length up to which frequencies are the original ones.
+    """
     config = copy.deepcopy(config)
     for part in (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))):
         for one in ropes_of(part):

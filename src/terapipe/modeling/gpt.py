@@ -96,6 +96,7 @@ class GPT(Stage, PipelineModel):
     """
 
     config: GPTConfig
+    has_bare_ends = True
 
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class GPT(Stage, PipelineModel):
         return cls(PRESETS[name], seed=seed)
 
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(self.config)
+        return ModelSpec(self.config, bare_ends=self.has_bare_ends)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -176,17 +177,24 @@ class GPT(Stage, PipelineModel):
         hooked = (m._forward_hooks or m._forward_pre_hooks for m in self.modules())
         return all(plain_class(m) in kinds for m in self.modules()) and not any(hooked)
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> "GPT":
+    def stage(
+        self,
+        first: int,
+        last: int,
+        device: torch.device,
+        tp: TensorParallel | None = None,
+        *,
+        embeds: bool | None = None,
+        has_head: bool | None = None,
+    ) -> "GPT":
         """Shares this model's modules; a model on the meta device is left as it is and the stage made anew."""
-        if not 0 <= first < last <= self.config.layers:
-            raise ValueError(f"a stage is some of the {self.config.layers} layers, got {first} to {last}")
+        embeds, has_head = self.ends_of(first, last, embeds, has_head)
         part = GPT.__new__(GPT)
         nn.Module.__init__(part)
         part._describe(self.config, self.seed, first, last)
-        starts, ends = first == 0, last == self.config.layers
-        part.embedding, part.positions = (self.embedding, self.positions) if starts else (None, None)
+        part.embedding, part.positions = (self.embedding, self.positions) if embeds else (None, None)
         part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in range(first, last)})
-        part.norm, part.head = (self.norm, self.head) if ends else (None, None)
+        part.norm, part.head = (self.norm, self.head) if has_head else (None, None)
         is_meta = any(p.is_meta for p in part.parameters())
         if is_meta:
             part = copy.deepcopy(part)

@@ -190,12 +190,15 @@ class PipelineModel(ABC):
         config: What describes the model: a dataclass, a dictionary, or an object with ``to_dict()``. It must be equal
             on all ranks.
         has_auxiliary_losses: Whether its stages have ``auxiliary_losses``, so that steps have metrics.
+        has_bare_ends: Whether ``stage`` takes ``embeds`` and ``has_head``, so that plans may have the embedding or
+            the head alone on a stage.
     """
 
     num_layers: int
     tied: tuple[str, ...] = ()
     config: Any = None
     has_auxiliary_losses: bool = False
+    has_bare_ends: bool = False
 
     @abstractmethod
     def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
@@ -208,7 +211,49 @@ class PipelineModel(ABC):
             tp: Split operators over these devices: all parameters of the stage become DTensors on the mesh, while what
                 ``forward`` takes and returns stay ordinary tensors of ``hidden_shape``. A model that cannot do it
                 raises a ValueError, or leaves the argument out.
+
+        A model with ``has_bare_ends`` also takes ``embeds`` and ``has_head``, which say whether the stage embeds tokens
+        and has the head where the numbers of its layers do not: of the boundaries (0, 0, 4), the first stage has no
+        layers, and the second begins with layer 0, but does not embed. See ``ends_of``.
         """
+
+    def make_stage(self, plan: Plan, k: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
+        """Makes stage ``k`` of a plan.
+
+        Args:
+            plan: Of all stages.
+            k: The number of the stage.
+            device: As in ``stage``.
+            tp: As in ``stage``. It is left out if there is none, since a model need not take it.
+        """
+        first, last = plan.boundaries[k : k + 2]
+        split = () if tp is None else (tp,)
+        if not plan.has_bare_ends:
+            return require_stage(self.stage(first, last, device, *split))
+        if not self.has_bare_ends:
+            raise ValueError(
+                f"the plan has a stage without layers, boundaries {list(plan.boundaries)}, which {type(self).__name__} "
+                "does not offer; give every stage a layer, or set has_bare_ends and take embeds and has_head in stage()"
+            )
+        make: Any = self.stage
+        ends = {"embeds": k == 0, "has_head": k == plan.num_stages - 1}
+        return require_stage(make(first, last, device, *split, **ends))
+
+    def ends_of(self, first: int, last: int, embeds: bool | None, has_head: bool | None) -> tuple[bool, bool]:
+        """Whether a stage embeds tokens, and whether it has the head, from the arguments of ``stage``.
+
+        Without being told, a stage that begins with layer 0 embeds, and one that ends with the last layer has the head.
+        Refuses numbers that are no stage.
+        """
+        embeds = first == 0 if embeds is None else embeds
+        has_head = last == self.num_layers if has_head is None else has_head
+        is_bare = first == last and ((embeds and first == 0) or (has_head and last == self.num_layers))
+        if not (0 <= first < last <= self.num_layers or (is_bare and embeds != has_head)):
+            raise ValueError(
+                f"a stage is some of the {self.num_layers} layers, or one of the model's ends alone, got {first} to "
+                f"{last}"
+            )
+        return embeds, has_head
 
     @property
     def is_verified(self) -> bool:

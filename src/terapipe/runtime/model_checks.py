@@ -1,6 +1,6 @@
 """What a model says of the plans that it is exact with, asked when a pipeline is made and for every new plan."""
 
-from terapipe.modeling.stage import PipelineModel, Stage, TensorParallel, require_stage
+from terapipe.modeling.stage import PipelineModel, Stage, TensorParallel
 from terapipe.modeling.verification import check_stage
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
@@ -52,19 +52,18 @@ class ModelChecks:
         Returns:
             The stages by number, and the number that slice lengths must be multiples of.
         """
-        cuts, parts, device = plan.boundaries, transport.tp_size, transport.device
-        tp: tuple[TensorParallel, ...] = ()
+        parts, device = transport.tp_size, transport.device
+        tp: TensorParallel | None = None
         tile = 1
         if parts > 1:
             even = all(length % parts == 0 for lengths in plan.lengths for length in lengths)
-            tp = (TensorParallel(transport.ranks.submesh(TP), sequence_parallel=even),)
+            tp = TensorParallel(transport.ranks.submesh(TP), sequence_parallel=even)
             tile = parts if even else 1
         stages = {}
         for k in plan.stages_of(transport.rank):
             if tp and not self.is_verified:
-                whole = require_stage(self._model.stage(cuts[k], cuts[k + 1], device))
-                self.stage(whole, k, plan, own_loss=own_loss)
-            stages[k] = require_stage(self._model.stage(cuts[k], cuts[k + 1], device, *tp))
+                self.stage(self._model.make_stage(plan, k, device), k, plan, own_loss=own_loss)
+            stages[k] = self._model.make_stage(plan, k, device, tp)
             if not tp:
                 self.stage(stages[k], k, plan, own_loss=own_loss)
         return stages, tile
