@@ -29,6 +29,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.visibility import Visibility, segments
@@ -193,6 +194,9 @@ def current_cache() -> "SliceCache | None":
     return _computing[-1] if _computing else None
 
 
+_PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor, FakeTensor)  # a parameter that is fake is of the last class
+
+
 def cache_that_adds(weight: Tensor) -> "SliceCache | None":
     """The cache whose slice is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
 
@@ -205,7 +209,7 @@ def cache_that_adds(weight: Tensor) -> "SliceCache | None":
         or not weight.is_leaf
         # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
         or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
-        or type(weight) not in (nn.Parameter, Tensor, DTensor)
+        or type(weight) not in _PLAIN_WEIGHTS
         or torch._C._are_functorch_transforms_active()
     ):
         return None
