@@ -233,7 +233,7 @@ def add_rows(parameter: Tensor, ids: Tensor, rows: Tensor) -> None:
     """
     total = main_grad(parameter)
     if total is None:
-        total = torch.zeros_like(parameter, dtype=torch.float32)
+        total = torch.zeros_like(to_local(parameter), dtype=torch.float32)
         setattr(parameter, _NAME, total)
     total.index_add_(0, ids, rows.float())
 

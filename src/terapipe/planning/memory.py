@@ -167,14 +167,13 @@ class ShapeMemory:
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
-        """What autograd saves in one layer. Tensor parallel ranks gather the inputs of the two projections and shard
-        the rest."""
+        """What autograd saves in one layer. Tensor parallel ranks share out all of it, the inputs of the two
+        projections by tokens: see ``project`` in modeling/linear.py."""
         c = self.config
-        replicated = 2 * c.hidden
-        # Inputs of the norms, queries, attention output, both sides of the activation.
-        norms, sharded = 2 * c.hidden, 2 * c.hidden + 2 * c.ffn_hidden
-        saved = (replicated + sharded / self.tp) * self.element + norms / self.tp * self._weight
-        per_token = saved + 4 * (c.heads / self.tp + 4)
+        # Inputs of the norms; inputs of both projections, queries, attention output, both sides of the activation.
+        norms, products = 2 * c.hidden, 4 * c.hidden + 2 * c.ffn_hidden
+        saved = products * self.element + norms * self._weight
+        per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
