@@ -141,7 +141,8 @@ class DeferredGrad(NamedTuple):
 
     def product(self) -> Tensor:
         """The gradient as a matrix of its own, local and in the factors' dtype."""
-        return self.left.t() @ self.right
+        whole = self.gather()
+        return whole.left.t() @ whole.right
 
 
 def call_hooks(weight: Tensor) -> None:
