@@ -271,6 +271,9 @@ def _embed_split(ids: Tensor, weight: DTensor, padding: int | None, cache: Slice
         device 1, rows 5 to 9        row 7    0    row 9
     """
     mesh, rows = weight.device_mesh, weight.to_local().shape[0]
+    if weight.placements == (Replicate(),):  # every device has the whole table, and does the same
+        whole: Tensor = _apply_embed(ids, weight, NO_PADDING if padding is None else padding, cache)
+        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
     first = min(mesh.get_local_rank() * -(-weight.shape[0] // mesh.size()), weight.shape[0])  # as torch cuts it
     elsewhere = (ids < first) | (ids >= first + rows)
     own_padding = NO_PADDING if padding is None or not first <= padding < first + rows else padding - first
@@ -430,7 +433,7 @@ def _has_own_rows(table: Tensor) -> bool:
     """Whether this device has the whole table, or some of its rows as torch's RowwiseParallel gives them out."""
     if not isinstance(table, DTensor):
         return True
-    return table.placements == (Shard(0),) and table.to_local().shape[0] > 0
+    return table.placements in ((Shard(0),), (Replicate(),)) and table.to_local().shape[0] > 0
 
 
 _fused: dict[type[nn.Module], type[nn.Module] | None] = {nn.Linear: _FusedLinear, nn.Embedding: _FusedEmbedding}

@@ -100,7 +100,10 @@ class ShapeMemory:
         return GradientBytes(0.0, sums, rounded)
 
     def _parameters(self, stage: StageSpec) -> float:
-        return parameters(self.config, [stage]) / self.tp
+        """Of one device. Positions, norms, and biases of products whose outputs are sums are whole on every one."""
+        c = self.config
+        whole = c.hidden * (6 * stage.layers + stage.first * c.max_seq_len + 2 * stage.last)
+        return whole + (parameters(c, [stage]) - whole) / self.tp
 
     @property
     def _weight(self) -> int:
