@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 
 def add(verbs: Verbs) -> None:
+    """Adds the verb and its options.
+
+    Args:
+        verbs: Those of ``terapipe``.
+    """
     parser = verbs.add_parser(
         "verify",
         help="test that a sliced Hugging Face model has exact gradients",
@@ -62,6 +67,15 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Runs the verb.
+
+    Args:
+        parsed: Its options.
+
+    Returns:
+        The exit code: 0 if the model is exact, 1 if gradients differ, 2 if it could not be computed at all; with
+        ``--all``, 1 if a result could not be confirmed.
+    """
     if parsed.tp > 1 and parsed.device != "cpu":
         raise ValueError("--tp is tested on CPUs only; leave out --device, or --tp")
     if bool(parsed.model) == parsed.all:
@@ -96,6 +110,7 @@ def _load_transformers() -> None:
 
 
 def _refuse_without_gpu(device: str) -> None:
+    """Before any model is built; torch's own message would come in the middle of the first."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -224,6 +239,7 @@ def _all(parsed: argparse.Namespace) -> int:
     from terapipe.hf.verify.verification import BOUND
 
     results, wrong, with_dropout, configs = [], Counter[str](), 0, _all_configs()
+    # Another copy for each type doubles the time, and says nothing about a device or a degree of tensor parallel.
     confirms = parsed.tp == 1 and parsed.device == "cpu"
     for result in _verify(configs, parsed):
         errors = _confirm(result, configs[result.model]) if confirms else {}
@@ -269,14 +285,18 @@ def _counts(results: "Sequence[VerifyResult]", wrong: Counter[str], dropout: int
     }
 
 
+# Uses that are summed up beside whole sequences, and what they are called in the summary. Dropout is compared with
+# recomputation: with slices alone, masks are others than those of the whole model.
 USES = {"documents": "packed documents", "dropout": "recomputation with dropout", "routers": "losses of routers"}
 
 
 def _sum_up(use: str, counts: Mapping[str, int]) -> str:
+    """One line, such as ``packed documents: 98 exact, 85 refused, 0 wrong``."""
     return f"{use}: " + ", ".join(f"{number} {what}" for what, number in counts.items())
 
 
 def _line(result: "VerifyResult") -> str:
+    """A model's result in one line: the backend and the largest error, or why it is refused."""
     if not result.exact:
         return f"{result.model:24s} refused  {result.reason}"
     note = f", slices of at least {result.min_slice} tokens" if result.min_slice > 1 else ""
@@ -292,6 +312,7 @@ def _line(result: "VerifyResult") -> str:
 
 
 def _print(result: "VerifyResult", parsed: argparse.Namespace) -> None:
+    """The result of a single model: its line, and a table of errors by groups of parameters, such as all ``q_proj``."""
     console.print(_line(result), markup=False)
     if result.exact:
         table = Table("parameters", "largest relative error", box=None, pad_edge=False)

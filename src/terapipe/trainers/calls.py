@@ -1,6 +1,16 @@
-"""What a Hugging Face model is called with, as a pipeline takes it: token ids, labels that were shifted, documents.
+"""A call of a Hugging Face model through a pipeline: what it is called with, and what it returns.
+
+On the way in, ``call_of`` makes of the caller's arguments what a pipeline takes:
+
+    input_ids, attention_mask      token ids with padding on the right, where no token sees it
+    labels                         shifted by one place: the token to predict at each place
+    position_ids                   where documents begin in each row
 
 Whatever a pipeline would compute differently is refused by name.
+
+On the way out there are values of each token. Three kinds of models make something else of them: a causal LM a loss and
+logits; one that TRL gave a fused head log-probabilities, entropies and the like (``token_scores``); a sequence
+classifier the scores at one token of each row (``classify``).
 """
 
 import copy
@@ -45,21 +55,37 @@ class Call:
 
         caller's row   pad pad  a   b   c        shifts 2
         pipeline's      a   b   c  pad pad       values of tokens are shifted back before the caller sees them
+
+    Args:
+        input_ids: (rows, tokens).
+        labels: ``labels[b, t]`` is the token to predict at place t; None if the call has none.
+        documents: Where they begin in each row; None if each row is one document.
+        shifts: By how many places each row was shifted to the left; None if no row was.
+        is_padded: Whether some places are padding.
     """
 
     input_ids: Tensor
-    labels: Tensor | None  # labels[b, t] is the token to predict at place t
-    documents: Documents | None  # where they begin in each row
-    shifts: Tensor | None = None  # by how many places rows were shifted to the left; None if no row was
-    is_padded: bool = False  # whether some places are padding
+    labels: Tensor | None
+    documents: Documents | None
+    shifts: Tensor | None = None
+    is_padded: bool = False
 
     def shift_back(self, values: Tensor) -> Tensor:
-        """Values of tokens, (rows, tokens, ...), to the places that the caller knows."""
+        """Moves values of tokens to the places that the caller knows.
+
+        Args:
+            values: (rows, tokens, ...), at the pipeline's places.
+        """
         return values if self.shifts is None else shift_rows(values, -self.shifts)
 
 
 def shift_rows(values: Tensor, shifts: Tensor) -> Tensor:
-    """Each row moved to the left by its number of places, in a circle."""
+    """Each row moved to the left by its number of places, in a circle.
+
+    Args:
+        values: (rows, tokens, ...).
+        shifts: (rows), may be negative.
+    """
     rows, tokens = values.shape[:2]
     places = (torch.arange(tokens, device=values.device)[None] + shifts[:, None]) % tokens
     return values[torch.arange(rows, device=values.device)[:, None], places]
@@ -106,7 +132,10 @@ def call_of(model: PreTrainedModel, inputs: dict[str, Any]) -> Call:
 
 
 def _padding(model: PreTrainedModel, mask: Tensor, labels: Tensor | None, positions: Tensor | None) -> Tensor | None:
-    """How many places each row is to be moved so that its padding is on the right; None if no row is."""
+    """How many places each row is to be moved so that its padding is on the right; None if no row is.
+
+    Refuses masks with holes, and labels that count at padding: the model would learn from them, a pipeline not.
+    """
     if mask.ndim != 2:
         raise UnsupportedModelError(
             f"an attention_mask of {mask.ndim} dimensions is not supported; packed documents are told by position_ids"
@@ -163,7 +192,13 @@ def documents_of(positions: Tensor, counted: Tensor | None) -> Documents | None:
     """Where documents begin. This is what counts as packed: positions that begin again at 0 within a row, whatever else
     a call has. A mask of ones beside them changes nothing.
 
-    Other positions are refused; of padding they do not matter.
+    Other positions are refused; of padding they do not matter. ::
+
+        positions   0 1 2 0 1 0 1 2 3   ->   (0, 3, 5)
+
+    Args:
+        positions: (rows, tokens), with padding on the right.
+        counted: How many tokens of each row are not padding; None if all are.
     """
     rows, tokens = positions.shape
     places = torch.arange(tokens, device=positions.device).expand(rows, -1)
@@ -200,7 +235,21 @@ def _why_not_packed(model: PreTrainedModel, rows: int, has_mask: bool, use_cache
 
 @dataclass
 class PipelineOutput(ModelOutput):
-    """What transformers' causal LMs return, and what those return that TRL gave a fused head."""
+    """What transformers' causal LMs return, and what those return that TRL gave a fused head.
+
+    Fields that a call does not have are None, and left out of the tuple that a caller with ``return_dict=False`` gets.
+
+    Args:
+        loss: A scalar, with a gradient function in training.
+        logits: (rows, tokens, vocabulary), or (rows, classes).
+        log_probs: Of each label, (rows, tokens), as all fields that follow; see ``token_scores``.
+        entropy: Of each token's distribution.
+        log_sum_sq_probs: The logarithm of the sum of its squared probabilities.
+        mean_logits: The mean over the vocabulary.
+        is_top1: Whether the label has the largest logit.
+        label_mask: Where labels count.
+        aux_loss: Of routers; always None, TRL asks for it.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -248,8 +297,12 @@ def token_scores(logits: Tensor, targets: Targets, *, temperature: float, wanted
 
 
 def fused_head(forward: Callable[..., Any]) -> Callable[[Tensor, Targets], dict[str, Tensor]]:
-    """What the head computes that TRL's ``add_fused_lm_head`` put into a model's forward. Its temperature and fields
-    are in the variables of that function only."""
+    """What the head computes that TRL's ``add_fused_lm_head`` put into a model's forward: ``token_scores``, with its
+    temperature and fields. Both are in the variables of that function only.
+
+    Args:
+        forward: The model's, as TRL left it.
+    """
     variables = inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals
     if not {"temperature", "outputs", "cast_lm_head_to_fp32"} <= variables.keys():
         raise ValueError(
@@ -277,8 +330,16 @@ class _Answer(nn.Module):
 
 
 def classify(model: PreTrainedModel, scores: Tensor, inputs: dict[str, Any]) -> ModelOutput:
-    """What the model returns for ``inputs``, which its forward was called with, if its head makes these ``scores``,
-    (rows, tokens, classes)."""
+    """What a sequence classifier returns if its head makes these scores.
+
+    The model's own forward is called, on a shell of the model: its backbone and its head return what the pipeline
+    computed, and all that is left is the choice of a token by padding, and the loss by ``problem_type``.
+
+    Args:
+        model: The classifier.
+        scores: Of each token, (rows, tokens, classes).
+        inputs: What its forward was called with, by name.
+    """
     backbone = model.base_model_prefix
     if backbone not in model._modules:
         raise UnsupportedModelError(

@@ -93,7 +93,15 @@ def _leave(code: int, world: Transport | None) -> int:
 
 
 def _report_error(error: Exception, world: Transport | None) -> None:
-    """Tells all ranks, and prints the error: without a traceback if the user can act on the message."""
+    """Tells all ranks, and prints the error: without a traceback if the user can act on the message.
+
+    The other ranks stop with this error as their cause, instead of waiting for their timeout. It is also recorded for
+    the launcher, whose last line names the rank that failed first.
+
+    Args:
+        error: Of this rank; a PipelineError is one that it was told of.
+        world: None if the ranks have not met.
+    """
     rank, several = (0, False) if world is None else (world.global_rank, world.size > 1)
     if world is not None and not isinstance(error, PipelineError):
         world.failure.fail(FailureReport(rank, f"{type(error).__name__}: {error}"))
@@ -158,6 +166,7 @@ class Run:
         self._on_first(self._check_begin)
 
     def _check_begin(self) -> None:
+        """Called on rank 0, before anything looks at the checkpoints."""
         clean(self._checkpoints)
         if not restarts():  # a restart finds the checkpoints of the start before
             check_begin(self._config)
@@ -171,6 +180,7 @@ class Run:
         return open_data(config, folder)
 
     def _model(self, data: Data) -> RunModel:
+        """A new one each time: a pipeline takes the modules of the model apart."""
         return make_model(self._config.model, self._config.data, data.tokenizer.vocab, self._config.objective)
 
     def _check_same(self, context: RunContext) -> None:
@@ -181,6 +191,7 @@ class Run:
             compare(read_notes(checkpoint), context.identity, checkpoint, own=self._is_own(checkpoint))
 
     def _is_own(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint lies in this run's folder."""
         return checkpoint.parent.resolve() == self._checkpoints.resolve()
 
     def _on_first(self, function: Callable[[], T]) -> T:
@@ -204,6 +215,7 @@ class Run:
         return self._save_plan(result or plans.equal_slices(config, model, ranks))
 
     def _from_measurements(self, model: RunModel) -> PlanResult:
+        """Measures the model as it is and saves profile.json, which a later `terapipe plan` can use as well."""
         message = f"measuring the model for about {self._config.plan.seconds:g} s"
         with self._console.status(message) if self._console.is_terminal else nullcontext():
             profile = plans.measure(self._config, model, self._world)
@@ -219,7 +231,8 @@ class Run:
         )
 
     def _save_plan(self, run_plan: PlanResult) -> PlanResult:
-        """Writes plan.json and predicted.json before the first step, so that a restart goes on with the same plan."""
+        """Writes plan.json and predicted.json before the first step, so that a restart goes on with the same plan, and
+        tells the user what it is."""
         if self._is_main:
             plans.save(self._config, self._world.size, run_plan)
             self._save_prediction(run_plan)
@@ -243,7 +256,16 @@ class Run:
     # Training
 
     def _train(self, context: RunContext, model: RunModel, run_plan: PlanResult) -> Outcome:
-        """Trains with one plan: until the end, until asked to stop, or until it is time for another plan."""
+        """Trains with one plan: until the end, until asked to stop, or until it is time for another plan.
+
+        Args:
+            context: The run.
+            model: Used up by the pipeline.
+            run_plan: What to build for.
+
+        Returns:
+            How it ended. In each case a checkpoint of the last step is on the disk.
+        """
         planner, planning = plans.document_planner(self._config, model, run_plan)
         state = RunState.build(context, model, run_plan, planner)
         checkpoint, messages = self._resume(context, state)
@@ -304,8 +326,10 @@ class Run:
                 metrics.close()
 
     def _export(self, context: RunContext, state: RunState, model: RunModel, checkpoint: Path) -> None:
-        """Our GPT is converted from the checkpoint, by rank 0 alone; a Hugging Face model is gathered from all ranks,
-        tensor by tensor."""
+        """Writes the model in the format of Hugging Face.
+
+        Our GPT is converted from the checkpoint, by rank 0 alone; a Hugging Face model is gathered from all ranks.
+        """
         folder, tokenizer = Path(self._config.checkpoints.export), context.data.tokenizer
         if self._config.model.preset and model.shape is not None:
             dtype = dtype_of(self._config.model)

@@ -50,16 +50,24 @@ from terapipe.training.state import RunContext, RunState
 
 
 class StopSignal:
-    """The first signal asks the run to stop, the second ends this process at once."""
+    """Notes SIGINT and SIGTERM. The first one asks the run to finish its step, save and end; the second ends this
+    process at once.
+
+    Signals do not raise here: an exception in the middle of a step would leave the other ranks waiting, and the step
+    half done.
+
+    Args:
+        before_exit: Called before the second signal ends the process, to leave the terminal as it was.
+    """
 
     def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
-        """``before_exit`` is called before the second signal ends the process."""
         self.received = ""  # the name of the signal
         self._before_exit = before_exit
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs between two bytecodes of the main thread, so it does next to nothing."""
         if self.received:
             self._before_exit()
             os._exit(128 + number)
@@ -67,6 +75,8 @@ class StopSignal:
 
 
 class Outcome(Enum):
+    """How `Trainer.run` ended. REPLAN: everything is saved, and the caller builds a pipeline for another plan."""
+
     FINISHED = "finished"
     STOPPED = "stopped"
     REPLAN = "replan"
@@ -77,6 +87,16 @@ class NotFiniteError(ArithmeticError):
 
 
 class StepResult(NamedTuple):
+    """The numbers of one step, equal on all ranks.
+
+    Args:
+        loss: Mean over all labels of the step (or over sequences, if that is what the objective counts), before the
+            update.
+        grad_norm: The norm of all gradients together, over all ranks, before clipping.
+        lr: The learning rate of the update.
+        metrics: What the objective or the model's routers report beside the loss.
+    """
+
     loss: float
     grad_norm: float
     lr: float
@@ -84,11 +104,20 @@ class StepResult(NamedTuple):
 
     @property
     def finite(self) -> bool:
+        """Whether to update the parameters. A norm is infinite if one gradient is, so it stands for them all."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class StepTimeMonitor:
-    """Compares step times with the prediction of the plan. It reports once: only a new plan could change the result."""
+    """Compares step times with the prediction of the plan. It reports once: only a new plan could change the result.
+
+    The median of a window is compared, not each step: one step in a hundred waits for a checkpoint or for another
+    process of the machine.
+
+    Args:
+        predicted: Seconds of a step, by simulation; None if nothing was measured.
+        config: Says which ratio is worth a report.
+    """
 
     WINDOW = 20  # steps whose median is compared, and steps between comparisons
     WARMUP = 3  # first steps, which are slower and do not count
@@ -100,7 +129,14 @@ class StepTimeMonitor:
         self.reported = False
 
     def add(self, seconds: float) -> bool:
-        """Add the time of a step. Returns whether to compare now, the same on all ranks."""
+        """Adds the time of a step.
+
+        Args:
+            seconds: By this rank's clock.
+
+        Returns:
+            Whether to compare now. It depends on counts only, so all ranks agree without asking.
+        """
         self._steps += 1
         if self._steps > self.WARMUP:
             self._times.append(seconds)
@@ -109,12 +145,16 @@ class StepTimeMonitor:
 
     @property
     def ratio(self) -> float:
-        """Measured to predicted time."""
+        """Measured to predicted time, by the latest window of this rank."""
         assert self._predicted is not None
         return median(self._times) / self._predicted
 
     def report(self, ratio: float) -> str:
-        """A message if the ratio is out of bounds."""
+        """Returns a message if the ratio is out of bounds, otherwise nothing.
+
+        Args:
+            ratio: That of rank 0, on all ranks: clocks differ, and what follows (planning again) must not.
+        """
         if abs(ratio - 1.0) <= self._config.drift:
             return ""
         self.reported = True
@@ -154,6 +194,14 @@ class Trainer:
         return self._state.step > self._first_step
 
     def run(self, stop: StopSignal) -> Outcome:
+        """Takes steps until all are done, a stop is requested, or a new plan is due.
+
+        Args:
+            stop: Asked after each step. One rank that was signaled stops all of them, after the same step.
+
+        Returns:
+            The outcome. On all of them the state is saved on disk.
+        """
         try:
             return self._run(stop)
         except Exception as error:
@@ -161,6 +209,9 @@ class Trainer:
             raise
 
     def _run(self, stop: StopSignal) -> Outcome:
+        """The order after a step matters: evaluate before saving, so that the checkpoint knows its evaluation loss;
+        finish an older save before starting another, so that at most one copy of the state waits in memory; and ask for
+        a stop before a regular save, because the end saves anyway."""
         steps, every = self._config.optimizer.steps, self._config.checkpoints.every
         self._pipe.train()
         while self._state.step < steps:
@@ -178,6 +229,8 @@ class Trainer:
         return self._end(Outcome.FINISHED)
 
     def _end(self, outcome: Outcome) -> Outcome:
+        """Saves the last step and waits for it. Here, and only here, a failed save is an error: nobody would notice a
+        message after the process has ended."""
         self._checkpoints.finish()
         if self.has_trained and not self._save(wait=True):
             raise OSError(
@@ -187,13 +240,14 @@ class Trainer:
         return outcome
 
     def _any(self, local: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Whether it is true on any rank. One integer is reduced in every step; a signal may reach one rank only."""
         flag = torch.tensor(int(local), device=self._pipe.device)
         return bool(self._pipe.transport.all_reduce(flag, ALL))
 
     # One step
 
     def _one_step(self) -> None:
+        """Takes one step and writes its row. A row has what there is: keys without a value are left out."""
         began = time.perf_counter()
         result = self._optimize()
         self._state.skipped = 0 if result.finite else self._state.skipped + 1
@@ -223,7 +277,12 @@ class Trainer:
         self._check_step_time(seconds)
 
     def _optimize(self) -> StepResult:
-        """Accumulate and clip the gradients of a step, then update the parameters if they are finite."""
+        """Accumulates and clips the gradients of a step, then updates the parameters if they are finite.
+
+        All batches of a step are divided by the same total, the labels of all of them: with `accumulate` 4 the update
+        is that of one batch four times as large, not the mean of four means, which would weigh labels of short
+        documents more.
+        """
         config, loader = self._config.optimizer, self._loader
         batches = [loader.at(self._state.position + i * self._config.data.batch_size) for i in range(config.accumulate)]
         total = self._objective.total(loader, batches)  # every label of the step has the same weight
@@ -252,7 +311,7 @@ class Trainer:
         return self._pipe.device.type == "cpu" and not half and (layout.dp == 1 or layout.shard)
 
     def _handle_not_finite(self, result: StepResult) -> None:
-        """Stop or report the skipped step. All ranks decide alike, because they have the same numbers."""
+        """Stops, or reports the skipped step. All ranks decide alike, because they have the same numbers."""
         problem = f"loss {result.loss} and gradient norm {result.grad_norm} at step {self._state.step} are not finite"
         failures = self._config.failures
         if failures.on_nan == "skip" and self._state.skipped < failures.max_skipped:
@@ -272,7 +331,11 @@ class Trainer:
     # Logging
 
     def _inspect(self) -> dict[str, Any]:
-        """Write the timeline of the step; idle share and peak memory of all ranks, on rank 0."""
+        """Writes the timeline of the step, and returns its idle share and the peak memory of all ranks.
+
+        Only every logging.every steps: events of all ranks are collected, and the file replaced. Other ranks than 0
+        take part and return nothing.
+        """
         timeline = self._pipe.timeline_on_first()
         memory = self._pipe.transport.collect(_peak_memory(self._pipe.device), ALL)
         if not self._log.is_main or timeline is None:
@@ -282,6 +345,7 @@ class Trainer:
         return {"idle": timeline.idle, "memory": memory}
 
     def _check_step_time(self, seconds: float) -> None:
+        """Compares by the clock of rank 0, so that all ranks report and plan again in the same step."""
         if self._step_times.add(seconds):
             ratio_on_first = self._pipe.transport.gather(self._step_times.ratio, ALL)[0]
             message = self._step_times.report(ratio_on_first)
@@ -289,6 +353,13 @@ class Trainer:
                 self.say("drift", message)
 
     def say(self, event: str, message: str, step: int | None = None) -> None:
+        """Writes an event to the log.
+
+        Args:
+            event: Its kind, such as "checkpoint"; the display and the report choose by it.
+            message: What to tell.
+            step: Which step it is about, if not the current one: a save in the background ends some steps later.
+        """
         self._log.row({"step": self._state.step if step is None else step, "event": event, "message": message})
 
     def _evaluate_if_due(self) -> bool:
@@ -308,6 +379,7 @@ class Trainer:
 
 
 def _peak_memory(device: torch.device) -> int:
+    """Bytes at the peak since the process began: what torch allocated on a GPU, or what the process occupied."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
