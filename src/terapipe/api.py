@@ -360,17 +360,18 @@ def dry_run(model: Any, plan: Plan | PlanResult, *, layout: Layout | None = None
 
     Args:
         model: As for ``plan``. A model of your own must be on the meta device.
-        plan: A result of ``plan`` has its layout and dtype, and the planner's count of bytes to compare with.
+        plan: A result of ``plan`` has its layout and dtype, whether products are autocast, and the planner's count of
+            bytes to compare with. With a bare Plan, the caller's ``torch.autocast`` counts.
         layout: As for ``estimate``.
         rank: Of the pipeline; by default the one that needs most memory, or else the last.
     """
+    import torch
+
     import terapipe.runtime.dry_run as dry
 
     result = plan if isinstance(plan, PlanResult) else PlanResult.of_plan(plan, layout or Layout(1, plan.num_ranks, 1))
     bare, layout = result.plan, layout or result.layout
     memory = None if result.source is None else result.memory
-    if getattr(memory, "autocast", False):
-        raise ValueError("a dry run computes in the dtype of the weights; plan without autocast for it")
     predicted = peaks(program(bare), bare, memory) if memory is not None else None
     if rank is None:
         rank = bare.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
@@ -378,7 +379,8 @@ def dry_run(model: Any, plan: Plan | PlanResult, *, layout: Layout | None = None
         raise ValueError(f"the pipeline has ranks 0 to {bare.num_ranks - 1}, got {rank}")
     built = _model_object(model, bare.seq_len, result.dtype)
     device = {name: getattr(memory, name) for name in ("state", "attention", "blas") if hasattr(memory, name)}
-    measured = dry.dry_run(built, bare, layout, rank, **device)
+    is_cast = isinstance(memory, ShapeMemory) and memory.autocast and memory.element == ELEMENT["bfloat16"]
+    measured = dry.dry_run(built, bare, layout, rank, autocast=torch.bfloat16 if is_cast else None, **device)
     return replace(measured, predicted=None if predicted is None else predicted[rank])
 
 
