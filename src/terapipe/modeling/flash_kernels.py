@@ -309,6 +309,7 @@ def _common(window: int | None, scores: Scores) -> dict[str, Any]:
 
 
 def _package() -> Any:
+    """Imported here, not at the top: the package is optional."""
     from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 
     return flash_attn_interface
@@ -357,6 +358,7 @@ class Flex(Kernel):
         return "needs triton" if self._backend == "inductor" and not _has_triton() else None
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
+        """As ``Kernel.forward``. Nothing is recorded for autograd: the backward computes it again."""
         with torch.no_grad():
             # Without their history, which torch would compile another graph for.
             out, lse = self._run(q.detach(), *store.read(EVERY, self._keys(seen)), seen, scores)
@@ -379,6 +381,7 @@ class Flex(Kernel):
         return slice(min(s.first_key(seen.window) for s in seen.segments), seen.end)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scores: Scores) -> Any:
+        """Output and log-sum-exp of all rows. ``enable_gqa`` repeats the heads of keys where queries have more."""
         from torch.nn.attention.flex_attention import AuxRequest
 
         attention = _flex_attention(self._backend)
@@ -397,6 +400,7 @@ class Flex(Kernel):
 
 
 def _has_triton() -> bool:
+    """Without triton, torch's compiler has no kernels for GPUs."""
     from torch.utils._triton import has_triton
 
     return has_triton()

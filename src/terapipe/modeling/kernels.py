@@ -164,11 +164,20 @@ class Kernel(ABC):
         """
 
     def takes(self, seen: Visibility) -> bool:
-        """Whether it can do a slice that sees this. Another kernel does the others."""
+        """Whether it can do a slice that sees this. Another kernel does the others.
+
+        Args:
+            seen: What the slice sees.
+        """
         return True
 
     def pays(self, q: Tensor, seen: Visibility) -> bool:
-        """Whether it is worth its costs for a slice with such queries, which sees this."""
+        """Whether it is worth its costs.
+
+        Args:
+            q: The slice's queries.
+            seen: What they see.
+        """
         return True
 
     @abstractmethod
@@ -235,8 +244,16 @@ class BlockKernel(Kernel):
     ) -> Three:
         """Computes the gradients of q, k and v of one block.
 
-        ``out`` and ``lse`` are those of whole rows, which the block is a part of. Then exp(score - lse) is a key's
-        weight among all keys, and the gradients are this block's part of the whole ones.
+        Args:
+            grad: The gradient of the rows' output.
+            q: Some rows of the slice.
+            k: Consecutive keys.
+            v: Their values.
+            out: The output of whole rows, which the block is a part of.
+            lse: Their log-sum-exps. So exp(score - lse) is a key's weight among all keys, and the gradients are this
+                block's part of the whole ones.
+            causal: As in ``block``.
+            scores: How scores are made.
         """
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -486,7 +503,14 @@ class Cudnn(BlockKernel):
 @cache
 def cudnn_refusal(asked: tuple[torch.device, torch.dtype, int], settings: Settings) -> str | None:
     """Why torch itself would not take cuDNN for plain attention here: it knows which versions are wrong or slow for
-    which GPUs. In a thread of its own, as self-tests are."""
+    which GPUs.
+
+    Asked in a thread of its own, as self-tests are.
+
+    Args:
+        asked: Device, dtype and head size.
+        settings: Those of torch now, by which the answer is remembered.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_ask_torch, *asked).result()
 
