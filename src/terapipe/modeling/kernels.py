@@ -558,14 +558,14 @@ class Efficient(BlockKernel):
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            *_grouped(q, k, v), None, True, 0.0, causal, scale=scores.scale
+            *_group_heads(q, k, v), None, True, 0.0, causal, scale=scores.scale
         )
         return out.reshape(q.shape), lse.narrow(-1, 0, q.shape[2]).unflatten(0, (q.shape[0], -1)).flatten(1, 2)
 
     def block_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
     ) -> Three:
-        rows, keys, values = _grouped(q, k, v)
+        rows, keys, values = _group_heads(q, k, v)
         dout, o = (_as_rows(x.reshape(rows.shape)) for x in (grad, out))
         padded = F.pad(lse.reshape(rows.shape[:3]), (0, -lse.shape[-1] % 32))  # it reads whole blocks of 32 rows
         none = torch.empty((), dtype=torch.int64, device=q.device)
@@ -576,7 +576,7 @@ class Efficient(BlockKernel):
         return dq.reshape(q.shape), dk.sum(1).view(k.shape), dv.sum(1).view(v.shape)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> Three:
+def _group_heads(q: Tensor, k: Tensor, v: Tensor) -> Three:
     """(batch, heads, ...) as (batch * heads of keys, queries that share one, ...)."""
     batch, heads, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     rows = q.reshape(batch * heads, group, *q.shape[2:])
