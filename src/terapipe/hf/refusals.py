@@ -244,15 +244,3 @@ def _refuse_adapter(adapter: Any) -> None:
     used = [option for option in GLOBAL_ADAPTER_OPTIONS if getattr(adapter, option, None)]
     if used:
         raise UnsupportedModelError(f"peft's {kind} with {' and '.join(used)} is not exact in stages; leave that out")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error that some model's own code raised, at most 160 characters; with the error's kind, if
-    it was not meant to be read by users.
-
-    Args:
-        error: Which is a result here: why a model cannot be cut.
-    """
-    line, kind = str(error).strip().partition("\n")[0], type(error).__name__
-    unmeant = isinstance(error, AttributeError | LookupError | TypeError)
-    return (f"its own code raises {kind}: {line}" if unmeant else line or kind)[:160]

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from terapipe.files import beside, copy_others, flush_files, naming, put_in_place, recover
+from terapipe.files import copy_others, flush_files, recover, replace_folder, sibling, with_path
 from terapipe.hf.stage import DecoderStage
 from terapipe.hf.weights import meta_model
 from terapipe.runtime.comm.mesh import ALL
@@ -72,7 +72,7 @@ def writing(folder: Path) -> Iterator[None]:
         folder: The one that the user knows.
     """
     try:
-        with naming(folder):
+        with with_path(folder):
             yield
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
@@ -89,7 +89,7 @@ def write_beside(folder: Path, model: PreTrainedModel, finish: Callable[[Path], 
         model: With all its weights.
         finish: Adds further files; see ``save_pretrained``.
     """
-    partial = beside(folder, "partial")
+    partial = sibling(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with writing(folder):
@@ -119,7 +119,7 @@ class _Saving:
     ) -> None:
         self._pipe, self._stages, self._transport = pipe, stages, pipe.transport
         self._folder, self._finish = folder, finish
-        self._parts, self._partial = beside(folder, "parts"), beside(folder, "partial")
+        self._parts, self._partial = sibling(folder, "parts"), sibling(folder, "partial")
         # The others hold the same values, or help to make them whole.
         self._writes = self._transport.dp_rank == self._transport.tp_rank == 0
         self._is_main = self._writes and self._transport.rank == 0
@@ -136,7 +136,7 @@ class _Saving:
             with ThreadPoolExecutor(1) as thread:
                 self._transport.await_one(thread.submit(self._write_whole, self._whole()) if self._is_main else None)
             if self._is_main:
-                put_in_place(self._folder, self._partial)
+                replace_folder(self._folder, self._partial)
             self._transport.gather(None, ALL)
         finally:
             if self._is_main:

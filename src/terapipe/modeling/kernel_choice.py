@@ -42,7 +42,13 @@ from terapipe.modeling.visibility import Visibility
 
 
 def table(device_type: str) -> tuple[Kernel, ...]:
-    """In order of preference. The last one can do everything. Those that compile come after those that need not."""
+    """All kernels for a type of device, in order of preference.
+
+    The last one can do everything. Those that compile come after those that need not.
+
+    Args:
+        device_type: "cpu", "cuda" or any other, for which there are plain products only.
+    """
     # cuDNN is faster than FlashAttention 2; versions 3 and 4 are faster than cuDNN in two calls and a merge.
     torchs = (Flash, Cudnn) if device_type == "cuda" and active_flash() else (Cudnn, Flash)
     kinds: dict[str, tuple[type[Kernel], ...]] = {
@@ -54,17 +60,33 @@ def table(device_type: str) -> tuple[Kernel, ...]:
 
 @cache
 def _instance(kind: type[Kernel]) -> Kernel:
+    """One object for each class: ``Cudnn`` remembers which shapes it has seen."""
     return kind()
 
 
 class _Choice(NamedTuple):
+    """A kernel, and why better ones were passed over.
+
+    Attributes:
+        kernel: The one to use.
+        refused: Names of those before it in the table, each with its reason.
+    """
+
     kernel: Kernel
     refused: tuple[tuple[str, str], ...]  # better ones, and why not
 
 
 @cache
 def _choice(need: KernelRequest, settings: Settings, after: Kernel | None) -> _Choice:
-    """The first kernel of the table, or of those behind another, that can do it and passes its self-test."""
+    """The first kernel that can do what is needed and passes its self-test.
+
+    It is decided once for each request and settings, and then looked up: on a step this costs a hash.
+
+    Args:
+        need: What a layer asks for.
+        settings: Those of torch, by which the answer is remembered.
+        after: Only kernels behind this one are looked at.
+    """
     kernels = table(need.device.type)
     *special, plain = kernels if after is None else kernels[kernels.index(after) + 1 :]
     refused: list[tuple[str, str]] = []
@@ -79,12 +101,23 @@ def _choice(need: KernelRequest, settings: Settings, after: Kernel | None) -> _C
 
 
 def kernel_for(need: KernelRequest, after: Kernel | None = None) -> Kernel:
-    """The best kernel; ``after`` is one that does not take the slice in question."""
+    """The best kernel for what a layer asks for.
+
+    Args:
+        need: What the layer asks for.
+        after: A kernel that does not take the slice in question; the best one behind it is returned.
+    """
     return _choice(need, Settings.now(need.device), after).kernel
 
 
 def kernel_of(q: Tensor, seen: Visibility, need: KernelRequest) -> Kernel:
-    """For a slice with these queries."""
+    """The best kernel for one slice: the best one for its layer that also takes, and pays for, this slice.
+
+    Args:
+        q: The slice's queries. Fake tensors have no numbers, so nothing is tested for them.
+        seen: What the slice sees.
+        need: What its layer asks for.
+    """
     if isinstance(q, FakeTensor):  # which have no numbers, so nothing is tested for them
         able = (kernel for kernel in table(q.device.type) if kernel.refusal(need) is None)
         return next(kernel for kernel in able if kernel.takes(seen) and kernel.pays(q, seen))
@@ -95,7 +128,12 @@ def kernel_of(q: Tensor, seen: Visibility, need: KernelRequest) -> Kernel:
 
 
 class KernelReport(NamedTuple):
-    """Which kernels attention uses, each with the slices that it is used for, and why better ones are not used."""
+    """Which kernels attention uses, and why better ones are not used. ``print`` it.
+
+    Attributes:
+        used: Names of kernels, each with the slices that it is used for in words; empty words mean all.
+        refused: Names of better kernels, each with the reason.
+    """
 
     used: tuple[tuple[str, str], ...]
     refused: tuple[tuple[str, str], ...]
@@ -115,7 +153,17 @@ def kernel_report(
     window: bool = False,
     segments: bool = False,
 ) -> KernelReport:
-    """What attention of this kind would use here. Runs self-tests that have not been run."""
+    """What attention of this kind would use here. Runs self-tests that have not been run.
+
+    Args:
+        device: Where it would run.
+        dtype: Of queries, keys and values.
+        head_size: Of queries.
+        softcap: Whether scores are limited by a tanh.
+        sinks: Whether there is a score for a token without a value.
+        window: Whether tokens see only some of those before them.
+        segments: Whether documents or chunks begin inside of sequences.
+    """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     need = KernelRequest(device, dtype, head_size, softcap, sinks, window, segments)
@@ -131,12 +179,15 @@ def kernel_report(
 
 
 def forget() -> None:
-    """Forgets which kernels were chosen and what their self-tests have shown."""
+    """Forgets which kernels were chosen and what their self-tests have shown. For tests, and after torch was
+    patched."""
     for memory in (_choice, _fault_once, _instance, cudnn_refusal):
         memory.cache_clear()
 
 
 def _warn_of_plain(need: KernelRequest, refused: list[tuple[str, str]]) -> None:
+    """A GPU that multiplies whole matrices of scores is a surprise: it is told, with what kept others from being
+    used."""
     size = Plain.workspace() >> 20
     warnings.warn(
         f"attention in {need.dtype} with heads of {need.head_size} uses plain matrix products, exact but slow, "
@@ -148,7 +199,13 @@ def _warn_of_plain(need: KernelRequest, refused: list[tuple[str, str]]) -> None:
 
 @cache
 def _fault_once(kernel: Kernel, need: KernelRequest, settings: Settings) -> str | None:
-    """What keeps a kernel from being trusted, told once. The settings are those of now."""
+    """What keeps a kernel from being trusted, told once; None if it can be.
+
+    Args:
+        kernel: One that says that it can do what is needed.
+        need: What a layer asks for.
+        settings: Those of torch now, by which the answer is remembered.
+    """
     fault = changed_signature(kernel) or fault_of(kernel, need)
     if fault:
         warnings.warn(
@@ -161,8 +218,11 @@ def _fault_once(kernel: Kernel, need: KernelRequest, settings: Settings) -> str 
 
 
 def changed_signature(kernel: Kernel) -> str | None:
-    """Whether an operator takes other arguments than the kernel gives. Those that newer versions of torch add behind
-    them have defaults, which change nothing."""
+    """Whether an operator takes other arguments than the kernel gives; None if it does not.
+
+    Compared by name and order. Those that newer versions of torch add behind them have defaults, which change nothing.
+    A changed meaning under the same names is what the self-test is for.
+    """
     for name, expected in kernel.operators:
         operator = getattr(aten, name, None)
         if operator is None:
@@ -187,6 +247,17 @@ FLOAT32 = 1e-5  # where TF32 does not exist
 
 
 class Case(NamedTuple):
+    """One self-test: what attention is asked for, over the made-up sequences.
+
+    Attributes:
+        name: For messages.
+        window: Tokens that a token sees at most.
+        chunk: Tokens of a chunk.
+        documents: Where documents begin in each sequence.
+        sinks: Whether there are sinks.
+        softcap: The limit of scores.
+    """
+
     name: str
     window: int | None = None
     chunk: int | None = None
@@ -195,7 +266,7 @@ class Case(NamedTuple):
     softcap: float | None = None
 
     def need(self, device: torch.device, dtype: torch.dtype, head_size: int) -> KernelRequest:
-        """Describes what this case asks of a kernel, so that kernels that cannot do it are passed over."""
+        """What this case asks of a kernel. The cases that equal a layer's request are those that are run for it."""
         segments = self.chunk is not None or bool(self.documents)
         return KernelRequest(
             device, dtype, head_size, self.softcap is not None, self.sinks, self.window is not None, segments
@@ -223,9 +294,18 @@ CASES = (
 
 
 def fault_of(kernel: Kernel, need: KernelRequest) -> str | None:
-    """What it does wrong of what is needed, and of nothing else: kernels that are compiled take long for each case.
+    """What a kernel does wrong of what is needed, and of nothing else: kernels that are compiled take long for each
+    case.
 
-    In a thread of its own, in which contexts of the caller (no_grad, autocast, hooks, modes) do not apply.
+    It runs in a thread of its own, in which contexts of the caller (no_grad, autocast, hooks, modes) do not apply: a
+    self-test may be run in the middle of a step.
+
+    Args:
+        kernel: One that says that it can do what is needed.
+        need: What a layer asks for.
+
+    Returns:
+        A sentence for a warning; None if results and gradients are right.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_run_cases, kernel, need).result()
@@ -249,11 +329,21 @@ def _run_cases(kernel: Kernel, need: KernelRequest) -> str | None:
 
 
 def tolerance(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest error, relative to the largest value, that rounding explains. TF32 exists on GPUs only."""
     return FLOAT32 if device.type == "cpu" and dtype is torch.float32 else TOLERANCE[dtype]
 
 
 def error_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, case: Case) -> float:
-    """The largest error of outputs and gradients, relative to the largest value of each."""
+    """The largest error of outputs and gradients, relative to the largest value of each; NaN if any is.
+
+    Args:
+        kernel: What is tested.
+        device: Where it runs. The truth is always computed on the CPU in float64, so the device's precision does not
+            matter.
+        dtype: Of its inputs, which the truth starts from, too.
+        head_size: Of queries, keys and values.
+        case: What attention is asked for.
+    """
     q, k, v, grad, drawn = _inputs(head_size, dtype)
     sinks = drawn if case.sinks else None
     truth = _reference(q, k, v, grad, sinks, case)
@@ -263,6 +353,7 @@ def error_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size
 
 
 def _inputs(head_size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Queries, keys, values, the output's gradient, and sinks."""
     generator = torch.Generator().manual_seed(head_size)
     for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS):
         shape = (SEQUENCES, heads, CUTS[-1], head_size)
@@ -272,6 +363,8 @@ def _inputs(head_size: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sinks: Tensor | None, case: Case) -> list[Tensor]:
+    """Output and gradients of q, k, v and sinks by whole matrices of scores: the definition of attention, not
+    sliced."""
     inputs = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     group = HEADS // KV_HEADS
     scores = inputs[0] @ inputs[1].repeat_interleave(group, 1).transpose(-1, -2) * SCALE
@@ -309,6 +402,11 @@ def _sliced(
     case: Case,
     device: torch.device,
 ) -> list[Tensor]:
+    """Output and gradients of q, k, v and sinks by the kernel, slice after slice.
+
+    Slices of 11, 1, 17 and 11 tokens: a single token, slices longer and shorter than what is before them, edges that
+    lie within blocks.
+    """
     from terapipe.modeling.attention import attend  # which itself asks this module for a kernel
 
     inputs = [x.to(device).requires_grad_() for x in (q, k, v, sinks) if x is not None]

@@ -40,33 +40,56 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Scores(NamedTuple):
-    """How scores are made from the products of queries and keys."""
+    """How scores are made from the products of queries and keys.
+
+    Attributes:
+        scale: What products are multiplied by.
+        softcap: Limits the size of scores, to ``softcap * tanh(score / softcap)``, as Gemma 2 does.
+    """
 
     scale: float
-    softcap: float | None = None  # limits their size, by a tanh
+    softcap: float | None = None
 
 
 class KernelRequest(NamedTuple):
-    """What calls of attention by one layer ask of a kernel."""
+    """What the calls of attention by one layer ask of a kernel. Kernels answer with a refusal or None, and self-tests
+    run the case that is asked for.
+
+    Attributes:
+        device: Where the tensors are.
+        dtype: Of queries, keys and values, after autocast.
+        head_size: Of queries, before padding.
+        softcap: Whether scores are limited.
+        sinks: Whether the backward gets another log-sum-exp than the forward gave.
+        window: Whether a token sees only some of the tokens before it.
+        segments: Whether documents or chunks begin inside of sequences.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_size: int
     softcap: bool = False
-    sinks: bool = False  # the backward gets another log-sum-exp than the forward gave
+    sinks: bool = False
     window: bool = False
-    segments: bool = False  # documents or chunks begin inside of sequences
+    segments: bool = False
 
 
 class Settings(NamedTuple):
-    """What torch's operators do depends on these, too: what a self-test has shown holds for them alone."""
+    """Settings of torch that change what its operators do: what a self-test has shown holds for them alone.
 
-    flash: str | None = None  # the version of FlashAttention that the user has activated
+    Attributes:
+        flash: The version of FlashAttention that the user has activated.
+        deterministic: Whether results must repeat to the bit.
+        cudnn: Whether torch may take cuDNN's attention.
+    """
+
+    flash: str | None = None
     deterministic: bool = False
-    cudnn: bool = False  # whether torch may take cuDNN's attention
+    cudnn: bool = False
 
     @classmethod
     def now(cls, device: torch.device) -> "Settings":
+        """Those of now. On devices other than GPUs no kernel depends on them."""
         if device.type != "cuda":
             return cls()
         return cls(active_flash(), is_deterministic(), torch._C._get_cudnn_sdp_enabled())
@@ -84,70 +107,137 @@ def is_deterministic() -> bool:
 
 
 class Gradients(NamedTuple):
-    """Of some rows of a slice, and of the keys and values that they see."""
+    """A part of a slice's gradients: those of some rows, and of the keys and values that they see. Parts may overlap;
+    attention adds them up.
 
-    rows: slice  # of the slice
+    Attributes:
+        rows: Queries of the slice, counted from its first token.
+        dq: Their gradients, (sequences, heads, rows, head size).
+        keys: Tokens of the sequence, counted from its first.
+        dk: Gradients of their keys, (sequences, heads of keys, keys, head size).
+        dv: Gradients of their values.
+        sequences: Those of the microbatch that the part is about.
+    """
+
+    rows: slice
     dq: Tensor
-    keys: slice  # of the sequence
+    keys: slice
     dk: Tensor
     dv: Tensor
     sequences: slice = EVERY
 
 
 class Kernel(ABC):
-    """Queries are (batch, heads, tokens, head size), in any order in memory but for the last dimension, whose numbers
-    lie side by side; keys and values may have fewer heads. Head sizes are multiples of ``head_multiple``. Rows'
-    log-sum-exps are (batch, heads, tokens), natural logarithms, in float32 or wider."""
+    """One way to compute attention over slices.
+
+    Queries are (batch, heads, tokens, head size), in any order in memory but for the last dimension, whose numbers lie
+    side by side; keys and values may have fewer heads. Rows' log-sum-exps are (batch, heads, tokens), natural
+    logarithms, in float32 or wider.
+
+    To add a kernel, inherit from this class or from ``BlockKernel``, and put it into ``table`` of kernel_choice.py.
+
+    Attributes:
+        name: For reports and messages.
+        head_multiple: Head sizes are padded with zeros to a multiple of it.
+        by_heads: Whether it would copy queries whose heads do not lie one after the other.
+        operators: Private operators of aten that it calls.
+        part: Which slices it is used for, in words, if not for all.
+    """
 
     name: ClassVar[str]
     head_multiple: ClassVar[int] = 1
-    by_heads: ClassVar[bool] = False  # whether it would copy queries whose heads do not lie one after the other
-    operators: ClassVar[Operators] = ()  # private ones of aten
-    part: ClassVar[str] = ""  # which slices it is used for, in words, if not for all
+    by_heads: ClassVar[bool] = False
+    operators: ClassVar[Operators] = ()
+    part: ClassVar[str] = ""
 
     @property
     def title(self) -> str:
-        """Its name, with what is behind it."""
+        """Its name, with what is behind it: a version, for one."""
         return self.name
 
     @abstractmethod
     def refusal(self, need: KernelRequest) -> str | None:
-        """Why it cannot do that, if it cannot."""
+        """Why it cannot do what is asked for; None if it can.
+
+        Args:
+            need: What a layer asks for. The same answer holds for all of its slices.
+        """
 
     def takes(self, seen: Visibility) -> bool:
-        """Whether it can do a slice that sees this; another kernel does the others."""
+        """Whether it can do a slice that sees this. Another kernel does the others."""
         return True
 
     def pays(self, q: Tensor, seen: Visibility) -> bool:
-        """Whether it is worth its costs for such a slice."""
+        """Whether it is worth its costs for a slice with such queries, which sees this."""
         return True
 
     @abstractmethod
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of each row. The store holds keys and values up to the end of the slice."""
+        """Computes the attention of one slice.
+
+        Args:
+            q: The slice's queries.
+            store: Holds keys and values up to the end of the slice.
+            seen: Which of them each query sees.
+            scores: How scores are made.
+
+        Returns:
+            The output, of the shape of ``q``, and the log-sum-exp of each row.
+        """
 
     @abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
     ) -> Iterator[Gradients]:
-        """All of them, in parts."""
+        """Computes all gradients of one slice, in parts.
+
+        Args:
+            grad: The gradient of the output.
+            q: The slice's queries.
+            out: The slice's output, of whole rows, with sinks if there are any.
+            lse: Its log-sum-exps, likewise. Weights are exp(score - lse), so a kernel must use these, not its own.
+            store: Holds keys and values up to the end of the slice.
+            seen: Which of them each query sees.
+            scores: How scores are made.
+        """
 
 
 # Kernels of blocks
 
 
 class BlockKernel(Kernel):
-    largest: tuple[int, int] | None = None  # rows and keys of a block, where more would take too much memory
+    """A kernel that knows rectangles and causal squares. A subclass computes one block; this class merges them.
+
+    Attributes:
+        largest: Rows and keys of a block at most, where more would take too much memory.
+    """
+
+    largest: tuple[int, int] | None = None
 
     @abstractmethod
     def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one block. ``causal`` is for squares: row ``t`` sees keys up to ``t``."""
+        """Computes one block.
+
+        Args:
+            q: Some rows of the slice.
+            k: Consecutive keys, of which the rows see all, or with ``causal`` row ``t`` those up to ``t``.
+            v: Their values.
+            causal: Only for squares, with as many rows as keys.
+            scores: How scores are made.
+
+        Returns:
+            Output and log-sum-exp as if there were no other keys.
+        """
 
     @abstractmethod
     def block_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
     ) -> Three:
-        """Gradients of q, k, v. ``out`` and ``lse`` are those of whole rows, which the block is a part of."""
+        """Computes the gradients of q, k and v of one block.
+
+        ``out`` and ``lse`` are those of whole rows, which the block is a part of. Then exp(score - lse) is a key's
+        weight among all keys, and the gradients are this block's part of the whole ones.
+        """
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
         merged = _Merged(q)
@@ -172,12 +262,22 @@ class BlockKernel(Kernel):
 
 
 def _flip(block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """An upper triangle read backwards, rows and keys, is a lower one."""
+    """An upper triangle read backwards, rows and keys, is a lower one, which causal kernels know::
+
+    x x x                 x
+      x x    backwards    x x
+        x                 x x x
+    """
     return tuple(x.flip(2) for x in tensors) if block.shape == "upper" else tensors
 
 
 class _Merged:
-    """Outputs of several blocks, some of which concern the same rows."""
+    """Outputs of several blocks, some of which concern the same rows.
+
+    A new block's share of a row is exp(lse_new) / (exp(lse_old) + exp(lse_new)) = sigmoid(lse_new - lse_old): computed
+    so, no exponential overflows. A first block that has all rows is taken as it is; what is merged is in float32 or
+    wider.
+    """
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
@@ -186,6 +286,13 @@ class _Merged:
         self._lse: Tensor | None = None
 
     def add(self, out: Tensor, lse: Tensor, at: tuple[slice, ...]) -> None:
+        """Merges one block.
+
+        Args:
+            out: Its output.
+            lse: Its log-sum-exps.
+            at: Its place in the slice: sequences, all heads, rows.
+        """
         whole = out.shape == self._q.shape
         if self._out is None and whole:
             self._out, self._lse = out, lse
@@ -207,7 +314,8 @@ class _Merged:
 
 
 class Plain(BlockKernel):
-    """Written out with matrix products: any device, dtype and head size, and softcaps; slower."""
+    """Written out with matrix products: any device, dtype and head size, and softcaps; slower. It is the last one of
+    every table, so that there is always a kernel."""
 
     name = "plain"
     by_heads = True
@@ -231,6 +339,12 @@ class Plain(BlockKernel):
     def block_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
     ) -> Three:
+        """With weights P = exp(S - lse), as in FlashAttention's backward::
+
+            dV = P^T dO        dP = dO V^T        dS = P * (dP - rowsum(dO * O))        dQ = dS K        dK = dS^T Q
+
+        ``rowsum(dO * O)`` is that of whole rows: a block's own would be wrong, because its weights do not add up to 1.
+        """
         products, slope = self._scores(q, k, causal, scores)
         weights = (products - lse.unsqueeze(-1)).exp()
         wide = weights.dtype
@@ -243,7 +357,7 @@ class Plain(BlockKernel):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: Tensor, k: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor | float]:
-        """And how they change with the products of queries and keys."""
+        """The scores, in float32 or wider, and the derivative of each with respect to its product of query and key."""
         wide = torch.promote_types(q.dtype, torch.float32)
         products = (q.to(wide) @ _spread(k, q).to(wide).transpose(-1, -2)) * scores.scale
         slope: Tensor | float = scores.scale
@@ -270,6 +384,9 @@ def _gather(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class CpuFlash(BlockKernel):
+    """torch's FlashAttention for CPUs. Its causal mask begins at the first key, so a slice behind others takes two
+    blocks."""
+
     name = "flash for CPUs"
     operators = (
         ("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale"),
@@ -334,9 +451,11 @@ class Cudnn(BlockKernel):
         return cudnn_refusal(need[:3], Settings.now(need.device))
 
     def takes(self, seen: Visibility) -> bool:
+        """No slice of one token, and none behind one token: cuDNN knows no rectangle with a single key."""
         return seen.length > 1 and seen.context != 1  # no single key
 
     def pays(self, q: Tensor, seen: Visibility) -> bool:
+        """Whether it has work enough for two calls, and a shape that cuDNN has a plan for or may still make one for."""
         if 4 * q.numel() * (seen.context + seen.length / 2) < self.LEAST_WORK:
             return False
         shape = (q.shape, seen.context)

@@ -77,7 +77,13 @@ class WeightSource(Protocol):
     """Where the weights of a model can be read again. As a string, a name of it for messages."""
 
     def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads those of the named weights that the source has, for a stage of layers ``first`` to ``last``."""
+        """Reads those of the named weights that the source has.
+
+        Args:
+            first: The stage's first layer.
+            last: The one after its last.
+            names: Names of parameters, as the stage has them.
+        """
 
 
 class Stage(nn.Module):
@@ -128,6 +134,9 @@ class Stage(nn.Module):
         """Last stage: returns the head and what to call it with, for losses that multiply by the head themselves.
 
         Refuse it, with a ValueError, if logits are more than what the head makes (a scale, a softcap).
+
+        Args:
+            hidden: What ``forward`` of the last stage returned.
         """
         raise ValueError(
             f"{type(self).__name__} does not give its head, which losses of hidden states need; define "
@@ -137,7 +146,12 @@ class Stage(nn.Module):
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Last stage: computes the sum, not the mean, of the losses of all labels that are not ``IGNORE``.
 
-        By default the cross-entropy of ``logits``, in float32 or wider.
+        A mean would be that of a slice; the step divides the sum of all slices by the number of labels in the batch. By
+        default it is the cross-entropy of ``logits``, in float32 or wider.
+
+        Args:
+            hidden: What ``forward`` of the last stage returned, of one slice.
+            labels: (size, length), those of the same tokens.
         """
         logits = self.logits(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a sum
@@ -261,7 +275,11 @@ class PipelineModel(ABC):
         return False
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027
-        """Raises a ValueError if the model cannot be run by the plan: slices too short, a mode of recomputation."""
+        """Raises a ValueError if the model cannot be run by the plan: slices too short, a mode of recomputation.
+
+        Args:
+            plan: The one that the pipeline is to run.
+        """
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:  # noqa: B027
         """Raises a ValueError if a step would not be exact. All ranks call it, before anything is sent.
@@ -293,7 +311,11 @@ class PipelineModel(ABC):
 
 
 def require_model(model: object) -> PipelineModel:
-    """The model, or a ValueError that names the base class."""
+    """The model, or a ValueError that says what to inherit from and what to set.
+
+    Args:
+        model: What a user gave to ``Pipeline``.
+    """
     if not isinstance(model, PipelineModel):
         raise ValueError(
             f"a model must inherit from terapipe.PipelineModel, got {type(model).__name__}; inherit from it, set "
@@ -305,7 +327,11 @@ def require_model(model: object) -> PipelineModel:
 
 
 def require_stage(stage: object) -> Stage:
-    """The stage, or a ValueError that names the base class."""
+    """The stage, or a ValueError that says what to inherit from and what to set.
+
+    Args:
+        stage: What a model's ``stage`` returned.
+    """
     if not isinstance(stage, Stage):
         raise ValueError(
             f"stage() must return a terapipe.Stage, got {type(stage).__name__}; inherit from it in place of nn.Module"
@@ -325,6 +351,14 @@ def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Te
     """A batch of so many rows, as a plan wants it, from one of fewer, even of none: the added rows count for nothing.
 
     For the last batch of an epoch, which may also leave replicas with different numbers of sequences.
+
+    Args:
+        input_ids: (sequences, tokens).
+        labels: Of the same shape.
+        rows: Sequences that the plan wants.
+
+    Returns:
+        Ids filled up with zeros, and labels filled up with ``IGNORE``.
     """
     missing = rows - len(input_ids)
     if missing < 0 or input_ids.shape != labels.shape:
@@ -337,7 +371,11 @@ def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Te
 
 
 def next_token_labels(input_ids: Tensor) -> Tensor:
-    """Labels for predicting the next token: at each place the token after it, ``IGNORE`` at the end of a sequence."""
+    """Labels for predicting the next token: at each place the token after it, ``IGNORE`` at the end of a sequence.
+
+    Args:
+        input_ids: (sequences, tokens).
+    """
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, :-1] = input_ids[:, 1:]
     return labels
@@ -347,8 +385,12 @@ def next_token_labels(input_ids: Tensor) -> Tensor:
 
 
 class SlicedStage:
-    """Forwards and backwards of a stage's slices. With ``fused``, linear layers and embeddings add gradients of their
-    weights in place, or put them off (see linear.py)."""
+    """Forwards and backwards of a stage's slices, the same for all stages, whoever wrote them.
+
+    Args:
+        stage: Linear layers and embeddings of it are given classes that add gradients in place.
+        fused: Otherwise they are left alone, and gradients of weights come from autograd.
+    """
 
     def __init__(self, stage: Stage, *, fused: bool = True) -> None:
         self.stage, self._fused = stage, fused
@@ -356,7 +398,14 @@ class SlicedStage:
             fuse_weight_grads(stage)
 
     def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
-        """The cache's current slice. With ``block`` each layer keeps its input and attention's output only."""
+        """Computes the cache's current slice.
+
+        Args:
+            x: Token ids, or hidden states of the stage before.
+            cache: Its ``begin`` has said which slice.
+            block: Whether each layer keeps its input and attention's output only, and is computed again in the
+                backward.
+        """
         with self.over(cache), self._checkpointed(cache) if block else nullcontext():
             cache.current.is_in_forward = True
             try:
@@ -377,7 +426,14 @@ class SlicedStage:
     def backward(
         self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Of the cache's current slice, see ``SliceCache.backward``."""
+        """Runs the backward of the cache's current slice.
+
+        Args:
+            cache: Its ``begin`` has said which slice.
+            out: What ``forward`` returned.
+            gradient: Its gradient.
+            others: Further results with their gradients, see ``SliceCache.backward``.
+        """
         with self.over(cache):  # layers may be computed again
             cache.backward(out, gradient, others)
 
@@ -410,6 +466,9 @@ class SlicedStage:
 
 
 class _Checkpointed:
+    """A block's forward under ``torch.utils.checkpoint``. It takes the place of ``block.forward`` while a slice is
+    computed."""
+
     def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
         self._forward, self._cache = forward, cache
 
@@ -429,10 +488,18 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Autocast(NamedTuple):
-    """The state of autocast where a step was called; all ranks must have the same."""
+    """The state of ``torch.autocast`` where a step was called; all ranks must have the same.
+
+    Only forwards are autocast, those that a backward begins with too. All else in a step (backwards, sums, transfers)
+    runs without it, as torch recommends for ``backward()``.
+
+    Attributes:
+        device_type: As ``torch.autocast`` takes it.
+        dtype: What it casts to; None where it is off.
+    """
 
     device_type: str
-    dtype: torch.dtype | None  # None where it is off
+    dtype: torch.dtype | None
 
     @classmethod
     def current(cls, device: torch.device) -> Self:
@@ -459,8 +526,15 @@ class Autocast(NamedTuple):
 
 
 class RandomState(NamedTuple):
-    """Of the CPU's generator and, if the stage runs elsewhere, of its device's. As in torch.utils.checkpoint, tensors
-    of other devices are not expected to draw."""
+    """The state of torch's random generators, so that a forward that is computed again draws the same dropout masks.
+
+    As in torch.utils.checkpoint, tensors of devices other than the stage's are not expected to draw.
+
+    Attributes:
+        device: The stage's.
+        cpu: The state of the CPU's generator.
+        accelerator: The state of the device's generator, if the stage runs elsewhere.
+    """
 
     device: torch.device
     cpu: Tensor
@@ -468,10 +542,23 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Self:
+        """The present state.
+
+        Args:
+            device: The stage's.
+        """
         module = None if device.type == "cpu" else torch.get_device_module(device)
         return cls(device, torch.get_rng_state(), module and module.get_rng_state(device))
 
+    @property
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState.now(self.device)
+        is_same = self.accelerator is None or now.accelerator is None or self.accelerator.equal(now.accelerator)
+        return self.cpu.equal(now.cpu) and is_same
+
     def set(self) -> None:
+        """Draws what follows from this state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)

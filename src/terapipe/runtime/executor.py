@@ -553,7 +553,7 @@ class Executors:
         fused: bool = True,
     ) -> None:
         self._plan, self._stages, self._transport = plan, stages, transport
-        self._format = MessageFormat(dtype)
+        self.message_format = MessageFormat(dtype)
         self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
         self._check, self._stage_done = check, stage_done
         self._recent: dict[Plan, Executor] = {}
@@ -568,7 +568,7 @@ class Executors:
             pool: where it takes caches from; by default one of its own.
         """
         self._check(plan)
-        return self._executor(plan, CachePool() if pool is None else pool, self._transport, self._format)
+        return self._executor(plan, CachePool() if pool is None else pool, self._transport, self.message_format)
 
     def _executor(self, plan: Plan, pool: CachePool, transport: Transport, message_format: MessageFormat) -> Executor:
         losses = next(iter(self._stages.values())).auxiliary_losses
@@ -583,8 +583,8 @@ class Executors:
             loss_head: what to compute at the end.
         """
         alone = NullTransport(self._transport.device, self._transport.rank, self._transport.size)
-        pool = CachePool()
-        self._executor(batch.plan, pool, alone, NullFormat(self._format.parameters)).run(batch, loss_head, train=True)
+        pool, null = CachePool(), NullFormat(self.dtype)
+        self._executor(batch.plan, pool, alone, null).run(batch, loss_head, train=True)
         pool.keep_only(())  # now, not when the executor is collected
 
     def get(self, plan: Plan) -> Executor:
@@ -627,12 +627,12 @@ class Executors:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters."""
-        return self._format.parameters
+        return self.message_format.parameters
 
     @property
     def wide(self) -> torch.dtype:
         """The dtype of losses and logits."""
-        return self._format.wide
+        return self.message_format.wide
 
     @property
     def recent(self) -> tuple[Executor, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from terapipe.extras import import_extra
-from terapipe.files import put_in_place, recover
+from terapipe.files import recover, replace_folder
 from terapipe.modeling.gpt import GPT
 from terapipe.planning.presets import GPTConfig
 from terapipe.runtime.checkpoint import Reader, TensorsOnly, damage, without_dist_warning
@@ -93,7 +93,7 @@ def export_gpt(
         load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
     folder = folder.resolve()
     recover(folder)
-    put_in_place(folder, write_beside(folder, as_gpt2(state, shape, dtype, end), finish))
+    replace_folder(folder, write_beside(folder, as_gpt2(state, shape, dtype, end), finish))
 
 
 def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end: int) -> Any:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from terapipe.files import naming
+from terapipe.files import with_path
 from terapipe.runtime import job, restarts
 
 FILE = "run.lock"
@@ -115,7 +115,7 @@ class Lock:
     def _write(self, text: str) -> None:
         """In place: the lock is on this inode, and a new file of the same name would not be locked."""
         assert self._file is not None
-        with naming(self._path):
+        with with_path(self._path):
             self._file.seek(0)
             self._file.truncate()
             self._file.write(text.encode())

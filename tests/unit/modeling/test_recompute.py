@@ -166,13 +166,13 @@ def test_a_block_recomputation_that_is_not_exact_is_refused(monkeypatch: pytest.
     from terapipe.hf import UnsupportedModelError
     from terapipe.modeling.slice_cache import SliceCache
 
-    made, kept = decoder("llama"), SliceCache.kept_attention
+    made, kept = decoder("llama"), SliceCache.recall_attention
 
     def wrong(self: SliceCache, layer: Any) -> Any:
         found = kept(self, layer)
         return found and (found[0] * 1.01, found[1])
 
-    monkeypatch.setattr(SliceCache, "kept_attention", wrong)
+    monkeypatch.setattr(SliceCache, "recall_attention", wrong)
     with pytest.raises(UnsupportedModelError, match=r"gradients differ by .*; take recompute full"):
         Pipeline(made, Plan((1, 1), ODD, (0, 4), recompute="block"))
 

@@ -281,7 +281,7 @@ def test_hidden_states_are_sent_in_the_dtype_that_they_have(
 def warmed_up(order: str) -> tuple[Result, Result, bool]:
     """A step after a warm-up under autocast, one without, and whether the wire knows more after the warm-up."""
     pipes = [Pipeline(split_model("gpt", torch.float32), plan_for(order, recompute=False)) for _ in range(2)]
-    wire = pipes[0]._executors._format
+    wire = pipes[0]._executors.message_format
     with torch.autocast(DEVICE, torch.bfloat16):
         pipes[0].warm_up()
     learned = any(wire._learned.values())

@@ -199,6 +199,35 @@ class Forgetful(Renaming):
         return {name: x for name, x in super().state_dict(*args, **kwargs).items() if name != "seen"}
 
 
+class Undecided(Renaming):
+    """Whose state has other names than its parameters."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+
+class Scattering(Renaming):
+    """Which gives weight and bias of one module to two."""
+
+    def _name(self, name: str) -> str:
+        return super()._name(name).replace("norm.bias", "elsewhere.bias")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Undecided, "Undecided must have one name for a parameter, got layers"), (Scattering, "each as a whole")],
+)
+def test_names_that_are_left_open_are_refused(kind: type[Renaming], said: str) -> None:
+    """The parameters were in the tree under both names, and saved under either."""
+
+    class Model(RenamingModel):
+        def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Stage:
+            return kind(self.model.stage(first, last, device), first, last)
+
+    with pytest.raises(ValueError, match=said):
+        Pipeline(Model(), Plan((1,), LENGTHS, (0, 1, 4), "terapipe", chunks=2))
+
+
 class Colliding(Stage):
     hidden_size = 2
 

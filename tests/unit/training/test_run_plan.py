@@ -61,7 +61,7 @@ def test_the_search_knows_what_the_model_can_do(tmp_path: Path, monkeypatch: pyt
     out, so that they did not."""
     config = short_run(tmp_path, PRESET, "data.seq_len=2041", "plan.tp=6", "data.batch_size=4")
     able = make_model(config.model, config.data, 257)
-    picky = replace(able, shortest=2, recompute_modes=("none",))
+    picky = replace(able, min_slice=2, recompute_modes=("none",))
     assert request_of(config, able, monkeypatch).recompute is None
     assert request_of(config, able, monkeypatch).tile_for(tile=8, tp=6) == 24
     one = replace(config, plan=replace(config.plan, tp=1))

@@ -26,7 +26,7 @@ from terapipe.hf.routers import FLAG, router_losses
 from terapipe.hf.stage import DecoderStage, loss_of
 from terapipe.hf.structure import ModelStructure, is_classifier, text_config, token_logits
 from terapipe.modeling.stage import IGNORE, TensorParallel
-from terapipe.modeling.stage_chain import StageChain
+from terapipe.modeling.stage_chain import StageChain, changed_buffers, relative_error
 from terapipe.planning.recompute import Recompute
 
 TOKENS = 29
@@ -104,7 +104,7 @@ def updated_buffers(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     """
     before = {name: x.clone() for name, x in _buffers(model)}
     run()
-    return [name for name, x in _buffers(model) if name not in before or not torch.equal(before[name], x)]
+    return changed_buffers(before, dict(_buffers(model)))
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -263,19 +263,15 @@ def errors(wanted: Result, computed: Result) -> dict[str, float]:
         computed: By a ``SlicedModel``.
     """
     largest = max(gradient.abs().max().item() for gradient in wanted[1].values())
-    groups = {"loss": _number(abs(computed[0] - wanted[0]) / abs(wanted[0]))}
+    loss, own_loss = (torch.tensor(result[0], dtype=torch.float64) for result in (wanted, computed))
+    groups = {"loss": relative_error(loss, own_loss)}
     for name in wanted[1].keys() | computed[1].keys():
         truth, mine = wanted[1].get(name), computed[1].get(name)
         if truth is None or mine is None:  # a gradient of zeros may be missing
             rest = mine if truth is None else truth
             error = 0.0 if rest is None or not rest.any() else float("inf")
         else:
-            error = _number((mine - truth).abs().max().item() / largest)
+            error = relative_error(truth, mine, largest)
         group = re.sub(r"\.\d+\.", ".*.", name)
         groups[group] = max(groups.get(group, 0.0), error)
     return groups
-
-
-def _number(error: float) -> float:
-    """Infinity for NaN, which ``max`` may leave out."""
-    return error if error == error else float("inf")

@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from terapipe.hf.backends import Backend
-from terapipe.hf.refusals import first_line, switch_checkpointing
+from terapipe.hf.refusals import switch_checkpointing
 from terapipe.hf.rope import ORIGINAL_KEY, depends_on_length, ropes_of, with_original_length
 from terapipe.hf.routers import with_balance, with_router_logits
 from terapipe.hf.structure import ModelStructure, find_structure, is_classifier, text_config, token_logits
@@ -48,6 +48,7 @@ from terapipe.hf.verify.reference import (
 )
 from terapipe.hf.verify.small_model import HEAD_COUNTS, KV_HEADS, shrink_config, small_model
 from terapipe.modeling.stage import TensorParallel
+from terapipe.modeling.stage_chain import first_line
 from terapipe.planning.recompute import Recompute
 
 BOUND = 1e-4  # relative error; parts of many models compute in float32, whatever their dtype

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from terapipe.files import beside
+from terapipe.files import sibling
 from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
@@ -222,7 +222,7 @@ class Checkpoint:
         folder, writer = folder.absolute(), CheckpointWriter.of(self._transport)
         self._wait(writer.latest if writer is not None else None)
         if self._transport.global_rank == min(self._transport.ranks.hosts):
-            shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
+            shutil.rmtree(sibling(folder, "partial"), ignore_errors=True)
         left_out: Digests = {} if frozen else self._base.choose_left_out(self._tensors)
         state: State = {}
         staging = Staging() if writer is None else writer.staging
@@ -368,7 +368,7 @@ def _damage(folder: Path, part: int, parts: int) -> list[str]:
 def _place(folder: Path) -> Path | None:
     """Returns where the checkpoint is: a crash while it was replaced may have left it beside. None if there is none."""
     marks = (manifest.MANIFEST, INDEX)
-    places = (folder, beside(folder, "old"))
+    places = (folder, sibling(folder, "old"))
     return next((place for place in places if any((place / mark).exists() for mark in marks)), None)
 
 

@@ -30,7 +30,7 @@ way. Waits are the device's: the host goes on. Whether a peer answers at all is 
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -77,6 +77,15 @@ class MessageFormat:
         self._autocast = autocast
         self._now = self._learned.setdefault(autocast, {})
         self._known = dict(self._now)
+
+    def learn(self, autocast: Autocast, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Takes dtypes that were found out without messages, as a dry run must: fake messages have no tag to read.
+
+        Args:
+            autocast: under which they hold.
+            dtypes: of tensors that cross a boundary, by the number of the boundary.
+        """
+        self._learned.setdefault(autocast, {}).update(dtypes)
 
     def dtype(self, boundary: int) -> torch.dtype | None:
         """The dtype of tensors that cross a boundary; None where it is not known yet.

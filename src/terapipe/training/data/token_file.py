@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.files import beside, flush_files, naming, put_in_place
+from terapipe.files import flush_files, replace_folder, sibling, with_path
 from terapipe.runtime.checkpoint import Sum, damage, read_manifest, write_manifest
 from terapipe.training.config import DataConfig
 from terapipe.training.data.text_reader import DocumentPart, read_documents
@@ -69,7 +69,7 @@ class TokenWriter:
         self._folder, self._tokenizer, self._origin = folder, tokenizer, origin
         self._dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
         self._starts = array("q")
-        self._partial = beside(folder, "partial")
+        self._partial = sibling(folder, "partial")
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self.size = 0
@@ -123,7 +123,7 @@ class TokenWriter:
     def _append(self, tokens: NDArray[Any]) -> None:
         """Writes tokens at the end, and continues the checksum: the file is not read again to compute it."""
         path = self._partial / TOKENS
-        with naming(path), path.open("ab") as file:
+        with with_path(path), path.open("ab") as file:
             file.write(tokens.data)
         self.size += len(tokens)
         self._sums.append(self._sums[-1].add(tokens.data))
@@ -165,13 +165,13 @@ class TokenWriter:
             np.save(numbers, np.asarray(self._numbers, np.float64))
             contents[NUMBERS] = numbers.getvalue()
         for name, content in contents.items():
-            with naming(self._partial / name):
+            with with_path(self._partial / name):
                 (self._partial / name).write_bytes(content)
         sums = {TOKENS: self._sums[-1], **{name: Sum().add(content) for name, content in contents.items()}}
-        with naming(self._partial):
+        with with_path(self._partial):
             write_manifest(self._partial, sums)
             flush_files(self._partial)
-        put_in_place(self._folder, self._partial)
+        replace_folder(self._folder, self._partial)
 
 
 def _batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from terapipe.extras import import_extra
-from terapipe.files import beside, check_kinds, naming, put_in_place, recover
+from terapipe.files import check_kinds, recover, replace_folder, sibling, with_path
 from terapipe.training.data.text_reader import split_text
 
 END = "<|endoftext|>"
@@ -160,7 +160,7 @@ def write_json(path: Path, entries: dict[str, Any]) -> None:
         path: Of the file. It is not replaced atomically: its folder is.
         entries: Of the object.
     """
-    with naming(path):
+    with with_path(path):
         path.write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
@@ -274,16 +274,16 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
             return load_tokenizer(spec, folder)
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is to hold a tokenizer, but holds something else; set another data.cache")
-    partial = beside(folder, "partial")
+    partial = sibling(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with naming(partial):
+    with with_path(partial):
         if spec == "train":
             _train(vocab, texts(), partial)
         else:
             load_tokenizer(spec, source).save(partial)
     write_json(partial / MARK, mark)
-    put_in_place(folder, partial)
+    replace_folder(folder, partial)
     return load_tokenizer(spec, folder)
 
 
@@ -325,7 +325,7 @@ def _train(vocab: int, texts: Iterable[str], folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(texts), trainer)
-    with naming(folder / "tokenizer.json"):
+    with with_path(folder / "tokenizer.json"):
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_config(folder, END)
 

@@ -351,7 +351,7 @@ class _Lines:
     def _append_waiting(self) -> None:
         """Writes as many whole rows as the disk takes, in one call. A part of a row is cut off again, and OSError
         raised."""
-        with files.naming(self._path), self._path.open("ab", buffering=0) as file:
+        with files.with_path(self._path), self._path.open("ab", buffering=0) as file:
             start = min(file.tell(), self._complete)
             file.truncate(start)
             taken = self._waiting.rfind(b"\n", 0, file.write(self._waiting) or 0) + 1

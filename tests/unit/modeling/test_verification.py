@@ -12,7 +12,7 @@ import terapipe as tp
 from examples import own_model
 from examples.own_model import HEADS, HIDDEN, LAYERS, Attention, Decoder
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.stage_check import StageCheck
+from terapipe.modeling.verification import StageCheck
 
 CPU = torch.device("cpu")
 
@@ -305,7 +305,7 @@ def test_nothing_is_changed_by_the_check() -> None:
 
 
 def test_a_large_stage_is_checked_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terapipe.modeling.stage_check.COPIED", 0)
+    monkeypatch.setattr("terapipe.modeling.verification.COPIED", 0)
     model = Changed(Convolution)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
