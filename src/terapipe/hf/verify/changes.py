@@ -330,7 +330,16 @@ _Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, named argument
 
 
 def _record(model: nn.Module, name: str, calls: dict[str, _Call]) -> list[Any]:
-    """Hooks that put the first call of a module into ``calls``, as it is without the hooks of others."""
+    """Hooks that put the first call of a module into ``calls``, as it is without the hooks of others.
+
+    Arguments are noted before any other hook changes them, the output before any other hook sees it: so hooks can be
+    tried with both.
+
+    Args:
+        model: The copy.
+        name: Of the module.
+        calls: By name; filled in the next forward.
+    """
     begun: dict[str, Any] = {}
 
     def begin(module: nn.Module, arguments: Any, named: Any) -> None:
@@ -347,12 +356,14 @@ def _record(model: nn.Module, name: str, calls: dict[str, _Call]) -> list[Any]:
 
 
 def _clone(values: Any) -> Any:
+    """Copies of all tensors in nested values: a module may change its arguments in place."""
     leaves, form = tree_flatten(values)
     return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], form)
 
 
 def _call_hook(hook: Hook, module: nn.Module, call: _Call) -> Any:
-    """What goes on after the hook: the arguments of the module, or its output."""
+    """What goes on after the hook: the arguments of the module, or its output, as torch passes them on. A hook that
+    returns None leaves them, or changed them in place."""
     arguments, named, output = call
     if hook.comes_before:
         result = hook.call(module, arguments, named) if hook.with_kwargs else hook.call(module, arguments)
@@ -370,7 +381,21 @@ def _not_local(
 ) -> str:
     """Why the call is not the same for each row and each part of its tokens alone; empty if it is.
 
-    Compares a random sum of all results, and its gradients. ``strictly``: all arguments must be cut.
+    Compares a random sum of all results, and its gradients, which are sensitive to every one of them:
+
+        whole    call(2 rows of 11 tokens)                                 sum of w * result over all
+        parts    call(row 0, tokens 0-3) + call(row 0, tokens 4-10)        the same weights w, cut alike
+               + call(row 1, tokens 0-3) + call(row 1, tokens 4-10)
+
+    If each token's result depends on that token alone, both sums are equal, and so are their gradients to inputs and
+    weights. A module that looks at another token, or at how many there are, gives other ones.
+
+    Args:
+        call: Takes arguments and returns results, in any nesting.
+        arguments: Of all tokens.
+        weights: Whose gradients are compared besides those of arguments.
+        strictly: Whether all arguments and results must have tokens that can be told apart. Of a hook's, those without
+            are passed as they are.
     """
     leaves, form = tree_flatten(arguments)
     inputs = [_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -403,6 +428,7 @@ def _not_local(
 
 
 def _gradient_error(whole: Any, parts: Any, sources: list[Tensor]) -> float:
+    """The largest difference of gradients, relative to the largest gradient."""
     wanted, mine = (
         torch.autograd.grad(value, sources, allow_unused=True, materialize_grads=True) for value in (whole, parts)
     )
@@ -411,6 +437,7 @@ def _gradient_error(whole: Any, parts: Any, sources: list[Tensor]) -> float:
 
 
 def _leaf(x: Tensor) -> Tensor:
+    """A tensor to differentiate by, at least in float32; whole numbers as they are."""
     x = x.detach()
     if x.is_floating_point():
         x = x.to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
@@ -422,6 +449,8 @@ def _is_number(x: Any) -> bool:
 
 
 def _has_tokens(x: Tensor) -> bool:
+    """Whether the first dimensions are rows and tokens, one row for all, or all tokens in one dimension, as experts see
+    them. The sizes 2 and 11 are those of nothing else in a model."""
     return tuple(x.shape[:2]) in ((ROWS, TOKENS), (1, TOKENS)) or x.shape[:1] == (ROWS * TOKENS,)
 
 
