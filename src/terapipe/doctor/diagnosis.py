@@ -81,7 +81,11 @@ def diagnose(examination: "Examination") -> list[Finding]:
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """Returns the worst status of all findings; OK if there are none."""
+    """Returns the worst status of all findings; OK if there are none. It decides the exit code.
+
+    Args:
+        findings: In any order.
+    """
     return max((f.status for f in findings), key=list(Status).index, default=Status.OK)
 
 
@@ -283,6 +287,7 @@ def _is_slow(link: "Link", links: Sequence["Link"]) -> bool:
 
 
 def _speed(link: "Link") -> str:
+    """Writes a link's latency and rate: "90.9 µs, 862 MiB/s"."""
     return f"{seconds(link.latency)}, {memory(link.rate)}/s"
 
 
@@ -407,6 +412,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _on_hosts(check: "HostCheck") -> "Check":
+    """Makes a check of an examination from one that looks at the ranks of a single host."""
     return lambda e: _each_host(e, check)
 
 
