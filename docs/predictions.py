@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/predictions.md, and the sentence with the best known of them in README.md.
+"""Writes numbers of the simulator into docs/predictions.md, docs/reproduction.md (the TeraPipe paper) and README.md.
 
     python docs/predictions.py
 
@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from terapipe.cli.reproduce import SUMMARY, error_text, notes, summary, table_rows
+from terapipe.cli.reproduce import SUMMARY, cell_text, error_text, notes, summary, table_rows
 from terapipe.published.table import Table, names
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, README = ROOT / "docs" / "predictions.md", ROOT / "README.md"
+PAGE, README, PAPER = ROOT / "docs" / "predictions.md", ROOT / "README.md", ROOT / "docs" / "reproduction.md"
 SLOW = ("terapipe", "zero_bubble_rates", "slimpipe_bubble")  # seconds each; the others take less together
 HEADLINE = (
     ("megatron_sc21", "Megatron-LM from 1.7B to 1T on A100s"),
@@ -78,7 +78,7 @@ def skeleton() -> Iterator[str]:
 
 
 def readme(text: str) -> str:
-    """The README with the mean and worst errors of the tables of ``HEADLINE``."""
+    """The README with the mean and worst errors of the tables of ``HEADLINE``, which take no time."""
     parts = []
     for name, what in HEADLINE:
         score = Table.load(name).score()
@@ -91,8 +91,20 @@ def readme(text: str) -> str:
     return re.sub(rf"^> {re.escape(OPENING)}.*\n(?:> .*\n)*", lambda _: f"{quoted}\n", text, flags=re.MULTILINE)
 
 
+def paper(settings: Table, text: str) -> str:
+    """The page about the TeraPipe paper with its ten settings and its sweep."""
+    sweep, mean = Table.load("terapipe_sweep"), summary(settings)[3]
+    points = "; ".join(f"{cell.row} {cell_text(cell)}" for cell in sweep.cells)
+    summed = wrapped(f"The mean error of the 20 step times is {mean}. Equal slices in setting (9): {points}.")
+    return between(text, "terapipe", f"{markdown(*table_rows(settings))}\n\n{summed}")
+
+
 if __name__ == "__main__":
     listed, sections = skeleton()
     text = between(between(PAGE.read_text(encoding="utf-8"), "summary", listed), "tables", sections)
     PAGE.write_text(page([Table.load(name) for name in names()], text), encoding="utf-8")
-    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
+    settings = Table.load("terapipe")
+    PAPER.write_text(paper(settings, PAPER.read_text(encoding="utf-8")), encoding="utf-8")
+    mean = f"simulated with a mean error of {summary(settings)[3]}"
+    text = re.sub(r"simulated with a mean error of [0-9.]+ %", mean, README.read_text(encoding="utf-8"))
+    README.write_text(readme(text), encoding="utf-8")

@@ -1,10 +1,20 @@
 """``terapipe reproduce``: published measurements beside what we simulate for them, and what the TeraPipe paper leaves
-open."""
+open.
+
+    terapipe reproduce                      every published table, in seconds
+    terapipe reproduce --table seq1f1b      one of them
+    terapipe reproduce --json               mean and worst of each table, and every number
+    terapipe reproduce --question --grow --what-if      the TeraPipe paper's open questions, in minutes
+
+The numbers come from ``terapipe.published``; here they become text, JSON, a page and its figures. The functions without
+an underscore also write the tables of docs/predictions.md.
+"""
 
 import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +110,7 @@ def _grown(setting: Setting) -> Iterator[tuple[str, ...]]:
 
 
 def _how(c: PlanEstimate) -> tuple[str, str, str]:
+    """The last three columns of both studies: memory, layout and cut."""
     peak = style.memory(c.peak_bytes) + ("" if c.fits else ", does not fit")
     return peak, f"{c.layout.dp} x {c.layout.pp} x {c.layout.tp}", cut_title(c.plan)
 
@@ -117,6 +128,7 @@ def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 
 def _row(name: str, estimate: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:
+    """One way of a case: its time, how many times that of the plan, its memory, and what it is."""
     layout = estimate.layout
     how = f"{estimate.title}, {layout.dp} x {layout.pp} x {layout.tp}, {cut_title(estimate.plan)}"
     ratio = f"{estimate.step_time / best.step_time:.2f}"
@@ -201,7 +213,7 @@ def _check_folder(path: Path) -> None:
 
 
 def error_text(error: float, points: bool) -> str:
-    """An error for display: in percent, or for rates and quotients in percentage points.
+    """An error for display: in percent, or for rates in percentage points. Small ones have a digit after the point.
 
     Args:
         error: Relative, or a difference.
@@ -224,6 +236,7 @@ def summary(table: Table) -> tuple[str, ...]:
 
 
 def _score_cells(score: Score | None, points: bool) -> tuple[str, str, str, str]:
+    """How many cells, their mean error, the worst and where it is. A mean has no sign: it is of absolute errors."""
     if score is None:
         return "0", "", "", ""
     mean = error_text(score.mean, points).removeprefix("+")
@@ -277,6 +290,7 @@ def notes(table: Table) -> list[str]:
 
 
 def _shortened(cells: list[str]) -> list[str]:
+    """A whole column that is not simulated would fill the screen: three of many cells are enough to find the rest."""
     return cells if len(cells) <= 4 else [*cells[:3], f"and {len(cells) - 3} more"]
 
 
@@ -291,12 +305,12 @@ def _print(table: Table) -> None:
         console.print(f"  {line}", style="dim", highlight=False)
     for column in table.columns:
         if score := table.score(column.name):
-            points = table.measure.points or column.ratio is not None
-            _, mean, worst, where = _score_cells(score, points)
+            _, mean, worst, where = _score_cells(score, table.measure.points)
             console.print(f"  {column.name}: mean {mean}, worst {worst} ({where.split(': ')[0]})", highlight=False)
 
 
 def _rich(header: Sequence[str], cells: Sequence[Sequence[str]]) -> rich_table.Table:
+    """A table for the terminal. Numbers stand right; only the last column is broken where the screen is narrow."""
     table = rich_table.Table(box=None, pad_edge=False, header_style="dim")
     for name in header:
         last = name == header[-1]
@@ -340,7 +354,7 @@ def _write(folder: Path, tables: Sequence[Table], more: Sequence[Section]) -> No
     parts = [("Mean and worst error", style.table(SUMMARY, [summary(table) for table in tables], wrapped=True))]
     for table in tables:
         shown = style.table(*table_rows(table), wrapped=True) if table.score() else ""
-        listed = "".join(f"<p>{line}</p>" for line in (f"{table.source}. {table.note}", *notes(table)))
+        listed = "".join(f"<p>{escape(line)}</p>" for line in (f"{table.source}. {table.note}", *notes(table)))
         parts.append((table.title, figure(table) + shown + listed))
     parts += [(s.heading, s.picture + style.table(s.header, s.rows)) for s in more]
     files.write(folder / "report.html", style.page("Published measurements, simulated", lead, parts))

@@ -74,6 +74,8 @@ class Setup:
         attention_kernel: The kernel of attention that the program used; that of the device if left out.
         card: Bytes per second of a host's network card, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
+        staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
+            longest span of a rank. Otherwise all ranks wait for each other.
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
         state_bytes: Bytes of weight, gradient and optimizer of each parameter on a device, where the program does not
             keep them as ours does.
@@ -100,6 +102,7 @@ class Setup:
     attention_kernel: str = ""
     card: float | None = None
     overlapped: bool | None = None
+    staggered: bool = False
     prefix_copies: bool = False
     state_bytes: float | None = None
     memory: str = ""
@@ -268,7 +271,8 @@ class Simulation:
             return self.estimate.step_time
         specs = stage_specs(self.plan.boundaries)
         ranks = {tuple(specs[k] for k in self.plan.stages_of(rank)) for rank in range(self.plan.num_ranks)}
-        return self.compute_time + max(map(self.cost.per_step, ranks))
+        seconds = self.longest_span if self.setup.staggered else self.compute_time
+        return seconds + max(map(self.cost.per_step, ranks))
 
     @cached_property
     def longest_span(self) -> float:

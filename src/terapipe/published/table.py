@@ -75,7 +75,7 @@ class Cell:
 
     @property
     def error(self) -> float | None:
-        """Ours against the published: relative, or for rates and quotients the difference. None without a pair."""
+        """Ours against the published: relative, or for rates the difference. None without a pair."""
         if self.ours is None or isinstance(self.published, str):
             return None
         return self.ours - self.published if self.points else self.ours / self.published - 1
@@ -214,10 +214,10 @@ class Table:
 
 
 def _quotient(column: Column, top: Cell, bottom: Cell) -> Cell | None:
-    """The quotient of two cells, published and ours; its error is a difference. None where one of them is missing."""
+    """The quotient of two cells, published and ours. None where one of them is missing."""
     if isinstance(top.published, str) or isinstance(bottom.published, str) or not (top.ours and bottom.ours):
         return None
-    return Cell(top.row, column, top.published / bottom.published, top.ours / bottom.ours, points=True)
+    return Cell(top.row, column, top.published / bottom.published, top.ours / bottom.ours)
 
 
 def _memory_note(published: float | str, simulation: Simulation, fits: bool | None) -> str:

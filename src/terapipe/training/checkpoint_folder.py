@@ -102,6 +102,7 @@ def newest_whole(folder: Path, world: Transport, verify: bool) -> tuple[Path | N
 
 
 def _set_aside(damaged: Iterable[Path]) -> None:
+    """Renames damaged checkpoints. One of an earlier start may have the new name already; the newer one replaces it."""
     for path in damaged:
         shutil.rmtree(_aside(path), ignore_errors=True)
         path.rename(_aside(path))
@@ -173,8 +174,8 @@ class CheckpointFolder:
         step 101, 102, ...                 |  training goes on                   |
         poll() after each step                                                   +-> "saved", best.json, remove old
 
-    Old checkpoints are removed only after a newer one is complete on the disk. So there is room needed for `keep` + 1
-    of them, and at no moment fewer than `keep` whole ones.
+    Old checkpoints are removed only after a newer one is complete on the disk. That needs room
+    for one more than `keep`, and leaves at no moment fewer than `keep` whole ones.
 
     Args:
         folder: As `folder_of` returns it.

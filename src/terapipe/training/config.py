@@ -12,10 +12,10 @@ section        who reads it                             a change when a run goes
 [plan]         run_plan.py                              another plan
 [optimizer]    optimizer.py, trainer.py                 told
 [lr]           optimizer.py                             told
-[checkpoints]  checkpoint_folder.py, export.py          none of its business
-[evaluation]   evaluation.py                            none of its business
-[logging]      logging/                                 none of its business; another folder is another run
-[failures]     run.py, trainer.py                       none of its business
+[checkpoints]  checkpoint_folder.py, export.py          not compared
+[evaluation]   evaluation.py                            not compared
+[logging]      logging/                                 not compared; another folder is another run
+[failures]     run.py, trainer.py                       not compared
 =============  =======================================  ==================================================
 
 The docstring of a section is printed above it by `--print-config`, and `key(...)` has what is printed above a key. So

@@ -1,12 +1,14 @@
 """What a checkpoint was trained with: model, tokenizer, data and settings. Compared when a run resumes from it.
 
-==========  =====================================  =========================================== part        what it says
-if it has changed ==========  =====================================  =========================================== model
-the configuration of the model         refused, but for dropout and the like tokenizer   vocabulary, end token, hash of
-files   refused: token ids mean something else objective   the [objective] section, packing       refused in the run's
-own folder, else told data        counts and checksums of token files    told: a run may go on with more data keys
-optimizer, learning rate, seeds        told ==========  =====================================
-===========================================
+::
+
+    part        what it says                           if it has changed
+    ----------  -------------------------------------  -------------------------------------------
+    model       the configuration of the model         refused, but for dropout and the like
+    tokenizer   vocabulary, end token, hash of files   refused: token ids mean something else
+    objective   the [objective] section, packing       refused in the run's own folder, else told
+    data        counts and checksums of token files    told: a run may go on with more data
+    keys        optimizer, learning rate, seeds        told
 
 Tensors of two models may have the same names and shapes, four heads of 16 or two of 32: loading alone does not notice.
 """

@@ -1,12 +1,13 @@
 """The model of a run, from its configuration. It is on the meta device: each rank materializes only its stages.
 
-===============  ===========================  =========================  ========================== key
-class                        weights                    can be measured and planned ===============
-===========================  =========================  ========================== model.preset     `GPT`
-random, by model.seed      yes model.config     `hf.Decoder`                 random, by model.seed      yes model.folder
-`hf.Decoder`                 those of the folder        yes model.factory    your own `PipelineModel`     as your
-function makes it  no: equal slices ===============  ===========================  =========================
-==========================
+::
+
+    key              class                        weights                    can be measured and planned
+    ---------------  ---------------------------  -------------------------  --------------------------
+    model.preset     `GPT`                        random, by model.seed      yes
+    model.config     `hf.Decoder`                 random, by model.seed      yes
+    model.folder     `hf.Decoder`                 those of the folder        yes
+    model.factory    your own `PipelineModel`     as your function makes it  no: equal slices
 """
 
 import importlib

@@ -1,11 +1,13 @@
 """The objective of a run: its loss function, and what that needs beside tokens.
 
-=============  ==============================  ==================================================== objective
-targets of a step               where they come from =============  ==============================
-==================================================== cross_entropy  labels, perhaps weights         the token file dpo
-labels, log-probs of reference  a pass over all pairs before training, kept in a file distill        labels, teacher's
-hidden        a second pipeline on the same ranks, before each step your own       labels                          the
-token file =============  ==============================  ====================================================
+::
+
+    objective      targets of a step               where they come from
+    -------------  ------------------------------  ----------------------------------------------------
+    cross_entropy  labels, perhaps weights         the token file
+    dpo            labels, log-probs of reference  a pass over all pairs before training, kept in a file
+    distill        labels, teacher's hidden        a second pipeline on the same ranks, before each step
+    your own       labels                          the token file
 
 The losses themselves are in `terapipe.losses`; this module only feeds them.
 """

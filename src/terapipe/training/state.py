@@ -48,11 +48,6 @@ class RunContext:
     objective: RunObjective
     identity: Identity
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the rank that writes files and talks to the user."""
-        return self.world.global_rank == 0
-
 
 @dataclass
 class RunState:

@@ -100,7 +100,7 @@ class StepResult(NamedTuple):
     loss: float
     grad_norm: float
     lr: float
-    metrics: Mapping[str, float] = {}  # what the objective found beside the loss
+    metrics: Mapping[str, float] = {}
 
     @property
     def finite(self) -> bool:
@@ -200,7 +200,7 @@ class Trainer:
             stop: Asked after each step. One rank that was signaled stops all of them, after the same step.
 
         Returns:
-            The outcome. On all of them the state is saved on disk.
+            How it ended. Whatever it is, a checkpoint of the last step is on the disk.
         """
         try:
             return self._run(stop)

@@ -215,7 +215,10 @@ class Scattering(Renaming):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Undecided, "Undecided must have one name for a parameter, got layers"), (Scattering, "each as a whole")],
+    [
+        (Undecided, "Undecided must have one name for a parameter, got embedding.weight and inner"),
+        (Scattering, "each as a whole"),
+    ],
 )
 def test_names_that_are_left_open_are_refused(kind: type[Renaming], said: str) -> None:
     """The parameters were in the tree under both names, and saved under either."""

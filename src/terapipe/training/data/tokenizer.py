@@ -34,7 +34,22 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-class FastTokenizer:
+class _LibraryTokenizer:
+    """What is the same by tokenizers and by transformers, which call it alike."""
+
+    _tokenizer: Any
+
+    @cached_property
+    def vocab(self) -> int:
+        """One more than the largest id, not the count of tokens: ids may have gaps, and the embedding has rows for
+        them."""
+        return 1 + int(max(self._tokenizer.get_vocab().values()))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+class FastTokenizer(_LibraryTokenizer):
     """A tokenizer.json, by the tokenizers library. Special tokens that are spelled out in a text are recognized.
 
     Args:
@@ -65,17 +80,8 @@ class FastTokenizer:
             raise _no_end(self._folder)
         return first
 
-    @cached_property
-    def vocab(self) -> int:
-        """One more than the largest id, not the count of tokens: ids may have gaps, and the embedding has rows for
-        them."""
-        return 1 + int(max(self._tokenizer.get_vocab().values()))  # not their count: ids may have gaps
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         """Copies the files. The end token is named in the copy, even where only the model's config.json did."""
@@ -87,7 +93,7 @@ class FastTokenizer:
         write_config(folder, self._tokenizer.id_to_token(self.end))
 
 
-class SlowTokenizer:
+class SlowTokenizer(_LibraryTokenizer):
     """Any other tokenizer that transformers can open, such as a sentencepiece model.
 
     Args:
@@ -107,16 +113,9 @@ class SlowTokenizer:
             raise _no_end(folder)
         self.end = int(self._tokenizer.eos_token_id)
 
-    @cached_property
-    def vocab(self) -> int:
-        return 1 + int(max(self._tokenizer.get_vocab().values()))
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

@@ -63,6 +63,7 @@ class Terminal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leaves the terminal as it was, however the run ended."""
         self.restore()
 
     def restore(self) -> None:
@@ -104,10 +105,10 @@ def number(value: float) -> str:
 
 
 def extremes(sizes: Sequence[float]) -> str:
-    """Formats the smallest and the largest of some sizes; one of them if they look alike.
+    """Formats the smallest and the largest of some sizes, as "1.2 GiB to 3.4 GiB"; one of them if they look alike.
 
     Args:
-        sizes: In bytes.
+        sizes: In bytes, one for each rank.
     """
     low, high = memory(min(sizes)), memory(max(sizes))
     return high if low == high else f"{low} to {high}"

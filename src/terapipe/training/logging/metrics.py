@@ -2,19 +2,25 @@
 
 A row is a JSON object with a step, and what there is of these:
 
-=================  ==========  ===================================================================== key
-unit        meaning =================  ==========  =====================================================================
-loss               nats        mean over the step's labels, before its update grad_norm          -           norm of all
-gradients together, before clipping lr                 -           learning rate of the update tokens             tokens
-taken since the start of training, padding included tokens_per_second  tokens/s    of this step, over all ranks seconds
-s           of this step by rank 0's clock, without evaluation and saving predicted          s           of a step, by
-simulation of the plan idle               share       of the pipeline's time in which a rank has nothing to compute
-memory             bytes       at the peak, for each rank metrics            -           what the objective or the
-routers report, by name skipped            true        the step was not finite and changed nothing eval_loss
-nats        mean over the labels of the evaluation data perplexity         -           exp(eval_loss), for plain cross-
-entropy only sample             text        generated from the prompt event, message     text        what happened:
-checkpoint, resumed, damaged, changed, drift, nan, ... =================  ==========
-=====================================================================
+::
+
+    key                unit        meaning
+    -----------------  ----------  ---------------------------------------------------------------------
+    loss               nats        mean over the step's labels, before its update
+    grad_norm          -           norm of all gradients together, before clipping
+    lr                 -           learning rate of the update
+    tokens             tokens      taken since the start of training, padding included
+    tokens_per_second  tokens/s    of this step, over all ranks
+    seconds            s           of this step by rank 0's clock, without evaluation and saving
+    predicted          s           of a step, by simulation of the plan
+    idle               share       of the pipeline's time in which a rank has nothing to compute
+    memory             bytes       at the peak, for each rank
+    metrics            -           what the objective or the routers report, by name
+    skipped            true        the step was not finite and changed nothing
+    eval_loss          nats        mean over the labels of the evaluation data
+    perplexity         -           exp(eval_loss), for plain cross-entropy only
+    sample             text        generated from the prompt
+    event, message     text        what happened: checkpoint, resumed, damaged, changed, drift, nan, ...
 
 Training never stops because a row could not be written. The first failure is reported; rows that the disk refused wait
 in memory and are written with a later one.
