@@ -108,7 +108,15 @@ def satisfies(version: str, wanted: str) -> bool:
 
 
 def _order(version: str, bound: str) -> int:
-    """Returns -1, 0 or 1 if the version is before, equal to or after the bound, by its leading numbers."""
+    """Compares versions by their leading numbers: 2.9 is equal to 2.9.0 and before 2.13, "2.13.0+cpu" is 2.13.0.
+
+    Args:
+        version: Of an installed package.
+        bound: Of a requirement.
+
+    Returns:
+        -1, 0 or 1 if the version is before, equal to or after the bound.
+    """
     mine = re.match(r"\d+(?:\.\d+)*", version)
     pairs = zip_longest(*([int(n) for n in text.split(".")] for text in (mine[0] if mine else "0", bound)), fillvalue=0)
     return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
@@ -278,7 +286,13 @@ def _compare_links(check: str, links: Sequence["Link"], host: Mapping[int, str],
 
 def _is_slow(link: "Link", links: Sequence["Link"]) -> bool:
     """Compares a link with the median of the others. Their own median, not a limit in bytes per second, because what is
-    slow between hosts with InfiniBand is fast between hosts with Ethernet."""
+    slow between hosts with InfiniBand is fast between hosts with Ethernet.
+
+    Args:
+        link: That may be slow: over SLOW times less bytes per second, or over SLOW times the latency and JITTER more.
+            JITTER is for links inside a host, where 30 instead of 10 microseconds mean nothing.
+        links: All of its kind, with it.
+    """
     others = [other for other in links if other is not link]
     if not others:
         return False
@@ -378,7 +392,15 @@ def _files(ranks: Sequence["Facts"]) -> Finding:
 
 def _each_host(e: "Examination", check: "HostCheck") -> Iterator[Finding]:
     """Runs a check on every host, and yields a finding for each host with something wrong and one for all others. A
-    thousand hosts that are fine take one line, and the one that is not keeps a line of its own."""
+    thousand hosts that are fine take one line, and the one that is not keeps a line of its own::
+
+        warning  memory   node7: 512 MiB free for 8 ranks
+        ok       memory   on 999 hosts
+
+    Args:
+        e: The examination.
+        check: Of the ranks of one host.
+    """
     findings = {host: check(ranks) for host, ranks in e.hosts.items()}
     if len(findings) == 1:
         yield from findings.values()
