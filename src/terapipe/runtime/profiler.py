@@ -179,7 +179,7 @@ class Profiler:
 
     def _time_host(self) -> None:
         """Measures how long the host of a GPU takes to queue each kind of work. It is the same for all lengths, so
-        short slices tell: they leave the device idle. The planner must know when slices are too short to be worth it."""
+        short slices tell: they leave the device idle. The planner must know when slices are too short."""
         if self.device.type != "cuda":
             return
         shortest = sorted(self._grid.sparse_lengths & {p.length for p in self.points})[:2]
