@@ -140,7 +140,9 @@ class ShapeMemory:
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
-        logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
+        # Of float32 logits: torch's cross-entropy over a split vocabulary holds one more than that of one device.
+        copies = 3 if self.tp == 1 else 4
+        logits = tokens * (copies * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
         layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
         # When the last layer's attention has its turn, what its MLP had saved is gone already.
         attention = np.maximum(self._attention(size, length, context) - self._mlp(size, length), 0.0)
