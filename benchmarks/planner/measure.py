@@ -57,8 +57,8 @@ def words(estimate: PlanEstimate | None) -> str:
     plan, layout = estimate.plan, estimate.layout
     chunks = f" chunks {plan.chunks}," if plan.chunks > 1 else ""
     return (
-        f"{estimate.step_time:.4g} s: {plan.order},{chunks} dp {layout.dp} pp {layout.pp} tp {layout.tp}, microbatches of "
-        f"{plan.sizes[0]}, {len(plan.lengths[0])} slices, {'/'.join(plan.recompute_modes)}"
+        f"{estimate.step_time:.4g} s: {plan.order},{chunks} dp {layout.dp} pp {layout.pp} tp {layout.tp}, "
+        f"microbatches of {plan.sizes[0]}, {len(plan.lengths[0])} slices, {'/'.join(plan.recompute_modes)}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import NoReturn
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan, even_lengths
+from terapipe.search.bounds import Work
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
@@ -19,6 +20,9 @@ WORK = 250_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
+SWEEP = 1_000_000  # computations to simulate of candidates that a lower bound does not rule out
+ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
+GAIN = 0.005  # relative; what a candidate must gain over the best plan to be simulated after all
 WORTH = 1.005  # slicing must gain more than this factor over whole sequences
 
 Progress = Callable[[float], None]  # takes the share that is done
@@ -140,6 +144,8 @@ def best_rows(
         # Refinement may have merged the slices. Whole sequences have their own row.
         best = replace(best if best.sliced == row.sliced else start, name=row.name)
         best_by_title[best.title] = best
+    if best_by_title and (better := sweep(pool, min(best_by_title.values(), key=preference))):
+        best_by_title[better.title] = better
     progress(1.0)
     estimates = list(best_by_title.values())
     if not estimates:
@@ -147,6 +153,56 @@ def best_rows(
     if not any(estimate.fits for estimate in estimates):
         _refuse_budget(pool, estimates)
     return estimates
+
+
+def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
+    """Simulates every candidate that may be faster than the best plan of all rows, by its lower bound.
+
+    Rows are searched by a formula, which errs by several percent, differently for every kind of plan. Bounds do not
+    err: what they rule out is not faster. Only plans that would gain more than ``GAIN`` are looked for.
+
+    Args:
+        pool: All candidates.
+        best: The best plan so far.
+
+    Returns:
+        The fastest plan, refined and named as its row, or None if the best so far stays the best.
+    """
+    if not best.fits:
+        return None
+    spent, start = 0, best
+    for bound, candidate in sorted(_not_ruled_out(pool, best), key=lambda pair: pair[0]):
+        if spent > SWEEP or bound > start.step_time * (1 - GAIN):
+            break
+        spent += candidate.work
+        for even in (False, True):  # equal slices need less memory than slices of equal time
+            own = candidate.evaluator.unless_beaten(first_plan(candidate, even=even), start)
+            if own is not None:
+                break
+        start = _better(start, own) or start
+    if start is best:
+        return None
+    order = order_named(start.plan.order)
+    name = start.plan.order + (WHOLE if order.sliced and not start.sliced else "") if start.layout.pp > 1 else ""
+    finished = finish(start)
+    return replace(finished if finished.sliced == start.sliced else start, name=name)
+
+
+def _not_ruled_out(pool: list[Candidate], best: PlanEstimate) -> Iterator[tuple[float, Candidate]]:
+    """Candidates with a lower bound below the best step time, less what must be gained, and these bounds."""
+    limit = best.step_time * (1 - GAIN)
+    works: dict[tuple[PlanEvaluator, int, int], Work] = {}
+    for c in pool:
+        evaluator = c.evaluator
+        too_large = evaluator.budget is not None and c.peak > NEAR * evaluator.budget
+        if too_large or c.floor >= limit or c.estimate > ERROR * best.step_time:
+            continue
+        key = evaluator, c.size, c.count
+        if key not in works:
+            works[key] = Work(evaluator, c.size, first_plan(c).lengths[0])
+        bound = works[key].step_time(order_named(c.order), evaluator.rank_boundaries(c.order, c.chunks), limit)
+        if bound < limit:
+            yield bound, c
 
 
 def best_of(pool: list[Candidate], *, even: bool = False) -> PlanEstimate | None:
