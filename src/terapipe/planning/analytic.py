@@ -92,7 +92,8 @@ class AnalyticCost:
     def per_step(self, stages: Sequence[StageSpec]) -> float:
         device = self.cluster.host.device
         count = parameters(self.config, stages) / self.layout.tp if self.ends else self._layer_parameters(stages)
-        optimizer = count * (2 * device.element + 2 * device.state) / device.bandwidth
+        # The optimizer reads and writes weights and its state; of a sharded model, each replica its part.
+        optimizer = count / self.layout.shards * (2 * device.element + 2 * device.state) / device.bandwidth
         return optimizer + self._all_reduce_gradients(count) + self._tied_exchange(stages)
 
     # One layer
@@ -190,15 +191,27 @@ class AnalyticCost:
         return host.intra_node if a // host.devices == b // host.devices else host.inter_node
 
     def _all_reduce_gradients(self, count: float) -> float:
-        """The ring all-reduce over replicas. Between hosts, the devices of a host share its network card."""
-        d = self.layout.dp
+        """Seconds of the ring over replicas that sums the gradients of ``count`` parameters of each device.
+
+        A ring passes through the replicas of a host one after the other, and leaves the host once. So a card carries as
+        many rings as a replica has devices in the host, not as many as the host has devices:
+
+            dp 4, tp 2, two hosts of four         0 1 | 2 3    ranks; the bar stands between replicas
+            ring of the first of each pair        0 -> 2 => 4 -> 6 => 0    => goes through a card, -> does not
+
+        Inside the host the links of devices carry the same bytes at the same time; the slower of the two counts. With
+        FSDP2 (``layout.shard``) half of the sum is replaced by gathering the weights, in their own dtype.
+        """
+        d, host = self.layout.dp, self.cluster.host
         if d == 1:
             return 0.0
-        host = self.cluster.host
-        sent = 2 * (d - 1) / d * host.device.summed * count
+        replica = self.layout.pp * self.layout.tp
+        per_weight = host.device.summed + (host.device.element if self.layout.shard else host.device.summed)
+        sent = (d - 1) / d * per_weight * count
+        inside = host.intra_node.seconds(sent) if replica < host.devices else 0.0
         if self.layout.devices <= host.devices:
-            return host.intra_node.seconds(sent)
-        return host.inter_node.seconds(sent * host.devices)
+            return inside
+        return max(inside, host.inter_node.seconds(sent * min(replica, host.devices)))
 
     def _tied_exchange(self, stages: Sequence[StageSpec]) -> float:
         """The gradient of a tied weight, exchanged between the first and the last stage's rank; sharded by tp."""

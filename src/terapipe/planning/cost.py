@@ -18,7 +18,10 @@ Numbers = Array | NDArray[np.int64] | float
 
 
 class StageSpec(NamedTuple):
-    """What a stage holds: a number of layers, and on the first and the last stage the ends of the model."""
+    """What a stage holds: a number of layers, and on the first and the last stage the ends of the model.
+
+    Where there are several stages, the first may hold the embedding alone, and the last the head: no layers.
+    """
 
     layers: int
     first: bool = False  # also the embedding
@@ -65,9 +68,15 @@ class HostTime:
 
 @lru_cache(maxsize=256)  # asked several times for each plan that is simulated
 def stage_specs(boundaries: tuple[int, ...]) -> tuple[StageSpec, ...]:
-    """The StageSpec of every stage."""
-    last = boundaries[-1]
-    return tuple(StageSpec(b - a, a == 0, b == last) for a, b in pairwise(boundaries))
+    """The StageSpec of every stage.
+
+    Args:
+        boundaries: As in ``Plan.boundaries``. Their numbers do not tell which stages are the ends, since one without
+            layers has the same numbers as its neighbor: (0, 0, 4) is the embedding alone, then four layers and the
+            head.
+    """
+    last = len(boundaries) - 2
+    return tuple(StageSpec(b - a, k == 0, k == last) for k, (a, b) in enumerate(pairwise(boundaries)))
 
 
 class Cost(Protocol):

@@ -34,30 +34,34 @@ class Layout:
         return self.dp if self.shard else 1
 
 
-def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Chooses stage boundaries that minimize the cost of the slowest stage. Every stage has at least one layer.
+def balance(
+    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0, bare_ends: bool = False
+) -> tuple[int, ...]:
+    """Chooses stage boundaries that minimize the cost of the slowest stage.
+
+    Every stage has at least one layer. With ``bare_ends`` the first may be the embedding alone, and the last the head
+    alone, where that makes the slowest stage faster or where there are more stages than layers: a head of 128,000 words
+    takes as long as some layers.
 
     Of several such boundaries, those with the smallest sum of squared stage costs are taken: even stages.
 
     Args:
         costs: The cost of each layer, in any unit.
-        num_stages: The number of stages, at most that of the layers.
+        num_stages: The number of stages, at most that of the layers, or two more with ``bare_ends``.
         first: What the first stage costs in addition: the embedding.
         last: What the last stage costs in addition: final norm, head and loss.
+        bare_ends: Whether the first and the last of several stages may have no layers.
 
     Returns:
         ``num_stages + 1`` layer indices, as in ``Plan.boundaries``.
     """
-    n = len(costs)
-    if not 1 <= num_stages <= n:
-        raise ValueError(f"every stage needs at least one layer, got {n} layers for {num_stages} stages")
+    n, bare_ends = len(costs), bare_ends and num_stages > 1
+    _refuse_few_layers(n, num_stages, bare_ends)
     if any(not c >= 0 for c in (*costs, first, last)):
         raise ValueError("the cost of a layer must be a number of at least 0")
     sums = np.array(list(accumulate(costs, initial=0.0)))
-    stage_cost = sums - sums[:, None]  # of the layers from row to column
-    stage_cost[0] += first
-    stage_cost[:, n] += last
-    stage_cost[np.tril_indices(n + 1)] = np.inf
+    inner = sums - sums[:, None]  # the cost of the layers from row to column
+    inner[np.tril_indices(n + 1)] = np.inf
     # Dynamic programming over the stages. ``best[j]`` is the best split of the first j layers into the stages so far,
     # and with one more stage, which takes the layers i to j,
     #
@@ -72,7 +76,12 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     slowest, squares, place = np.full(n + 1, np.inf), np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
     slowest[0] = squares[0] = 0.0
     choices = []  # for each stage: by its end, its start
-    for _ in range(num_stages):
+    for stage in range(num_stages):
+        stage_cost = inner.copy()
+        if bare_ends and stage in (0, num_stages - 1):
+            end = 0 if stage == 0 else n
+            stage_cost[end, end] = 0.0
+        stage_cost += first * (stage == 0) + last * (stage == num_stages - 1)
         bounds = np.maximum(slowest[:, None], stage_cost)
         sums_of_squares = np.where(bounds == bounds.min(axis=0), squares[:, None] + stage_cost**2, np.inf)
         tied = sums_of_squares == sums_of_squares.min(axis=0)
@@ -86,8 +95,20 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     return tuple(reversed(boundaries))
 
 
+def _refuse_few_layers(layers: int, num_stages: int, bare_ends: bool) -> None:
+    if not 1 <= num_stages <= layers + 2 * bare_ends:
+        needy = "every stage but the first and the last" if bare_ends else "every stage"
+        raise ValueError(f"{needy} needs at least one layer, got {layers} layers for {num_stages} stages")
+
+
 def balance_ranks(
-    layers: int, ranks: Sequence[int], layer: float, *, first: float = 0.0, last: float = 0.0
+    layers: int,
+    ranks: Sequence[int],
+    layer: float,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    bare_ends: bool = False,
 ) -> tuple[int, ...]:
     """Chooses stage boundaries that minimize the cost of the slowest rank, for ranks with several stages.
 
@@ -104,20 +125,22 @@ def balance_ranks(
         layer: The cost of a layer.
         first: As in ``balance``.
         last: As in ``balance``.
+        bare_ends: As in ``balance``.
     """
-    stages, last_rank = range(len(ranks)), ranks[-1]
-    if len(ranks) > layers:
-        raise ValueError(f"every stage needs at least one layer, got {layers} layers for {len(ranks)} stages")
-    costs = [layer] * len(ranks)  # every stage has a layer
+    stages, last_rank, bare_ends = range(len(ranks)), ranks[-1], bare_ends and len(ranks) > 1
+    _refuse_few_layers(layers, len(ranks), bare_ends)
+    counts = [1] * len(ranks)
+    if bare_ends:
+        counts[0] = counts[-1] = 0
+    costs = [layer * count for count in counts]
     costs[0] += first
     costs[-1] += last
     sums = [sum(costs[k] for k in stages if ranks[k] == rank) for rank in range(max(ranks) + 1)]
-    slowest = list(sums)
-    for _ in range(layers - len(ranks)):
+    slowest, rest = list(sums), layers - sum(counts)
+    for _ in range(rest):
         slowest[slowest.index(min(slowest))] += layer
     limit = max(slowest) * (1 + 1e-9)
-    counts = [1] * len(ranks)
-    for _ in range(layers - len(ranks)):
+    for _ in range(rest):
         open_stages = (k for k in stages if sums[ranks[k]] + layer <= limit)
         k = min(open_stages, key=lambda k: (costs[k], -(k // len(sums)), abs(ranks[k] - last_rank)))
         counts[k] += 1

@@ -73,6 +73,8 @@ class Plan:
 
     Stage ``k`` holds the layers ``boundaries[k]`` to ``boundaries[k + 1]`` and is placed on rank ``k % num_ranks``. So
     each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
+    The first stage may have no layers, only the embedding, and the last only the head: 22 layers on 8 ranks with 3
+    chunks each have the boundaries (0, 0, 1, 2, ..., 21, 22, 22).
     ``recompute`` says what backwards compute again: "none"; "block", each layer without attention; "full", the
     whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them,
     one for each slice.
@@ -111,10 +113,17 @@ class Plan:
 
     def _check_stages(self) -> None:
         edges = self.boundaries
-        if len(edges) < 2 or edges[0] != 0 or any(b <= a for a, b in pairwise(edges)):
+        inner = edges[1:-1] if len(edges) > 2 else edges  # at both ends there may be a stage without layers
+        if (
+            len(edges) < 2
+            or edges[0] != 0
+            or edges[-1] < 1
+            or any(b <= a for a, b in pairwise(inner))
+            or inner[-1] > edges[-1]
+        ):
             raise ValueError(
-                "boundaries must start at 0 and rise, one more of them than stages, so that every stage has a layer; "
-                f"got {list(edges)}"
+                "boundaries must start at 0 and rise, one more of them than stages, so that every stage but the first "
+                f"and the last has a layer; got {list(edges)}"
             )
         if not isinstance(self.chunks, int) or self.chunks < 1 or self.num_stages % self.chunks:
             raise ValueError(
@@ -214,6 +223,11 @@ class Plan:
     @property
     def num_stages(self) -> int:
         return len(self.boundaries) - 1
+
+    @cached_property
+    def has_bare_ends(self) -> bool:
+        """Whether the first stage is the embedding alone, or the last the head alone."""
+        return any(a == b for a, b in pairwise(self.boundaries))
 
     @cached_property
     def num_ranks(self) -> int:

@@ -15,11 +15,12 @@ from terapipe.hf.refusals import switch_checkpointing
 from terapipe.hf.shape import work_of
 from terapipe.hf.structure import find_structure
 from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.hf.verify.verification import ModelVerifier
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
+from tests.support.hf_models import small_config
 from tests.support.models import gradients
 
 FAST = [
@@ -74,6 +75,13 @@ def test_gated_delta_rules_differ_by_their_rounding_only(name: str, monkeypatch:
 def test_models_that_cannot_be_cut_are_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"cannot be cut exactly: attention backend: .*; cache backend: "):
         Decoder(small_model(small_config(name)))
+
+
+def test_layers_that_ask_for_token_ids_are_refused() -> None:
+    """DeepSeek V4 routes by token ids in its first layers. In two stages its small copy was exact; in three, a later
+    stage had none."""
+    with pytest.raises(UnsupportedModelError, match="'NoneType' object has no attribute 'reshape'"):
+        Decoder(small_model(small_config("deepseek_v4")))
 
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,38 @@ def test_replicas_pay_for_their_reduction_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "rings"), [(Layout(16, 1, 1), 1), (Layout(8, 1, 2), 2), (Layout(4, 2, 2), 4), (Layout(2, 1, 8), 8)]
+)
+def test_a_ring_over_replicas_leaves_a_host_once(layout: Layout, rings: int) -> None:
+    """All devices of a host were charged for the card, though replicas that share a host share a ring: eight times too
+    much for data parallelism alone, which planners then avoided."""
+    host, layers = Cluster("p3.16xlarge").host, [StageSpec(8)]
+    alone = cost(layout=replace(layout, dp=1)).per_step(layers)
+    added = cost(layout=layout).per_step(layers) - alone
+    layer_bytes = 4 * 8 * PRESETS["gpt3-1b"].layer_parameters / layout.tp
+    sent = 2 * (layout.dp - 1) / layout.dp * layer_bytes
+    assert added == pytest.approx(host.inter_node.seconds(sent * rings))
+
+
+def test_replicas_in_one_host_never_use_its_card() -> None:
+    layers = [StageSpec(8)]
+    added = cost(layout=Layout(8, 1, 1)).per_step(layers) - cost(layout=Layout(1, 1, 1)).per_step(layers)
+    sent = 2 * 7 / 8 * 4 * 8 * PRESETS["gpt3-1b"].layer_parameters
+    assert added == pytest.approx(Cluster("p3.16xlarge").host.intra_node.seconds(sent))
+
+
+def test_shards_gather_weights_instead_of_half_the_sum() -> None:
+    """FSDP2 scatters sums in float32, gathers weights in bfloat16, and each replica updates its part."""
+    layers, device = [StageSpec(8)], HOSTS["dgx-a100"].device
+    whole, sharded = (
+        cost(layout=Layout(2, 1, 8, shard), where="dgx-a100:2").per_step(layers) for shard in (False, True)
+    )
+    count = 8 * PRESETS["gpt3-1b"].layer_parameters / 8
+    optimizer = count / 2 * (2 * device.element + 2 * device.state) / device.bandwidth
+    assert whole - sharded == pytest.approx(optimizer + 0.5 * 2 * count * 8 / HOSTS["dgx-a100"].inter_node.bandwidth)
+
+
 def test_recomputation_adds_a_forward() -> None:
     plain, again = cost(), cost(recompute="full")
     forward = plain.forward(LAYER, 1, 512, 512)

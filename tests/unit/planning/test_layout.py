@@ -1,16 +1,33 @@
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe import PRESETS, balance, split_layers
+from terapipe import PRESETS, Plan, balance, split_layers
 from terapipe.planning.layout import balance_ranks
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 30), st.integers(0, 30))
-def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first: int, last: int) -> None:
-    stages = min(stages, len(costs))
+def every_split(layers: int, stages: int, bare_ends: bool) -> list[tuple[int, ...]]:
+    """All boundaries, by brute force."""
+    least = 0 if bare_ends and stages > 1 else 1
+    splits = [(0, *cuts, layers) for cuts in combinations_with_replacement(range(layers + 1), stages - 1)]
+    return [
+        cuts
+        for cuts in splits
+        if all(b - a >= (least if k in (0, stages - 1) else 1) for k, (a, b) in enumerate(pairwise(cuts)))
+    ]
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.booleans(),
+)
+def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first: int, last: int, bare: bool) -> None:
+    stages = min(stages, len(costs) + 2 * bare * (stages > 1))
 
     def slowest_stage(cuts: tuple[int, ...]) -> int:
         parts = [sum(costs[a:b]) for a, b in pairwise(cuts)]
@@ -18,12 +35,11 @@ def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first:
         parts[-1] += last
         return max(parts)
 
-    found = balance(costs, stages, first=first, last=last)
-    assert len(found) == stages + 1
-    assert (found[0], found[-1]) == (0, len(costs))
-    assert all(a < b for a, b in pairwise(found))
-    every = [(0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), stages - 1)]
-    assert slowest_stage(found) == min(map(slowest_stage, every))
+    best = balance(costs, stages, first=first, last=last, bare_ends=bare)
+    every = every_split(len(costs), stages, bare)
+    assert best in every
+    assert slowest_stage(best) == min(map(slowest_stage, every))
+    assert Plan((1,), ((4,),), best).num_stages == stages
 
 
 @given(
@@ -32,14 +48,16 @@ def test_balance_is_the_best_of_all_splits(costs: list[int], stages: int, first:
     more=st.integers(0, 4),
     ends=st.tuples(st.sampled_from([0.0, 0.5, 2.0]), st.sampled_from([0.0, 0.3, 1.0, 3.5])),
     folded=st.booleans(),
+    bare=st.booleans(),
 )
 def test_balanced_ranks_are_the_best_of_all_splits(
-    ranks: int, chunks: int, more: int, ends: tuple[float, float], folded: bool
+    ranks: int, chunks: int, more: int, ends: tuple[float, float], folded: bool, bare: bool
 ) -> None:
     """The slowest rank first, then the sum of squared stages, over all splits of a few layers."""
     chunks = min(chunks, 2) if ranks > 2 else chunks
     places = [ranks - 1 - k % ranks if folded and k // ranks % 2 else k % ranks for k in range(ranks * chunks)]
-    layers = len(places) + more
+    bare = bare and len(places) > 2
+    layers = len(places) + more - 2 * bare
 
     def badness(cuts: tuple[int, ...]) -> tuple[float, float]:
         stages = [2.0 * (b - a) for a, b in pairwise(cuts)]
@@ -48,10 +66,10 @@ def test_balanced_ranks_are_the_best_of_all_splits(
         sums = [sum(stage for stage, place in zip(stages, places, strict=True) if place == r) for r in range(ranks)]
         return round(max(sums), 9), round(sum(stage**2 for stage in stages), 9)
 
-    found = balance_ranks(layers, places, 2.0, first=ends[0], last=ends[1])
-    every = [(0, *cuts, layers) for cuts in combinations(range(1, layers), len(places) - 1)]
-    assert found in every
-    assert badness(found) == min(map(badness, every))
+    best = balance_ranks(layers, places, 2.0, first=ends[0], last=ends[1], bare_ends=bare)
+    every = every_split(layers, len(places), bare)
+    assert best in every
+    assert badness(best) == min(map(badness, every))
 
 
 def test_a_fold_lightens_the_rank_with_both_ends() -> None:
@@ -63,6 +81,14 @@ def test_a_fold_lightens_the_rank_with_both_ends() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="every stage needs at least one layer, got 3 layers for 4 stages"):
         balance_ranks(3, [0, 1, 1, 0], 1.0)
+    with pytest.raises(ValueError, match="every stage but the first and the last needs at least one layer, got 3"):
+        balance([1.0] * 3, 6, bare_ends=True)
+
+
+def test_a_head_that_costs_more_than_layers_is_alone() -> None:
+    assert balance([1.0] * 4, 3, last=5.0) == (0, 1, 3, 4)
+    assert balance([1.0] * 4, 3, last=5.0, bare_ends=True) == (0, 2, 4, 4)
+    assert balance([1.0] * 22, 24, bare_ends=True) == (0, *range(23), 22)
 
 
 @given(

@@ -39,7 +39,9 @@ def test_uniform_takes_batches_and_lengths_that_do_not_divide() -> None:
         ({"lengths": 4}, "lengths must be a list, got 4"),
         ({"boundaries": (0,)}, "must start at 0 and rise"),
         ({"boundaries": (1, 2)}, "must start at 0 and rise"),
-        ({"boundaries": (0, 2, 2)}, "every stage has a layer"),
+        ({"boundaries": (0, 2, 2, 3)}, "every stage but the first and the last has a layer"),
+        ({"boundaries": (0, 0, 0)}, "every stage but the first and the last has a layer"),
+        ({"boundaries": (0, 3, 2)}, "every stage but the first and the last has a layer"),
         (
             {"chunks": 2, "boundaries": (0, 1, 2, 3)},
             r"divide the number of stages, got 2 chunks and 3 stages; try one of",
