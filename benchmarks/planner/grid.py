@@ -92,9 +92,7 @@ class Grid:
 
     @staticmethod
     def _boundaries(evaluator: PlanEvaluator, order: Order, chunks: int) -> set[tuple[int, ...]]:
-        layers, stages = evaluator.source.layers, evaluator.layout.pp * chunks
-        evenly = tuple(layers * k // stages for k in range(stages + 1))
-        return {evenly, evaluator.rank_boundaries(order.name, chunks)}
+        return {evaluator.even_boundaries(chunks), evaluator.rank_boundaries(order.name, chunks)}
 
 
 def _orders(request: Request, layout: Layout, layers: int, slices: int) -> Iterator[tuple[Order, int]]:

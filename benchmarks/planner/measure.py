@@ -15,7 +15,7 @@ from terapipe.search.choose import choose
 from terapipe.search.request import layouts
 
 REQUESTS, QUICK = 300, 12
-MOST_DEVICES = 256
+MOST_DEVICES, MOST_TOKENS = 256, 2**21
 SHOWN = 12  # requests in the table: those that the planner loses by most, or wins by least
 
 
@@ -78,7 +78,9 @@ def requests(count: int, seed: int = 0, most_devices: int = MOST_DEVICES) -> Ite
         device = source.cluster.host.device
         if source.devices > most_devices or 20 * source.config.parameters > 0.8 * source.devices * device.memory:
             continue
-        batch, seq_len = rng.randint(1, 64), rng.choice((2, 3)) << rng.randint(10, 19)
+        batch, seq_len = rng.randint(1, 64), min(2**20, rng.choice((2, 3)) << rng.randint(10, 19))
+        if batch * seq_len > MOST_TOKENS:
+            continue
         fixed: dict[str, int] = {}
         if rng.random() < 0.3:
             fixed["memory"] = int(device.memory * rng.uniform(0.4, 1.0))
@@ -87,7 +89,7 @@ def requests(count: int, seed: int = 0, most_devices: int = MOST_DEVICES) -> Ite
         if rng.random() < 0.3:
             fixed["dp"] = rng.choice([d for d in range(1, batch + 1) if batch % d == 0])
         try:
-            request = Request(batch, min(seq_len, 2**20), **fixed)
+            request = Request(batch, seq_len, **fixed)
             layouts(source, request)
         except ValueError:
             continue

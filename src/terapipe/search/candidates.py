@@ -103,8 +103,8 @@ def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
                 bubble = (pp - 1) * total / count / chunks * order.bubble
                 in_flight = order.in_flight(InFlight(microbatches, count, pp, chunks))
                 live = (max(kept, deferred) if order.deferred else kept) * in_flight
-                # After a flush the stages of a rank have their backwards one after the other: gradients come, activations
-                # go, and the peak is at the first or at the last stage.
+                # After a flush the stages of a rank have their backwards one after the other: gradients come and
+                # activations go, and the peak is at the first or at the last stage.
                 stages = chunks if order.in_flight is all_microbatches else 1
                 peak = state + max(gradients / stages + live, gradients + live / stages)
                 seconds = total * share + bubble + per_step

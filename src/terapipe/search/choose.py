@@ -175,11 +175,7 @@ def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
         if spent > SWEEP or bound > start.step_time * (1 - GAIN):
             break
         spent += candidate.work
-        for even in (False, True):  # equal slices need less memory than slices of equal time
-            own = candidate.evaluator.unless_beaten(first_plan(candidate, even=even), start)
-            if own is not None:
-                break
-        start = _better(start, own) or start
+        start = _better(start, _first_estimate(candidate, start)) or start
     if start is best:
         return None
     order = order_named(start.plan.order)
@@ -217,7 +213,7 @@ def best_of(pool: list[Candidate], *, even: bool = False) -> PlanEstimate | None
     best = _best_of_groups(fitting, even)
     # The count of bytes so far was rough. Some candidates that are too large by it may fit after all.
     for candidate in _too_large(pool, budget, best):
-        best = _better(best, candidate.evaluator.unless_beaten(first_plan(candidate, even=even), best))
+        best = _better(best, _first_estimate(candidate, best, even=even))
     return best
 
 
@@ -285,13 +281,30 @@ def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> Pl
     """None if memory rules it out. If the candidate leaves memory and recomputation slows it down, and it may be the
     best then, it recomputes less."""
     evaluator = candidate.evaluator
-    own = evaluator.unless_beaten(first_plan(candidate, even=even), best)
+    own = _first_estimate(candidate, best, even=even)
     if own is None or candidate.promise == candidate.estimate:
         return own
     hoped = own.step_time * candidate.promise / candidate.estimate
     if best is not None and best.fits and hoped * OPTIMISM > best.step_time:
         return own
     return with_less_recompute(evaluator, own)
+
+
+def _first_estimate(candidate: Candidate, rival: PlanEstimate | None, *, even: bool = False) -> PlanEstimate | None:
+    """The first plan of a candidate, or None if memory alone makes ``rival`` better.
+
+    If it does not fit, a second one may: slices of equal length and equally many layers on every rank need less memory
+    than slices and ranks of equal time, because no rank then makes up with layers for the head of the last::
+
+        by time   17 layers + embedding | 15 layers + head      the first rank needs most memory
+        evenly    16 layers + embedding | 16 layers + head
+    """
+    evaluator = candidate.evaluator
+    own = evaluator.unless_beaten(first_plan(candidate, even=even), rival)
+    if own is not None and own.fits:
+        return own
+    light = replace(first_plan(candidate, even=True), boundaries=evaluator.even_boundaries(candidate.chunks))
+    return _better(own, evaluator.unless_beaten(light, rival))
 
 
 def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
@@ -334,7 +347,7 @@ def _refine_even(start: PlanEstimate) -> PlanEstimate:
 
     def evaluate(count: int) -> PlanEstimate:
         lengths = even_lengths(request.seq_len, count, evaluator.tile)
-        return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths, plan.chunks))
+        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute))
 
     best = hill_climb(evaluate, len(plan.lengths[0]), request.seq_len // evaluator.tile)
     return min(start, with_less_recompute(evaluator, best), key=preference)
