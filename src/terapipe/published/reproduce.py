@@ -99,8 +99,11 @@ class Row:
 
 
 def source_of(setting: Setting) -> ClusterSource:
-    """Without embedding and head, as the paper's timings are."""
-    return ClusterSource(PRESETS[setting.model], Cluster(f"p3.16xlarge:{setting.hosts}"), ends=False)
+    """Without embedding and head, as the paper's timings are; gradients are summed in half precision, and tensor
+    parallel ranks repeat norms and residuals, as its code has it."""
+    host = Cluster("p3.16xlarge").host
+    cluster = Cluster("p3.16xlarge", replace(host, device=replace(host.device, summed=2)), setting.hosts)
+    return ClusterSource(PRESETS[setting.model], cluster, ends=False, sequence_parallel=False)
 
 
 def request_of(setting: Setting) -> Request:
@@ -199,7 +202,7 @@ def _estimate_fsdp(source: ClusterSource, request: Request, sequences: int, ring
     weights = config.parameters * (2 * host.device.element + 4)
     gathered = host.inter_node.seconds(weights) if source.cluster.hosts > 1 else host.intra_node.seconds(weights)
     per_step = cost.per_step([whole]) / source.devices
-    kernel, blas = host.device.attention, host.device.blas
+    kernel, blas = host.device.attention_kernel, host.device.blas
     memory = ShapeMemory(
         config, host.device.element, host.device.state, 1, recompute="full", attention=kernel, blas=blas
     )

@@ -22,7 +22,7 @@ from terapipe.modeling.main_grads import drop_main_grads
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.sliced_stage import SlicedStage
 from terapipe.modeling.stage import PipelineModel, Stage
-from terapipe.planning.hardware import blas_workspaces
+from terapipe.planning.device import blas_workspaces
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.planning.recompute import Recompute
