@@ -11,7 +11,7 @@ from hypothesis import settings
 from tests import pretend
 from tests.support.processes import started_with
 from tests.support.ranks import Ranks
-from tests.support.seldom import mark_seldom
+from tests.support.seldom import mark_seldom, refuse_idle_patterns
 
 torch.set_num_threads(1)
 ENDING = 60.0  # seconds that processes have to end after what they served: a killed browser's helpers need a moment
@@ -26,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:attention in torch.float64:RuntimeWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    refuse_idle_patterns(config, items)
     mark_seldom(items, on_gpus=pretend.is_active())
 
 

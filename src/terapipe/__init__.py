@@ -1,6 +1,28 @@
 """Token-level pipeline parallelism: train long sequences across many devices, exactly.
 
-Importing this module never loads torch; the names that need it are loaded when first used.
+    import terapipe as tp
+
+    profile = tp.profile(model, seq_len=8192)                              measure, on every rank
+    result = tp.plan(model, profile, batch_size=8, seq_len=8192)           choose how to cut model and batch
+    pipe = tp.Pipeline(model, result.plan)                                 an nn.Module with this rank's layers
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    loss = pipe.step(ids, tp.next_token_labels(ids))                       forward and backward of one batch
+    optimizer.step()
+
+What is here, by the question it answers:
+
+    what do I train?        PipelineModel, Stage, SliceCache, attend, AuxiliaryLoss for a model of your own; GPT; hf
+    is it exact?            verify, Verification; ``terapipe verify`` for Hugging Face models
+    how long does it take?  profile, Profile (measured); Cluster (data sheets); CostTable (your own)
+    how should it be cut?   plan, compare, estimate -> PlanResult, Comparison, PlanEstimate; Plan, Slice, Layout
+    in which order?         ORDERS, Order, register; schedule, Schedule, Action, Op, dependencies, validate
+    what does a step do?    simulate -> Timeline, Event; dry_run -> DryRun
+    run it                  Pipeline, PipelineError, device_mesh, next_token_labels, fill_batch
+    packed documents        document_planner, DocumentPlanner
+    with a trainer          ``tp.trainers``; objectives: ``tp.losses``
+
+Importing this module never loads torch, because planning, simulating and drawing do not need it and torch takes seconds
+to load. The names that need it are loaded when first used (``__getattr__``); type checkers see them all.
 """
 
 from importlib import import_module
@@ -103,6 +125,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Loads names that need torch, and the rooms ``hf``, ``losses`` and ``trainers``, when they are first used.
+
+    Args:
+        name: Of an attribute that is not here yet.
+    """
     if name in ("hf", "losses", "trainers"):
         return import_module(f"terapipe.{name}")
     if name not in _NEEDS_TORCH:
@@ -111,4 +138,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """The public names, also those that are not loaded yet, for completion in editors and notebooks."""
     return sorted([*__all__, "__version__", "hf", "losses", "trainers"])

@@ -64,7 +64,11 @@ class Planner(Protocol[P, Result]):
 def takes(kind: Callable[P, Call]) -> Callable[[Callable[[Any, Costs, Call], Result]], Planner[P, Result]]:
     """Decorates a function of a model, costs and an options object: callers pass the options one by one.
 
-    ``help`` and editors see the options as keyword arguments, each with its text in the docstring.
+    ``help`` and editors see the options as keyword arguments, each with its text in the docstring. A wrong name fails
+    as it would with a plain signature, under the function's own name.
+
+    Args:
+        kind: The options class, a dataclass. Its fields become the arguments.
     """
 
     def wrap(function: Callable[[Any, Costs, Call], Result]) -> Planner[P, Result]:
@@ -100,12 +104,22 @@ def _signature(function: Any, kind: Any) -> inspect.Signature:
 
 
 def argument(doc: str, **default: Any) -> Any:
-    """A field of a call that is no knob: it says what to plan for, or how to tell."""
+    """A field of a call that is no knob: it says what to plan for, or how to tell. Command line and run.toml have their
+    own forms of these.
+
+    Args:
+        doc: Its text in the docstring.
+        **default: ``default=`` if it may be left out.
+    """
     return field(**default, metadata={"doc": doc, "choices": None})
 
 
 def no_progress(share: float) -> None:
-    """Tells nobody."""
+    """Tells nobody: the default of ``progress``.
+
+    Args:
+        share: The completed share.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,17 +360,18 @@ def dry_run(model: Any, plan: Plan | PlanResult, *, layout: Layout | None = None
 
     Args:
         model: As for ``plan``. A model of your own must be on the meta device.
-        plan: A result of ``plan`` has its layout and dtype, and the planner's count of bytes to compare with.
+        plan: A result of ``plan`` has its layout and dtype, whether products are autocast, and the planner's count of
+            bytes to compare with. With a bare Plan, the caller's ``torch.autocast`` counts.
         layout: As for ``estimate``.
         rank: Of the pipeline; by default the one that needs most memory, or else the last.
     """
+    import torch
+
     import terapipe.runtime.dry_run as dry
 
     result = plan if isinstance(plan, PlanResult) else PlanResult.of_plan(plan, layout or Layout(1, plan.num_ranks, 1))
     bare, layout = result.plan, layout or result.layout
     memory = None if result.source is None else result.memory
-    if getattr(memory, "autocast", False):
-        raise ValueError("a dry run computes in the dtype of the weights; plan without autocast for it")
     predicted = peaks(program(bare), bare, memory) if memory is not None else None
     if rank is None:
         rank = bare.num_ranks - 1 if predicted is None else max(range(len(predicted)), key=predicted.__getitem__)
@@ -364,13 +379,21 @@ def dry_run(model: Any, plan: Plan | PlanResult, *, layout: Layout | None = None
         raise ValueError(f"the pipeline has ranks 0 to {bare.num_ranks - 1}, got {rank}")
     built = _model_object(model, bare.seq_len, result.dtype)
     device = {name: getattr(memory, name) for name in ("state", "attention", "blas") if hasattr(memory, name)}
-    measured = dry.dry_run(built, bare, layout, rank, **device)
+    is_cast = isinstance(memory, ShapeMemory) and memory.autocast and memory.element == ELEMENT["bfloat16"]
+    measured = dry.dry_run(built, bare, layout, rank, autocast=torch.bfloat16 if is_cast else None, **device)
     return replace(measured, predicted=None if predicted is None else predicted[rank])
 
 
 def predicted_peaks(config: GPTConfig, plan: Plan, dtype: str, attention: str, blas: int) -> list[int]:
-    """The bytes of every pipeline rank, by the planner, without optimizer state. ``attention`` is the kernel, ``blas``
-    the bytes of cuBLAS's workspaces."""
+    """The bytes of every pipeline rank, by the planner, without optimizer state: what a measured step is compared with.
+
+    Args:
+        config: The model's shape.
+        plan: Of the step.
+        dtype: Of weights and activations, such as "bfloat16".
+        attention: The name of the attention kernel, which decides what it saves for backward.
+        blas: Bytes of cuBLAS's workspaces, 0 on CPUs.
+    """
     return peaks(program(plan), plan, ShapeMemory(config, ELEMENT[dtype], 0, attention=attention, blas=blas))
 
 
@@ -387,13 +410,20 @@ def _check_fit(plan: Plan, layout: Layout, source: Source) -> None:
 
 
 def model_spec(model: Any) -> ModelSpec | None:
-    """What the planner must know about a model. None if the model does not say; planning then needs a Profile."""
+    """What the planner must know about a model: its shape, its shortest slice, how it can be recomputed.
+
+    Args:
+        model: As for ``plan``.
+
+    Returns:
+        None if the model does not say; planning then needs a Profile.
+    """
     if isinstance(model, str | Path):
         model = _model_of_name(str(model))
     if model is None or isinstance(model, ModelSpec):
         return model
     if isinstance(model, GPTConfig):
-        return ModelSpec(model)
+        return ModelSpec(model, bare_ends=True)
     from terapipe.modeling.stage import require_model
 
     return require_model(model).planning_spec()
@@ -440,7 +470,7 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
 def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:
     """With what the model cannot do, so that no caller can forget it."""
     if spec is not None:
-        options |= {"min_slice": spec.min_slice, "recompute_modes": spec.recompute_modes}
+        options |= {name: getattr(spec, name) for name in ("min_slice", "recompute_modes", "bare_ends")}
     return Request(batch_size, seq_len, **options)
 
 
@@ -454,6 +484,7 @@ def _model_of_name(text: str, dtype: str | None = None) -> Any:
 
 
 def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel":
+    """A model that can be run. A shape becomes a GPT without weights (on the meta device), with enough positions."""
     if isinstance(model, str | Path):
         model = _model_of_name(str(model), dtype)
     if not isinstance(model, GPTConfig):

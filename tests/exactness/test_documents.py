@@ -11,7 +11,7 @@ from torch import Tensor
 from terapipe import DocumentPlanner, GPTConfig, Layout, Pipeline, Plan
 from terapipe.modeling.stage import IGNORE
 from terapipe.planning import DocumentCosts
-from terapipe.runtime import executor
+from terapipe.runtime import action_lists
 from terapipe.scheduling import validation
 from terapipe.scheduling.validation import Shape
 from tests.support.models import gradients, make_batch, make_model, mesh_of, worst_error
@@ -139,11 +139,11 @@ def counted(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[int]:
         patch.setattr(owner, name, lambda *args: (calls.append(name), plain(*args))[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        counting(executor, "with_early_receives")
+        counting(action_lists, "with_early_receives")
         for name in ("list_transfers", "validate_numbers"):
             counting(validation, name)
         validation._of_shape.cache_clear()
-        executor._lists_of_shape.cache_clear()
+        action_lists._lists_of_shape.cache_clear()
         pipe = Pipeline(make_model(config_of(plan)), plan, timeout=300.0)
         for stage in pipe.stages.values():
             counting(stage, "make_cache")

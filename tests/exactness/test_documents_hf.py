@@ -7,9 +7,16 @@ import torch
 
 from terapipe.hf import Decoder, UnsupportedModelError
 from terapipe.hf import stage as decoder_stage
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.runtime.pipeline import Pipeline
-from tests.support.hf_models import batch, gradients_of_documents, plain_gradients, two_stages, worst_difference
+from tests.support.hf_models import (
+    batch,
+    gradients_of_documents,
+    plain_gradients,
+    small_config,
+    two_stages,
+    worst_difference,
+)
 from tests.support.models import gradients
 
 pytestmark = pytest.mark.usefixtures("quiet_models")

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from terapipe import Layout, Pipeline, Plan, losses
 from terapipe.hf import Decoder, UnsupportedModelError
 from terapipe.hf.routers import with_balance
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.modeling.stage import IGNORE
+from tests.support.hf_models import small_config
 from tests.support.models import gradients, mesh_of
 from tests.support.ranks import Ranks
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from terapipe import Pipeline, Plan, losses
 from terapipe.hf import Decoder
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.modeling.stage import IGNORE
+from tests.support.hf_models import small_config
 from tests.support.models import gradients
 from tests.support.ranks import Ranks
 from tests.unit.trainers.runs import tokenizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe import Pipeline, PipelineError, Plan
-from terapipe.runtime.inputs import Inputs
+from terapipe.runtime.preflight import Inputs
 from tests.support.models import TINY, make_batch, make_model, plain, worst_error
 from tests.support.plans import plans
 from tests.support.ranks import Ranks
@@ -80,6 +80,7 @@ def test_a_batchs_own_plan_leaves_the_stages_where_they_are(change: dict[str, An
     plan = Plan((1,), ((16, 8),), (0, 1, 2, 3, 5), "terapipe-deferred", 2)
     intake = Inputs(plan, "refuse", 1, 0, torch.device("cpu"))
     other = replace(plan, lengths=((4, 20),), order="terapipe")
-    assert intake.own_plan(other) == other
+    ids = torch.zeros(1, 24, dtype=torch.int64)
+    assert intake.take(ids, None, None, other).plan == other
     with pytest.raises(ValueError, match=said):
-        intake.own_plan(replace(other, **change))
+        intake.take(ids, None, None, replace(other, **change))

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe import SliceCache, attend
-from terapipe.modeling import flash_kernels, kernels
-from terapipe.modeling.block_kernels import Cudnn, Efficient, Plain
+from terapipe.modeling import flash_kernels, kernel_choice
 from terapipe.modeling.flash_kernels import Flash
-from terapipe.modeling.kernel_check import fault_of
-from terapipe.modeling.kernels import Kernel, KernelRequest, kernel_for
+from terapipe.modeling.kernel_choice import fault_of, kernel_for
+from terapipe.modeling.kernels import Cudnn, Efficient, Kernel, KernelRequest, Plain
 from terapipe.runtime import MemoryCounter
 from tests.pretend import flash_packages
 from tests.pretend.cuda import capability
@@ -29,9 +28,9 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def _forget_trust() -> Iterator[None]:
-    kernels.forget()
+    kernel_choice.forget()
     yield
-    kernels.forget()
+    kernel_choice.forget()
 
 
 def sliced(

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from terapipe import GPT, Layout, Pipeline, Plan, device_mesh
 from terapipe.hf import Decoder, save_pretrained
 from terapipe.runtime.checkpoint.writer import Staging
-from terapipe.runtime.comm import failures, links
+from terapipe.runtime.comm import failures
+from terapipe.runtime.comm.channel import NcclLinks
+from terapipe.runtime.comm.environment import start_thread
 from terapipe.runtime.comm.failures import Board
 from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS
-from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.watcher import Watcher
 from tests.pretend import cuda, nccl
 from tests.pretend.channel import REMOTE, Settings
@@ -64,9 +65,9 @@ def two_stages(**options: Any) -> Pipeline:
     return pipe
 
 
-def nccl_links(pipe: Pipeline) -> links.NcclLinks:
+def nccl_links(pipe: Pipeline) -> NcclLinks:
     found = pipe.transport.channel.links
-    assert isinstance(found, links.NcclLinks)
+    assert isinstance(found, NcclLinks)
     return found
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from terapipe.modeling import kernels
-from terapipe.modeling.block_kernels import Cudnn, Efficient, Plain
+from terapipe.modeling import kernel_choice
 from terapipe.modeling.flash_kernels import Flash
-from terapipe.modeling.kernel_check import CASES, Case, error_of, fault_of, tolerance
-from terapipe.modeling.kernels import Kernel, KernelRequest, kernel_for, kernel_report
+from terapipe.modeling.kernel_choice import CASES, Case, error_of, fault_of, kernel_for, kernel_report, tolerance
+from terapipe.modeling.kernels import Cudnn, Efficient, Kernel, KernelRequest, Plain
 from tests.pretend import cuda, flash_packages, operators
 
 CUDA = torch.device("cuda", 0)
@@ -22,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _fresh() -> Iterator[None]:
     """What one test found out about kernels, no other should know."""
     yield
-    kernels.forget()
+    kernel_choice.forget()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,13 +99,13 @@ class WrongLayout(Efficient):
     """Outputs as (batch, heads, tokens, size), which the operator does not check."""
 
     def block_backward(self, grad, q, k, v, out, lse, causal, scores):  # type: ignore[no-untyped-def]
-        from terapipe.modeling import block_kernels
+        from terapipe.modeling import kernels
 
-        kept, block_kernels._as_rows = block_kernels._as_rows, torch.Tensor.contiguous
+        kept, kernels._as_rows = kernels._as_rows, torch.Tensor.contiguous
         try:
             return super().block_backward(grad, q, k, v, out, lse, causal, scores)
         finally:
-            block_kernels._as_rows = kept
+            kernels._as_rows = kept
 
 
 @pytest.mark.parametrize("kind", [ViewOfLogSumExps, WrongLayout])
@@ -140,7 +139,7 @@ def test_cudnn_is_refused_as_torch_refuses_it() -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)
     assert kernel_report(*asked).used[0][0] == "cudnn"
     with cuda.capability(8, 6):
-        kernels.forget()
+        kernel_choice.forget()
         assert dict(kernel_report(*asked).refused)["cudnn"] == "torch prefers another on this GPU"
 
 

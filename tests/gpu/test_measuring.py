@@ -10,9 +10,10 @@ import terapipe
 from terapipe import GPT, GPTConfig, Pipeline, Plan
 from terapipe.api import predicted_peaks
 from terapipe.cli import main
-from terapipe.doctor import examine
+from terapipe.doctor.examination import CUDA_LENGTHS
 from terapipe.modeling.compiling import compile_layers
-from terapipe.modeling.kernels import KernelRequest, kernel_for
+from terapipe.modeling.kernel_choice import kernel_for
+from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.device import usable_of_measured
@@ -124,7 +125,7 @@ def test_computations_are_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_links_are_measured_with_large_messages() -> None:
     """4 MiB show the latency of a fast link, not its rate."""
-    assert 8 * max(examine.CUDA_LENGTHS) == 256 << 20
+    assert 8 * max(CUDA_LENGTHS) == 256 << 20
 
 
 def test_compiling_without_triton_is_refused_at_once() -> None:

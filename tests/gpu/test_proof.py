@@ -10,8 +10,8 @@ import torch
 
 from terapipe import ORDERS
 from terapipe.cli import main
-from terapipe.doctor import exactness, measurements, prove
-from terapipe.doctor.proof import LARGE, SMALL, sizes
+from terapipe.doctor import exactness, measurements, proof
+from terapipe.doctor.proof import LARGE, SMALL, run_rank, sizes
 from terapipe.runtime.comm.environment import local_device
 from tests.pretend import nccl
 
@@ -26,10 +26,11 @@ def test_a_part_of_the_proof_kit(
     ranks: str, some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also that its ranks close their connections: torch warned of each at the end."""
-    monkeypatch.setattr(prove, "CHECKS", {name: prove.CHECKS[name] for name in some})
+    for module in (exactness, measurements):
+        monkeypatch.setattr(module, "CHECKS", {name: check for name, check in module.CHECKS.items() if name in some})
     assert main(["doctor", "--prove", "--ranks", ranks, "--size", "small", "--out", str(tmp_path / "proof.json")]) == 0
     told: dict[str, Any] = json.loads((tmp_path / "proof.json").read_text())
-    assert {proof["name"]: proof["holds"] for proof in told["proofs"]} == dict.fromkeys(some, True)
+    assert {each["name"]: each["holds"] for each in told["proofs"]} == dict.fromkeys(some, True)
     assert nccl.UNDESTROYED not in capfd.readouterr().err
 
 
@@ -46,9 +47,9 @@ def tf32() -> Iterator[None]:
 def test_gradients_are_exact_where_tf32_is_allowed(tf32: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proofs failed there: gradients of TF32 products are off by a thousandth."""
     with monkeypatch.context() as patch:
-        patch.setattr(exactness, "begin_rank", local_device)
-        assert exactness._hugging_face() > exactness.EXACT, "the pretend GPU has TF32, too"
-    assert exactness._hugging_face() < exactness.EXACT
+        patch.setattr(proof, "begin_rank", local_device)
+        assert run_rank(exactness._hugging_face) > exactness.EXACT, "the pretend GPU has TF32, too"
+    assert run_rank(exactness._hugging_face) < exactness.EXACT
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -58,14 +59,14 @@ def test_verifying_on_a_gpu_allows_no_tf32(tf32: None, capsys: pytest.CaptureFix
 
 
 def test_products_are_added_in_float32() -> None:
-    found = exactness._products(SMALL)
-    assert len(found["errors"]) == 6
-    assert found["error"] < (exactness.EXACT if found["fused"] else exactness.ROUNDED)
+    products = run_rank(exactness._products, SMALL)
+    assert len(products["errors"]) == 6
+    assert products["error"] < (exactness.EXACT if products["fused"] else exactness.ROUNDED)
 
 
 def test_memory_that_others_take_is_told() -> None:
-    found = measurements._reserve(SMALL)
-    assert found["ranks"] == [{"context": 512 << 20, "connected": 512 << 20, "after a step": 512 << 20}]
+    reserve = run_rank(measurements._reserve, SMALL)
+    assert reserve["ranks"] == [{"context": 512 << 20, "connected": 512 << 20, "after a step": 512 << 20}]
 
 
 def test_a_slow_gpu_gets_small_models() -> None:
@@ -80,8 +81,8 @@ def test_the_whole_proof_kit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out = tmp_path / "proof.json"
     assert main(["doctor", "--prove", "--ranks", "2", "--size", "small", "--out", str(out)]) == 0
     told: dict[str, Any] = json.loads(out.read_text())
-    proofs = {proof["name"]: proof for proof in told["proofs"]}
-    assert told["holds"], [proof for proof in told["proofs"] if proof["holds"] is False]
+    proofs = {each["name"]: each for each in told["proofs"]}
+    assert told["holds"], [each for each in told["proofs"] if each["holds"] is False]
     assert all(proofs[name]["holds"] is True for name in HOLDING)
     assert set(proofs) == {*HOLDING, *FIGURES}
     assert len(proofs["orders"]["figures"]["errors"]) == len(ORDERS)

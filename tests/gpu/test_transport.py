@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terapipe import GPT, Pipeline, Plan
 from terapipe.runtime.checkpoint.writer import CheckpointWriter
+from terapipe.runtime.comm.channel import NcclLinks
 from terapipe.runtime.comm.groups import GROUPS, MAX_CTAS, PATIENCE
-from terapipe.runtime.comm.links import NcclLinks
 from tests.pretend import nccl
 from tests.pretend.waits import counting_waits
 from tests.support.models import TINY, make_batch

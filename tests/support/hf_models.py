@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import default_config, shrink_config, small_model
 from tests.support.models import gradients
 
 LENGTHS = ((9, 1, 12, 7), (20, 9))
@@ -34,6 +35,13 @@ def batch(tokens: int = 29, rows: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     ids, labels = (torch.randint(90, (rows, tokens), generator=generator) for _ in range(2))
     return ids, labels
+
+
+def small_config(model_type: str) -> PretrainedConfig:
+    """The default configuration of a type, made small; of a multimodal model, its text part."""
+    config = default_config(model_type)
+    text = getattr(config, "text_config", None)
+    return shrink_config(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
 
 
 def small(kind: str = "llama", **changes: Any) -> PreTrainedModel:

@@ -22,6 +22,10 @@ def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_sl
     chunks = order.chunks or draw(st.integers(1, 3))
     stages = draw(st.integers(1, max_ranks)) * chunks
     widths = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
+    if stages > 1 and draw(st.booleans()):  # the embedding alone, the head alone, or both
+        ends = draw(st.sampled_from([(0,), (-1,), (0, -1)] if stages > 2 else [(0,), (-1,)]))
+        for end in ends:
+            widths[end] = 0
     boundaries = tuple(sum(widths[:k]) for k in range(stages + 1))
     microbatches = draw(st.integers(1, max_microbatches))
     tokens = draw(st.integers(1, 24))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from terapipe import files as folders
-from terapipe.files import beside, put_in_place
+from terapipe.files import replace_folder, sibling
 
 
 def make(folder: Path, text: str) -> Path:
@@ -18,7 +18,7 @@ def make(folder: Path, text: str) -> Path:
 
 def test_the_new_replaces_the_old(tmp_path: Path) -> None:
     folder = make(tmp_path / "saved", "old")
-    put_in_place(folder, make(beside(folder, "partial"), "new"))
+    replace_folder(folder, make(sibling(folder, "partial"), "new"))
     assert (folder / "what").read_text() == "new"
     assert [f.name for f in tmp_path.iterdir()] == ["saved"]
 
@@ -27,7 +27,7 @@ def test_the_new_replaces_the_old(tmp_path: Path) -> None:
 def test_a_crash_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     """Stopped before any of its renames and deletions, the next attempt finds the old or the new one whole."""
     folder = make(tmp_path / "saved", "old")
-    partial = make(beside(folder, "partial"), "new")
+    partial = make(sibling(folder, "partial"), "new")
     calls = 0
 
     def crash(plain: object) -> object:
@@ -44,7 +44,7 @@ def test_a_crash_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         patched.setattr(Path, "rename", crash(Path.rename))
         patched.setattr(folders.shutil, "rmtree", crash(folders.shutil.rmtree))
         with pytest.raises(KeyboardInterrupt):
-            put_in_place(folder, partial)
+            replace_folder(folder, partial)
     folders.recover(folder)
     assert (folder / "what").read_text() in ("old", "new")
 

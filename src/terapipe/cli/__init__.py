@@ -1,4 +1,21 @@
-"""The command line. Each verb is a module that parses arguments, calls the library and prints the result."""
+"""The command line: ``terapipe VERB ...``, or ``python -m terapipe VERB ...``.
+
+Each verb is a module with two functions: ``add`` declares its options, ``run`` calls the library and prints the result.
+A verb computes nothing that Python cannot have: its docstring names the function that does the same. ::
+
+    before training     doctor     can this machine, or can all hosts together, train?
+                        verify     is this Hugging Face model exact in slices?      models   which ones are?
+                        profile    how long do slices take here?
+                        plan       how should model and batch be cut?               compare  and by other orders?
+                        simulate   what does a step of that plan look like?
+    training            train      by a run.toml, with checkpoints and a report
+    the paper           reproduce  its experiments, simulated
+
+Results go to stdout, progress and errors to stderr, so ``--json`` can be piped. Exit codes: 0 all is well, 1 the answer
+is no (a problem, an inexact model, a run that failed), 2 the question was wrong, 130 after Ctrl-C.
+
+Modules of verbs do not import torch at their top: ``terapipe plan`` answers in the time that torch takes to load.
+"""
 
 import argparse
 import os
@@ -15,18 +32,27 @@ VERBS = (doctor, train, profile, plan, compare, simulate, reproduce, verify, mod
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints errors as one line, like all other messages, without the usage of every option."""
+    """Prints errors as one line, like all other messages, without the usage of every option.
+
+    Options must be written out: an abbreviation that is clear today would be ambiguous with the next knob.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
+        """Ends with exit code 2 and one line. For an unknown verb it names all verbs and the one that was likely meant.
+
+        Args:
+            message: What argparse says.
+        """
         wrong = re.fullmatch(r"argument VERB: invalid choice: '(.*)' \(choose from .*\)", message, re.DOTALL)
         message = f"{_unknown_verb(wrong[1])} See" if wrong else f"{message}; see"
         self.exit(2, f"{self.prog}: {message} {self.prog} --help\n")
 
 
 def _unknown_verb(word: str) -> str:
+    """Says which verbs there are, and which one was likely meant by a word that is none."""
     names = [verb.__name__.rpartition(".")[2] for verb in VERBS]
     likely = get_close_matches(word, names, 1)
     hint = f"; did you mean {likely[0]!r}?" if likely else "."
@@ -34,6 +60,7 @@ def _unknown_verb(word: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of all verbs. Without a verb it prints its help and succeeds, because that is what was asked for."""
     root = _Parser(
         prog="terapipe",
         description="Token-level pipeline parallelism for PyTorch. `terapipe VERB --help` explains a verb.",
@@ -52,7 +79,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of ``terapipe``. Bad input gives one message and exit code 2."""
+    """Runs one command. Bad input (``ValueError``, ``OSError``) gives one message and exit code 2; a traceback is for
+    faults of the program.
+
+    Args:
+        arguments: Without the program's name; by default those of this process.
+
+    Returns:
+        The exit code.
+    """
     try:
         parsed = parser().parse_args(arguments)
     except SystemExit as end:  # from argparse: 0 after --help, 2 after an error

@@ -1,4 +1,17 @@
-"""``terapipe compare``: the best plan of every order, by time and by memory."""
+"""``terapipe compare``: the best plan of every order, by time and by memory. In Python: ``terapipe.compare``.
+
+    $ terapipe compare --model gpt3-13b --cluster dgx-a100:4 --batch-size 8 --seq-len 2048 --svg orders.svg
+                    step     x  tokens/s  idle  peak memory  fits  dp x pp x tp  microbatches and slices
+    gpipe         521 ms  1.33    31,443   29%       14 GiB   yes  1 x 4 x 8     8 x 1 seq
+    1f1b          521 ms  1.32    31,465   29%     10.5 GiB   yes  1 x 4 x 8     8 x 1 seq
+    terapipe-v *  393 ms  1.00    41,671   18%       13 GiB   yes  1 x 8 x 4     2 x 4 seq in 8 slices, 2 chunks
+    ...
+    * no other that fits is both faster and smaller
+
+``x`` is relative to the fastest. By default every order gets the layout that suits it best, because that is how it
+would be used; ``--same-layout`` compares the orders themselves. Options that fix a cut (``--order``, ``--num-slices``,
+...) are refused: the table is about trying them all.
+"""
 
 import argparse
 import json
@@ -22,6 +35,8 @@ from terapipe.reporting.svg import to_png
 
 
 def add(verbs: Verbs) -> None:
+    """Declares the options of ``terapipe compare``: those of ``plan`` without its cuts, and where to write the
+    chart."""
     parser = verbs.add_parser(
         "compare",
         help="compare the best plans of all orders by time and memory",
@@ -42,6 +57,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Compares, writes the files that were asked for, and prints the table, or with ``--json`` a list of its rows."""
     check_outputs(parsed)
     cuts = set(names_of(PlanOptions)) - set(names_of(CompareOptions))
     refuse_with("compare, which tries all orders and slicings", parsed, *sorted(cuts))

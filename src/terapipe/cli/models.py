@@ -1,4 +1,15 @@
-"""``terapipe models``: lists which Hugging Face models are exact, and why others are refused."""
+"""``terapipe models``: lists which Hugging Face models are exact, and why others are refused.
+
+    $ terapipe models
+    model                              by         largest error  packed documents  router loss  why not, or what to mind
+    afmoe                     exact    attention  1e-07          exact
+    apertus                   exact    attention  3e-16          exact
+    ...
+    137 of 183 types are exact with transformers 5.22.2, 98 of them with packed documents, 24 with ...
+
+The list is a file of this release (hf/models.json), written by `terapipe verify --all --json`, so the answer comes at
+once and without transformers. If another transformers is installed, the last line says how to ask it.
+"""
 
 import argparse
 import json
@@ -10,6 +21,7 @@ from terapipe.cli.options import Verbs, console
 
 
 def add(verbs: Verbs) -> None:
+    """Declares the options of ``terapipe models``."""
     parser = verbs.add_parser(
         "models",
         help="list the Hugging Face models that are exact, and why others are refused",
@@ -21,6 +33,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Prints the list as a table, or with ``--json`` the file itself."""
     text = resources.files("terapipe.hf").joinpath("models.json").read_text("utf-8")
     if parsed.json:
         print(text)

@@ -1,4 +1,16 @@
-"""What verbs share: options, their conversion to arguments of the library, and the console."""
+"""What verbs share: options, their conversion to arguments of the library, and the console.
+
+Knobs of the planner are declared once, as fields of ``PlanOptions`` and ``CostOptions`` (planning/options.py).
+``add_knobs`` makes an option of each, ``request_of`` makes the arguments of ``terapipe.plan`` again::
+
+    num_slices: int | None = knob("...", unit="N")   a field
+    --num-slices N                                   add_request(parser), with its help
+    parsed.num_slices                                argparse
+    plan(..., num_slices=parsed.num_slices)          request_of(parsed)
+
+So a new knob needs no line here. Refusals that depend on two options are here, because only the command line can tell
+an option that was left out from one that has its default.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -30,8 +42,14 @@ from terapipe.reporting.plans import WIDTH
 from terapipe.reporting.svg import require_png
 from terapipe.search.table import CostTable
 
+# Options that name files. A file that is written must differ from all others of the same command.
 OUTPUTS = ("save", "slurm", "kubernetes", "html", "svg", "png", "trace", "out")
 INPUTS = ("profile", "cost_table", "plan", "measured")
+MOST_SECONDS = 1e8  # of a timeout: what the clock of threads can count
+NO_OPTION = ("devices",)  # the number of ranks is dp x pp x tp, or that of the profile
+
+T = TypeVar("T")
+Verbs = Any  # the type of argparse's subparsers is private
 
 console = Console(highlight=False, soft_wrap=True)  # what all verbs print to
 if not console.is_terminal:
@@ -39,7 +57,12 @@ if not console.is_terminal:
 
 
 def check_outputs(parsed: argparse.Namespace) -> None:
-    """Refuses outputs that cannot be written or would overwrite another file of the same command."""
+    """Refuses outputs that cannot be written or would overwrite another file of the same command. Called before
+    anything is computed: a plan that took minutes must not be lost to a folder's name.
+
+    Args:
+        parsed: Options of which some are in ``OUTPUTS`` and ``INPUTS``. A PNG also needs its extra.
+    """
     taken: dict[Path, str] = {}
     for name in (*INPUTS, *OUTPUTS):
         path = getattr(parsed, name, None)
@@ -55,6 +78,7 @@ def check_outputs(parsed: argparse.Namespace) -> None:
 
 
 def _check_file(path: Path, name: str) -> None:
+    """Refuses a folder, a device, and a path below a file. Missing folders are fine: they are made when writing."""
     files.check_kind(path)
     if path.is_dir():
         raise ValueError(f"--{name} names a file to write, {path} is a folder")
@@ -63,12 +87,14 @@ def _check_file(path: Path, name: str) -> None:
         raise ValueError(f"--{name} {path} cannot be written: {parent} is a file, not a folder")
 
 
-T = TypeVar("T")
-
-Verbs = Any  # the type of argparse's subparsers is private
-
-
 def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required: bool = True) -> None:
+    """Adds ``--model``, where costs come from, and the knobs of ``CostOptions``.
+
+    Args:
+        parser: Of a verb.
+        table: Whether the verb can plan with a cost table.
+        required: Whether one of the sources must be given. A saved plan has its own.
+    """
     sources = "a described cluster, a profile or a cost table" if table else "a described cluster or a profile"
     group = parser.add_argument_group("model and costs", f"Costs come from {sources}.")
     group.add_argument("--model", help=f"{model_help()}. Needed with --cluster; a profile knows its model")
@@ -95,12 +121,18 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required
 
 
 def model_help() -> str:
+    """What ``--model`` takes, for its help."""
     shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
     return f"a preset ({', '.join(PRESETS)}), a shape ({shape}), or a Hugging Face model (its config.json or folder)"
 
 
 def add_request(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """The batch, and every knob of ``PlanOptions``."""
+    """Adds the batch, and an option for every knob of ``PlanOptions``.
+
+    Args:
+        parser: Of a verb.
+        required: Whether batch size and sequence length must be given. A saved plan has them.
+    """
     batch = parser.add_argument_group(MEMORY)
     batch.add_argument(
         "--batch-size", type=int, required=required, metavar="N", help="sequences per step, over all replicas"
@@ -129,6 +161,11 @@ def add_knobs(parser: argparse.ArgumentParser, groups: dict[str, Any], kind: typ
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Adds what the launch command of a plan, and the Slurm or Kubernetes job, depend on.
+
+    Args:
+        parser: Of a verb.
+    """
     launch = parser.add_argument_group("launching", "The plan ends with the command that starts it.")
     launch.add_argument(
         "--script",
@@ -148,17 +185,29 @@ def orders_help() -> str:
 
 
 @contextmanager
-def progress_of(verb: str) -> Iterator[Callable[[float], None]]:
-    """A bar on the terminal, gone in the end. Nothing if errors go elsewhere."""
+def progress_of(verb: str, *, shown: bool = True) -> Iterator[Callable[[float], None]]:
+    """A bar on the terminal, gone in the end. Nothing if errors go elsewhere: a log file needs no bar.
+
+    Args:
+        verb: What is done, such as "planning", in front of the bar.
+        shown: False on all ranks but one.
+
+    Yields:
+        A function to be called with the completed share, between 0 and 1.
+    """
     columns = (TextColumn(verb), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
     screen = Console(stderr=True)
-    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=screen, disable=not (shown and screen.is_terminal), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda share: bar.update(task, completed=share)
 
 
 def costs_of(parsed: argparse.Namespace) -> Costs:
-    """The profile, the cost table or the cluster that the options name."""
+    """Reads the profile or the cost table, or makes the cluster, that the options name.
+
+    Args:
+        parsed: With the options of ``add_source``.
+    """
     if parsed.profile is not None:
         refuse_with("--profile", parsed, "layers_only", "autocast")
         return load(parsed.profile, Profile.from_json)
@@ -173,13 +222,12 @@ def costs_of(parsed: argparse.Namespace) -> Costs:
     return Cluster(parsed.cluster)
 
 
-MOST_SECONDS = 1e8  # of a timeout: what the clock of threads can count
-
-NO_OPTION = ("devices",)  # the number of ranks is dp x pp x tp, or that of the profile
-
-
 def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The options that ``terapipe.plan`` takes, by its argument names."""
+    """The options that ``terapipe.plan`` takes, by its argument names.
+
+    Args:
+        parsed: With the options of ``add_source`` and ``add_request``.
+    """
     if parsed.batch_size is None or parsed.seq_len is None:
         raise ValueError("give --batch-size and --seq-len")
     _refuse_conflicts(parsed)
@@ -188,7 +236,8 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_conflicts(parsed: argparse.Namespace) -> None:
-    """Refuses options that have no effect together with others."""
+    """Refuses options that have no effect together with others: whoever gives both expects something that will not
+    be."""
     if parsed.num_slices is not None:
         refuse_with("--num-slices", parsed, "slice_lengths", "tile", "distinct")
     if parsed.slice_lengths is not None:
@@ -200,7 +249,14 @@ def _refuse_conflicts(parsed: argparse.Namespace) -> None:
 
 
 def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
-    """Refuses the options ``names`` if they were given, because they have no effect with ``chosen``."""
+    """Refuses options if they were given, because they have no effect with another: "--tile would have no effect with
+    --num-slices; leave out one or the other".
+
+    Args:
+        chosen: What takes their effect away, for the message.
+        parsed: All options.
+        *names: Of the options, as attributes of ``parsed``.
+    """
     options = {f"--{name.replace('_', '-')}": getattr(parsed, name, None) for name in names}
     asked = [option for option, value in options.items() if value is not None and value is not False]
     if asked:
@@ -208,6 +264,7 @@ def refuse_with(chosen: str, parsed: argparse.Namespace, *names: str) -> None:
 
 
 def _whole_number(text: str) -> int:
+    """Parses a number for an option, and names the option for lists if it was a list."""
     try:
         return int(text)
     except ValueError:
@@ -216,6 +273,7 @@ def _whole_number(text: str) -> int:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
+    """Parses lengths of slices: "704,688,656"."""
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -226,7 +284,12 @@ PARSERS: dict[type, Callable[[str], Any]] = {int: _whole_number, str: str, tuple
 
 
 def load(path: Path, parse: Callable[[str], T]) -> T:
-    """Reads and parses a file. Errors name the file."""
+    """Reads and parses a file. Errors name the file.
+
+    Args:
+        path: Of a text file.
+        parse: Makes an object of the text, such as ``Profile.from_json``, and raises ValueError where it cannot.
+    """
     text = files.read(path)
     try:
         return parse(text)

@@ -1,4 +1,25 @@
-"""``terapipe plan``: chooses how to split a model over devices and how to cut its batches."""
+"""``terapipe plan``: chooses how to split a model over devices and how to cut its batches. In Python:
+``terapipe.plan``.
+
+    $ terapipe plan --model gpt3-1b --cluster dgx-a100:1 --batch-size 8 --seq-len 2048 --save plan.json
+    interleaved, whole sequences on dp 4 x pp 2 x tp 1: 168 ms per step
+      order         interleaved
+      microbatches  2 x 1 seq
+      idle          8.5%
+      peak memory   14.7 GiB per device
+      ...
+    Why:
+      - slicing does not pay here: shorter slices cost more than the idle time they would save
+      ...
+    Runners-up, the best of every other order, each in its own best layout:
+      ...
+    To start it, with your model and data in run.toml:
+      terapipe train run.toml plan.file=plan.json data.batch_size=8 data.seq_len=2048
+
+Beside what ``terapipe.plan`` returns, the verb says how to start the plan (launch/job.py): a torchrun command for each
+host, and on request a Slurm script or a Kubernetes job. ``--dry-run`` is ``terapipe.dry_run``, ``--sensitivity`` is
+``PlanResult.sensitivity``, ``--save`` is ``PlanResult.save``.
+"""
 
 import argparse
 import json
@@ -55,6 +76,7 @@ examples:
 
 
 def add(verbs: Verbs) -> None:
+    """Declares the options of ``terapipe plan``. The end of its help lists the orders, which are data, and examples."""
     parser = verbs.add_parser(
         "plan",
         help="choose layout, order, microbatches, slices and recomputation",
@@ -85,6 +107,11 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Plans, writes the files that were asked for, and prints the explanation, or with ``--json`` one object.
+
+    Everything that can fail comes before anything is printed or written, so that a plan that cannot be launched leaves
+    no half of its files.
+    """
     _refuse_ignored(parsed)
     check_outputs(parsed)
     with progress_of("planning") as progress:
@@ -108,6 +135,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _refuse_ignored(parsed: argparse.Namespace) -> None:
+    """Refuses options that a cost table or a profile would ignore."""
     if parsed.cost_table is not None:
         refuse_with("--cost-table", parsed, "model", "layers_only", "autocast", "tile", "sensitivity", "dry_run")
     if parsed.profile is not None:
@@ -132,7 +160,8 @@ def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
 
 
 def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Launch | None:
-    """None if the plan cannot be spread evenly over the hosts. That is an error only if a job is to be written."""
+    """What starts the plan: hosts, processes, script. None if the plan cannot be spread evenly over the hosts, which is
+    an error only if a job is to be written: whoever asks what would be fastest wants to know that, too."""
     defaults = {"script": f"-m {_train(parsed, result)}", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
     asked = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
     launch = launch_of(result.layout, hosts, **{**defaults, **asked})
@@ -146,6 +175,7 @@ def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Lau
 
 
 def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None) -> None:
+    """Writes the plan and the jobs that were asked for."""
     if parsed.save:
         result.save(parsed.save, profile=parsed.profile)
     if launch and parsed.slurm:
@@ -157,6 +187,7 @@ def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None
 def _as_dict(
     result: PlanResult, launch: Launch | None, sensitivities: Sequence[Sensitivity], dry: "DryRun | None"
 ) -> dict[str, Any]:
+    """What ``--json`` prints: the result as ``--save`` writes it, with launch, dry run and sensitivity."""
     data = {**result.to_dict(), "launch": launch.to_dict() if launch else None}
     if dry is not None:
         data["dry_run"] = dry.to_dict()
@@ -168,6 +199,8 @@ def _as_dict(
 
 
 def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None, hosts: Hosts) -> None:
+    """Prints how to start the plan: with a run.toml and one host a single command, else torchrun for each host. If the
+    plan was not saved, it says so first, because the commands read its file."""
     if launch is None:
         console.print(f"\nNo launch: {why_uneven(result.layout, hosts)}.", markup=False)
         return
@@ -183,6 +216,8 @@ def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch 
 
 
 def _show_sensitivity(sensitivities: Sequence[Sensitivity]) -> None:
+    """Prints a line per constant of the cluster: what the chosen plan loses if the constant is really larger or
+    smaller."""
     if sensitivities:
         console.print("\nStep time lost if a constant is assumed wrong by a factor (* if another plan is chosen):")
     for constant, group in groupby(sensitivities, key=lambda m: m.constant):

@@ -1,4 +1,18 @@
-"""``terapipe train``: trains a model as described in a run.toml."""
+"""``terapipe train``: trains a model as described in a run.toml.
+
+    $ terapipe train run.toml optimizer.lr=1e-4 plan.file=plan.json      overrides come after the file
+    $ terapipe train run.toml --print-config                            every key with its value, and no training
+    $ torchrun --nnodes 2 --nproc-per-node 8 ... -m terapipe train run.toml
+
+The verb starts the ranks that the plan needs, unless torchrun has::
+
+    under torchrun                 run_rank(config)                        this process is a rank
+    one rank, no restarts          run_rank(config)                        no other process needed
+    else                           launch_module("terapipe", train ...)    ranks that are restarted if one dies
+
+What can be refused is refused here, once, before ranks start: each of them would say it again, at every restart. A run
+that has finished is not an error, so that a job that is submitted twice succeeds twice.
+"""
 
 import argparse
 import json
@@ -10,6 +24,7 @@ from terapipe.training.config import RunConfig, load
 
 
 def add(verbs: Verbs) -> None:
+    """Declares the options of ``terapipe train``; the keys of the file are declared in training/config.py."""
     parser = verbs.add_parser(
         "train",
         help="train a model as described in run.toml",
@@ -31,6 +46,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Trains, or prints the configuration. Exit code 0 if the run has finished or was stopped, 1 if it failed."""
     config = load(parsed.file, parsed.replaced)
     if parsed.print_config:
         print(config.to_toml())
@@ -59,6 +75,14 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _start(parsed: argparse.Namespace, config: RunConfig, ranks: int) -> int:
+    """Starts the ranks and waits for them. Exit code 0 needs ended.json, which rank 0 writes after its last checkpoint
+    is whole: a run that was stopped by a signal also ends without a failure, whether it could save or not.
+
+    Args:
+        parsed: The command, which ranks get again.
+        config: The run.
+        ranks: How many to start.
+    """
     from terapipe.launch.processes import launch_module
     from terapipe.training.lock import Lock
     from terapipe.training.logging.display import Terminal

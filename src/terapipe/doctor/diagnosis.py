@@ -1,4 +1,18 @@
-"""From facts to findings: what is fine, what is wrong, and what to do about it."""
+"""From facts to findings: what is fine, what is wrong, and what to do about it.
+
+A check is a function from an ``Examination`` to findings, one line of the report each::
+
+    Examination  --_versions-->  ok       versions         python 3.11.7, torch 2.13.0+cpu, ...
+                 --_port----->   problem  port             29500 cannot be used: address already in use
+                                                           -> give torchrun another --master-port; ...
+    of each host --_cores---->   warning  cores            2 ranks with 4 threads in all, on 2 cores
+
+A problem is what keeps ranks from training or makes them wrong; a warning is what makes them slow or may do so. Every
+finding that is not ok has a remedy, because the reader is somebody whose run does not start. Checks begin nothing and
+measure nothing. To add one, write the function and put it into ``_CHECKS`` at the end, in the order of the report.
+
+No torch here, and ``examination`` only for type checkers: the first finding may be that torch does not load.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,10 +20,15 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import zip_longest
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from terapipe.doctor.facts import Examination, Facts, Link
 from terapipe.reporting.style import count, digits, memory, seconds
+
+if TYPE_CHECKING:
+    from terapipe.doctor.examination import Examination, Facts, Link
+
+    Check = Callable[[Examination], Iterator["Finding"]]
+    HostCheck = Callable[[Sequence[Facts]], "Finding"]  # of the ranks of one host
 
 SLOW = 3.0  # factor by which a slow link is slower than the others of its kind
 JITTER = 2e-4  # seconds of latency that busy cores alone may add
@@ -49,7 +68,7 @@ class Finding:
         return {"found" if name == "message" else name: value for name, value in asdict(self).items()}
 
 
-def diagnose(examination: Examination) -> list[Finding]:
+def diagnose(examination: "Examination") -> list[Finding]:
     """Runs every check over the facts. It starts nothing and measures nothing, so tests can feed it any cluster.
 
     Args:
@@ -91,7 +110,9 @@ def _order(version: str, bound: str) -> int:
     return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
 
 
-def _versions(e: Examination) -> Iterator[Finding]:
+def _versions(e: "Examination") -> Iterator[Finding]:
+    """Compares python, torch and numpy with what this release requires. One finding for each wrong version, with
+    all ranks that have it: an image that is wrong is wrong on many hosts."""
     wrong: dict[tuple[str, str, str], list[Facts]] = {}
     for facts in e.ranks:
         for name, wanted in facts.needs.items():
@@ -106,7 +127,8 @@ def _versions(e: Examination) -> Iterator[Finding]:
         yield Finding("versions", Status.OK, ", ".join(f"{name} {v}" for name, v in e.ranks[0].versions.items()))
 
 
-def _same_versions(e: Examination) -> Iterator[Finding]:
+def _same_versions(e: "Examination") -> Iterator[Finding]:
+    """Compares torch and terapipe of all ranks with each other. The version that most ranks have is called usual."""
     if len(e.ranks) < 2:
         return
     alike = True
@@ -126,7 +148,9 @@ def _same_versions(e: Examination) -> Iterator[Finding]:
         yield Finding("same versions", Status.OK, f"on all {len(e.ranks)} ranks")
 
 
-def _backends(e: Examination) -> Iterator[Finding]:
+def _backends(e: "Examination") -> Iterator[Finding]:
+    """Checks what ranks would communicate with. Hosts with and without GPUs cannot work together: some ranks would
+    wait in NCCL, the others in gloo."""
     yield from _each_host(e, _backend)
     with_gpus = [host for host, ranks in e.hosts.items() if ranks[0].gpus]
     if 0 < len(with_gpus) < len(e.hosts):
@@ -136,7 +160,8 @@ def _backends(e: Examination) -> Iterator[Finding]:
         yield Finding("backends", Status.PROBLEM, message, remedy)
 
 
-def _backend(ranks: Sequence[Facts]) -> Finding:
+def _backend(ranks: Sequence["Facts"]) -> Finding:
+    """Checks gloo, NCCL and the number of GPUs of one host. gloo is needed also with GPUs, for messages of the host."""
     gpus = ranks[0].gpus
     if not all(facts.gloo for facts in ranks):
         return Finding("backends", Status.PROBLEM, "torch was built without gloo", "install a torch from pytorch.org")
@@ -153,7 +178,9 @@ def _backend(ranks: Sequence[Facts]) -> Finding:
     return Finding("backends", Status.OK, message)
 
 
-def _kernel(ranks: Sequence[Facts]) -> Finding:
+def _kernel(ranks: Sequence["Facts"]) -> Finding:
+    """Tells which attention kernels passed their self-test. A fallback is a warning: it is exact, but keeps a matrix
+    of scores per slice."""
     fallbacks = list(dict.fromkeys(reason for facts in ranks for reason in facts.fallbacks))
     if fallbacks:
         remedy = "training is exact but slower and needs more memory; use a torch that this release was tested with"
@@ -164,7 +191,8 @@ def _kernel(ranks: Sequence[Facts]) -> Finding:
 # Communication
 
 
-def _port(e: Examination) -> Iterator[Finding]:
+def _port(e: "Examination") -> Iterator[Finding]:
+    """Tells whether the port that torchrun will use is free. Under torchrun it is in use by this very run."""
     if e.port is None:
         return
     if not e.blocked:
@@ -174,8 +202,11 @@ def _port(e: Examination) -> Iterator[Finding]:
     yield Finding("port", Status.PROBLEM, f"{e.port} cannot be used: {e.blocked}", remedy)
 
 
-def _host_names(e: Examination) -> Iterator[Finding]:
-    def check(ranks: Sequence[Facts]) -> Finding:
+def _host_names(e: "Examination") -> Iterator[Finding]:
+    """Checks what the hosts' names resolve to, because gloo listens on that address. A name that means 127.0.0.1,
+    as /etc/hosts of many distributions has it, works on one host and hangs on two."""
+
+    def check(ranks: Sequence["Facts"]) -> Finding:
         addresses = ranks[0].addresses
         remedy = (
             "set GLOO_SOCKET_IFNAME to the interface that the other hosts reach, such as eth0, or correct /etc/hosts"
@@ -202,7 +233,8 @@ _REMEDIES = {
 }
 
 
-def _rendezvous(e: Examination) -> Iterator[Finding]:
+def _rendezvous(e: "Examination") -> Iterator[Finding]:
+    """Tells whether all ranks came and could work together, and if not, which ones or why."""
     at = f" at {e.where}" if e.where else ""
     if e.failure:
         yield Finding("rendezvous", Status.PROBLEM, e.failure, _REMEDIES[e.failed_at])
@@ -215,7 +247,8 @@ def _rendezvous(e: Examination) -> Iterator[Finding]:
         yield Finding("rendezvous", Status.OK, message)
 
 
-def _links(e: Examination) -> Iterator[Finding]:
+def _links(e: "Examination") -> Iterator[Finding]:
+    """Compares links with others of their kind: inside the host of rank 0, and from it to other hosts."""
     host = {facts.rank: facts.host for facts in e.ranks}
     inside = [link for link in e.links if host[link.rank] == host[0]]
     between = [link for link in e.links if host[link.rank] != host[0]]
@@ -227,7 +260,8 @@ def _links(e: Examination) -> Iterator[Finding]:
             yield _compare_links(check, links, host, remedy)
 
 
-def _compare_links(check: str, links: Sequence[Link], host: Mapping[int, str], remedy: str) -> Finding:
+def _compare_links(check: str, links: Sequence["Link"], host: Mapping[int, str], remedy: str) -> Finding:
+    """Names links that are far slower than the others. All links are in the details, for whoever wants numbers."""
     pairs = [f"rank 0 ({host[0]}) - rank {link.rank} ({host[link.rank]}): {_speed(link)}" for link in links]
     slow = [pair for link, pair in zip(links, pairs, strict=True) if _is_slow(link, links)]
     if slow:
@@ -238,7 +272,7 @@ def _compare_links(check: str, links: Sequence[Link], host: Mapping[int, str], r
     return Finding(check, Status.OK, message, details=tuple(pairs))
 
 
-def _is_slow(link: Link, links: Sequence[Link]) -> bool:
+def _is_slow(link: "Link", links: Sequence["Link"]) -> bool:
     """Compares a link with the median of the others. Their own median, not a limit in bytes per second, because what is
     slow between hosts with InfiniBand is fast between hosts with Ethernet."""
     others = [other for other in links if other is not link]
@@ -248,11 +282,13 @@ def _is_slow(link: Link, links: Sequence[Link]) -> bool:
     return link.rate * SLOW < rate or (link.latency > SLOW * latency and link.latency - latency > JITTER)
 
 
-def _speed(link: Link) -> str:
+def _speed(link: "Link") -> str:
     return f"{seconds(link.latency)}, {memory(link.rate)}/s"
 
 
-def _clocks(e: Examination) -> Iterator[Finding]:
+def _clocks(e: "Examination") -> Iterator[Finding]:
+    """Checks that the clocks of hosts agree, from the links' measurement. Ranks note times by their own clock, and a
+    timeline of several hosts puts these side by side."""
     ahead = {facts.host: link.clock for link in e.links for facts in e.ranks if facts.rank == link.rank}
     ahead.pop(e.ranks[0].host, None)
     wrong = [f"{host} by {digits(s)} s" for host, s in ahead.items() if abs(s) > CLOCK]
@@ -268,7 +304,8 @@ def _clocks(e: Examination) -> Iterator[Finding]:
 # Resources of each host
 
 
-def _cores(ranks: Sequence[Facts]) -> Finding:
+def _cores(ranks: Sequence["Facts"]) -> Finding:
+    """Looks for ranks that compete for cores: two pinned to the same one, or more threads than cores."""
     alone = [facts for facts in ranks if len(facts.cores) == 1 < facts.all_cores]
     for core in dict.fromkeys(facts.cores for facts in alone):
         on_it = [facts.rank for facts in alone if facts.cores == core]
@@ -295,7 +332,8 @@ def _cores(ranks: Sequence[Facts]) -> Finding:
     return Finding("cores", Status.OK, message)
 
 
-def _load(ranks: Sequence[Facts]) -> Finding:
+def _load(ranks: Sequence["Facts"]) -> Finding:
+    """Warns of a busy host: over half of its cores were in use before ranks began."""
     load, cores = max(facts.load for facts in ranks), ranks[0].all_cores
     message = f"{digits(load)} in the last minute, on {count(cores, 'core')}"
     if load > cores / 2:
@@ -304,7 +342,8 @@ def _load(ranks: Sequence[Facts]) -> Finding:
     return Finding("load", Status.OK, message)
 
 
-def _memory(ranks: Sequence[Facts]) -> Finding:
+def _memory(ranks: Sequence["Facts"]) -> Finding:
+    """Warns if a rank would have less than a GiB of the host: XX."""
     free = min(facts.memory for facts in ranks)
     message = f"{memory(free)} free for {count(len(ranks), 'rank')}"
     if free < FREE_MEMORY * len(ranks):
@@ -313,7 +352,8 @@ def _memory(ranks: Sequence[Facts]) -> Finding:
     return Finding("memory", Status.OK, message)
 
 
-def _shared_memory(ranks: Sequence[Facts]) -> Finding:
+def _shared_memory(ranks: Sequence["Facts"]) -> Finding:
+    """Warns of a small /dev/shm. Containers have 64 MB by default, and NCCL ends with a bus error where it is full."""
     size = ranks[0].shared_memory
     if size is not None and size < SHARED_MEMORY:
         remedy = "make it larger, in a container with --shm-size=1g: NCCL and data loaders use it"
@@ -322,7 +362,8 @@ def _shared_memory(ranks: Sequence[Facts]) -> Finding:
     return Finding("shared memory", Status.OK, message)
 
 
-def _files(ranks: Sequence[Facts]) -> Finding:
+def _files(ranks: Sequence["Facts"]) -> Finding:
+    """Warns of a low limit on open files: every connection to another rank takes one."""
     limits = [facts.files for facts in ranks if facts.files is not None]
     if limits and min(limits) < FILES:
         remedy = f"raise it with `ulimit -n {16 * FILES}`: every connection to a rank is an open file"
@@ -330,7 +371,7 @@ def _files(ranks: Sequence[Facts]) -> Finding:
     return Finding("open files", Status.OK, f"at most {min(limits)}" if limits else "any number")
 
 
-def _each_host(e: Examination, check: Callable[[Sequence[Facts]], Finding]) -> Iterator[Finding]:
+def _each_host(e: "Examination", check: "HostCheck") -> Iterator[Finding]:
     """Runs a check on every host, and yields a finding for each host with something wrong and one for all others. A
     thousand hosts that are fine take one line, and the one that is not keeps a line of its own."""
     findings = {host: check(ranks) for host, ranks in e.hosts.items()}
@@ -350,7 +391,7 @@ def _each_host(e: Examination, check: Callable[[Sequence[Facts]], Finding]) -> I
             yield replace(finding, message=where, details=tuple(f"{host}: {f.message}" for host, f in fine.items()))
 
 
-def _names_of(ranks: Sequence[Facts]) -> str:
+def _names_of(ranks: Sequence["Facts"]) -> str:
     """Returns ranks by host, for messages: ``ranks 0 and 1 on a, rank 2 on b``."""
     by_host: dict[str, list[int]] = {}
     for facts in ranks:
@@ -365,11 +406,11 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
 
 
-def _on_hosts(check: Callable[[Sequence[Facts]], Finding]) -> Callable[[Examination], Iterator[Finding]]:
+def _on_hosts(check: "HostCheck") -> "Check":
     return lambda e: _each_host(e, check)
 
 
-_CHECKS: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
+_CHECKS: tuple["Check", ...] = (
     _versions,
     _same_versions,
     _backends,

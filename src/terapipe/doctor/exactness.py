@@ -1,7 +1,12 @@
-"""Proofs that numbers are right on this hardware, and that a killed rank is noticed.
+"""Checks that numbers are right on this hardware, and that a killed rank is noticed.
 
-Every proof is a ``Check``: it takes the number of ranks and the size of the models, starts its ranks, and returns a
-``Proof``. The function of the same name with an underscore runs on each rank.
+Every public function but ``small_llama`` is a ``Check`` of ``proof``: it takes the number of ranks and the size of the
+models, starts its ranks, and returns a ``Proof``. The function of the same name with an underscore runs on each rank.
+
+The test suite asks the same questions of more cases (``tests/exactness``), but on CPUs and pretend GPUs. These are the
+few that a real GPU, driver or NCCL can answer in another way: kernels, products that add to float32, streams that
+overlap, background copies, a process that dies while NCCL waits for it. They compare gradients, not losses: a loss can
+be right to the last digit while a gradient is missing.
 """
 
 import copy
@@ -20,19 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from terapipe.doctor.examine import first_line
-from terapipe.doctor.proof import Proof, Size, begin_rank, meet
+from terapipe.doctor.examination import first_line
+from terapipe.doctor.proof import Check, Proof, Size, begin_rank, run_ranks
 from terapipe.launch.processes import launch
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernel_check import CASES, Case, error_of, tolerance
-from terapipe.modeling.kernels import kernel_for
-from terapipe.modeling.main_grads import _fuses, add_product, main_grad
+from terapipe.modeling.kernel_choice import CASES, Case, error_of, kernel_for, tolerance
 from terapipe.modeling.stage import next_token_labels
+from terapipe.modeling.weight_grads import add_product, can_add_in_float32, main_grad
 from terapipe.planning.layout import split_layers
 from terapipe.planning.order import ORDERS
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.slices import Plan
-from terapipe.runtime.comm.environment import rank_and_size
+from terapipe.runtime.comm.environment import local_device, rank_and_size
 from terapipe.runtime.comm.errors import PipelineError
 from terapipe.runtime.pipeline import Pipeline
 
@@ -46,7 +50,7 @@ TOLD = 180.0  # seconds within which survivors of a killed rank must have said s
 def kernels(ranks: int, size: Size) -> Proof:
     """Compares the attention kernel that is chosen for each kind of call with float64. It does not run the others: some
     compile for minutes."""
-    results: dict[str, Any] = launch(_kernels, 1, size)
+    results: dict[str, Any] = run_ranks(_kernels, 1, size)
     rows = results["combinations"]
     wrong = [row for row in rows if row["fault"]]
     used = sorted({row["kernel"] for row in rows if not row["fault"]})
@@ -55,11 +59,13 @@ def kernels(ranks: int, size: Size) -> Proof:
         says += f"; first fault: {wrong[0]['kernel']}, {wrong[0]['dtype']}, {wrong[0]['case']}: {wrong[0]['fault']}"
     if results["not used"]:
         says += f"; {results['not used'][0]}"
-    return Proof("kernels", not wrong and bool(rows), says, results)
+    return Proof(not wrong and bool(rows), says, results)
 
 
 def _kernels(size: Size) -> dict[str, Any]:
-    device = begin_rank()
+    """Returns a row for each dtype, head size and kind of call (window, softcap, packed documents, ...), and why
+    kernels that were tried first are not used, as their warnings say."""
+    device = local_device()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         rows = [
@@ -98,17 +104,24 @@ def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dic
 def products(ranks: int, size: Size) -> Proof:
     """Compares a weight's gradient, summed over slices in float32, with float64. The product adds to the sum itself, if
     torch can do that."""
-    result: dict[str, Any] = launch(_products, 1, size)
+    result: dict[str, Any] = run_ranks(_products, 1, size)
     how = "one operation" if result["fused"] else "two operations: this torch has none for it here"
     says = f"bfloat16 products, added to a sum in float32 by {how}, largest relative error {result['error']:.1e}"
-    return Proof("products", result["error"] <= (EXACT if result["fused"] else ROUNDED), says, result)
+    return Proof(result["error"] <= (EXACT if result["fused"] else ROUNDED), says, result)
 
 
 ROUNDED = 1e-2  # largest relative error where every product is rounded to bfloat16
 
 
 def _products(size: Size) -> dict[str, Any]:
-    device = begin_rank()
+    """Returns the error of each shape. Three slices are added to one sum, as a step does::
+
+        sum (float32, outputs x inputs) += left (bfloat16, tokens x outputs)^T @ right (bfloat16, tokens x inputs)
+
+    The odd shape finds kernels that want multiples of 8. Both orders of factors, because cuBLAS sees a transposed
+    matrix in one of them and may take another kernel.
+    """
+    device = local_device()
     width, errors = size.model.hidden, {}
     cases = (size.seq_len, 4 * width, width), (size.seq_len // 8, width, 4 * width), (77, 96, 40)
     for tokens, outputs, inputs in cases:
@@ -123,7 +136,11 @@ def _products(size: Size) -> dict[str, Any]:
             assert total is not None
             error = (total.double() - wanted).abs().max() / wanted.abs().max()
             errors[f"{tokens} x {outputs} x {inputs}{name}"] = error.item()
-    return {"fused": device.type == "cuda" and _fuses(torch.bfloat16), "error": max(errors.values()), "errors": errors}
+    return {
+        "fused": device.type == "cuda" and can_add_in_float32(torch.bfloat16),
+        "error": max(errors.values()),
+        "errors": errors,
+    }
 
 
 # Steps
@@ -132,14 +149,19 @@ def _products(size: Size) -> dict[str, Any]:
 def orders(ranks: int, size: Size) -> Proof:
     """Compares the gradients of a step in every order with the plain model's, on a small model in float32. Random
     delays break what is in order by luck."""
-    errors: dict[str, float] = launch(_orders, ranks)
+    errors: dict[str, float] = run_ranks(_orders, ranks)
     worst = max(errors.values())
     says = f"{len(errors)} orders on {ranks} ranks, largest relative error of a gradient {worst:.1e}"
-    return Proof("orders", worst <= EXACT, says, {"errors": errors})
+    return Proof(worst <= EXACT, says, {"errors": errors})
 
 
 def _orders() -> dict[str, float]:
-    begin_rank()
+    """Returns the largest error of each order, over all ranks.
+
+    Two microbatches of 1 and 2 sequences and four uneven slices, so that no two messages have the same shape and one
+    that is taken for another cannot go unnoticed. As many chunks per rank as the order allows and the layers suffice
+    for, because only then do ranks send to themselves and back.
+    """
     config = GPTConfig(layers=16, hidden=32, heads=4, kv_heads=2, vocab=61, max_seq_len=96)
     ids = torch.randint(config.vocab, (3, 96), generator=torch.Generator().manual_seed(0))
     wanted = _plain(_wide(GPT(config)), ids)
@@ -153,7 +175,6 @@ def _orders() -> dict[str, float]:
         pipe = Pipeline(_wide(GPT(config)), plan)
         _add_delays(pipe)
         errors[name] = max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
-    meet()
     return errors
 
 
@@ -215,14 +236,15 @@ def hugging_face(ranks: int, size: Size) -> Proof:
     try:
         import transformers
     except ImportError:
-        return Proof("Hugging Face", None, "transformers is not installed", {})
-    error: float = launch(_hugging_face, ranks)
+        return Proof(None, "transformers is not installed")
+    error: float = run_ranks(_hugging_face, ranks)
     says = f"a Llama on {ranks} ranks, largest relative error of a gradient {error:.1e}"
-    return Proof("Hugging Face", error <= EXACT, says, {"error": error, "transformers": transformers.__version__})
+    return Proof(error <= EXACT, says, {"error": error, "transformers": transformers.__version__})
 
 
 def _hugging_face() -> float:
-    begin_rank()
+    """Returns the largest error over all ranks of a step whose batch and slices are uneven, like those of ``_orders``.
+    The reference is transformers' own forward with its own loss, so also the shift of labels is compared."""
     from terapipe.hf.decoder import Decoder
 
     model, ids = small_llama(), torch.randint(61, (2, 96), generator=torch.Generator().manual_seed(0))
@@ -232,9 +254,7 @@ def _hugging_face() -> float:
     ranks, layers = rank_and_size()[1], model.config.num_hidden_layers
     boundaries = tuple(layers * k // ranks for k in range(ranks + 1))
     pipe = Pipeline(Decoder(model), Plan((1, 1), ((40, 8, 33, 15),) * 2, boundaries))
-    worst = max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
-    meet()
-    return worst
+    return max(pipe.gather(_error(_two_steps(pipe, ids), wanted)))
 
 
 def small_llama(**changes: int) -> Any:
@@ -256,16 +276,18 @@ def small_llama(**changes: int) -> Any:
 def autocast(ranks: int, size: Size) -> Proof:
     """Compares a step under torch.autocast, as `bf16=True` of Hugging Face trainers has it, with float32. It must be
     about as close as one process under autocast."""
-    errors: dict[str, float] = launch(_autocast, ranks)
+    errors: dict[str, float] = run_ranks(_autocast, ranks)
     says = (
         f"gradients on {ranks} ranks are off by {errors['pipeline']:.1e} of float32's, by {errors['plain']:.1e} in one "
         "process"
     )
-    return Proof("autocast", errors["pipeline"] <= 2 * errors["plain"], says, dict(errors))
+    return Proof(errors["pipeline"] <= 2 * errors["plain"], says, dict(errors))
 
 
 def _autocast() -> dict[str, float]:
-    device = begin_rank()
+    """Returns the error of one process and of the pipeline, both under autocast on this device, against float32 in one
+    process on the CPU. The first is the yardstick: how much bfloat16 costs depends on the device's kernels."""
+    device = local_device()
     config = GPTConfig(layers=8, hidden=32, heads=4, kv_heads=2, vocab=61, max_seq_len=96)
     ids = torch.randint(config.vocab, (2, 96), generator=torch.Generator().manual_seed(0))
     wanted = _plain(GPT(config), ids)
@@ -276,9 +298,7 @@ def _autocast() -> dict[str, float]:
     one = _error(_plain(GPT(config).to(device), ids.to(device), around()), wanted)
     plan = Plan((1, 1), ((40, 8, 33, 15),) * 2, split_layers(config, rank_and_size()[1], 96))
     pipe = Pipeline(GPT(config), plan)
-    errors = {"plain": one, "pipeline": max(pipe.gather(_error(_two_steps(pipe, ids, around()), wanted)))}
-    meet()
-    return errors
+    return {"plain": one, "pipeline": max(pipe.gather(_error(_two_steps(pipe, ids, around()), wanted)))}
 
 
 # Checkpoints
@@ -287,13 +307,14 @@ def _autocast() -> dict[str, float]:
 def checkpoints(ranks: int, size: Size) -> Proof:
     """Saves a checkpoint, loads it into a pipeline with other stages, and compares every weight."""
     with tempfile.TemporaryDirectory() as folder:
-        error: float = launch(_checkpoints, ranks, folder)
+        error: float = run_ranks(_checkpoints, ranks, folder)
     says = f"saved on {ranks} ranks in the background, loaded with other stages: largest difference {error:g}"
-    return Proof("checkpoints", error == 0, says, {"difference": error})
+    return Proof(error == 0, says, {"difference": error})
 
 
 def _checkpoints(folder: str) -> float:
-    begin_rank()
+    """Returns the largest difference of a weight after a way through a file, over all ranks. The step before gives the
+    optimizer a state to save; the second pipeline begins with other weights, so that one that is not loaded shows."""
     config = GPTConfig(layers=16, hidden=32, heads=4, vocab=61, max_seq_len=64)
     ids, size = torch.arange(64)[None] % config.vocab, rank_and_size()[1]
     even, uneven = split_layers(config, size, 64), (*range(size), config.layers)
@@ -307,9 +328,7 @@ def _checkpoints(folder: str) -> float:
     other = Pipeline(GPT(config, seed=1), Plan((1,), ((64,),), uneven))
     other.load(Path(folder) / "saved", torch.optim.AdamW(other.parameters()))
     mine = max((p.detach().cpu() - whole[name]).abs().max().item() for name, p in other.named_parameters())
-    worst = max(other.gather(mine))
-    meet()
-    return worst
+    return max(other.gather(mine))
 
 
 # Failing
@@ -318,7 +337,7 @@ def _checkpoints(folder: str) -> float:
 def kill_rank(ranks: int, size: Size) -> Proof:
     """Kills one rank in the middle of a step, and sees how long the others take to say so, and what they say."""
     if ranks == 1:
-        return Proof("killed rank", None, "one rank: nobody to notice", {})
+        return Proof(None, "one rank: nobody to notice")
     with tempfile.TemporaryDirectory() as folder:
         with suppress(ChildFailedError):  # as all of them do
             launch(_run_and_kill, ranks, folder)
@@ -328,7 +347,7 @@ def kill_rank(ranks: int, size: Size) -> Proof:
         slowest = max(each["seconds"] for each in told.values())
         says += f", the last after {slowest:.1f} s: {next(iter(told.values()))['message'][:120]}"
     named = [each for each in told.values() if "rank 1 " in each["message"]]
-    return Proof("killed rank", len(named) == ranks - 1, says, {"told": told})
+    return Proof(len(named) == ranks - 1, says, {"told": told})
 
 
 def _run_and_kill(folder: str) -> None:
@@ -372,3 +391,14 @@ def _run_until_killed(folder: str) -> None:
     except PipelineError as error:
         said = {"seconds": time.monotonic() - began, "message": str(error), "asked_to_end": bool(asked)}
         (Path(folder) / f"rank{rank}").write_text(json.dumps(said))
+
+
+CHECKS: dict[str, Check] = {
+    "kernels": kernels,
+    "products": products,
+    "orders": orders,
+    "Hugging Face": hugging_face,
+    "autocast": autocast,
+    "checkpoints": checkpoints,
+    "killed rank": kill_rank,
+}

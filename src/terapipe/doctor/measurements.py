@@ -1,7 +1,15 @@
-"""Proofs of what is measured on this hardware: kernels that are chosen, waits, bytes, seconds, links.
+"""Checks that measure this hardware: kernels that are chosen, waits, bytes, seconds, links.
 
-Every proof is a ``Check``: it takes the number of ranks and the size of the models, starts its ranks, and returns a
-``Proof``. Most only report a figure, and hold whatever it is.
+Every public function but ``gpus_of_processes`` is a ``Check`` of ``proof``. Most only report a figure (``holds`` is
+None); three claim something and can fail:
+
+    reserve      no process has memory on a GPU that is not its own
+    host waits   a step makes the host wait for the device at most ALLOWED_WAITS times
+    memory       the peak of a step is within CLOSE of what the planner counts
+
+These three are what a plan for a GPU rests on: the planner fills the memory that it thinks is there, and a host that
+waits cannot launch the next slice's kernels in time. The figures are for whoever reads the file: they show on one
+machine what the planner assumes on all.
 """
 
 import shutil
@@ -9,6 +17,7 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,11 +25,11 @@ import torch.distributed as dist
 
 from terapipe import api
 from terapipe.doctor.exactness import small_llama
-from terapipe.doctor.examine import links
-from terapipe.doctor.proof import Proof, Size, begin_rank, dtype_on, meet
-from terapipe.launch.processes import launch
+from terapipe.doctor.examination import Link, links
+from terapipe.doctor.proof import Check, Proof, Size, dtype_on, meet, run_ranks
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import KernelRequest, kernel_for, kernel_report
+from terapipe.modeling.kernel_choice import kernel_for, kernel_report
+from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.stage import PipelineModel, next_token_labels
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.device import blas_workspace, blas_workspaces
@@ -29,7 +38,7 @@ from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import FittedCost
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm import groups
-from terapipe.runtime.comm.environment import rank_and_size
+from terapipe.runtime.comm.environment import local_device, rank_and_size
 from terapipe.runtime.comm.groups import GROUPS
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
@@ -40,11 +49,13 @@ GIB = 1 << 30
 
 
 def _model(size: Size, dtype: torch.dtype) -> GPT:
+    """Builds the model without memory. ``Pipeline`` gives each rank the weights of its own stages only."""
     with torch.device("meta"):
         return GPT(size.model).to(dtype)
 
 
 def _plan(size: Size, ranks: int) -> Plan:
+    """Cuts one sequence into 8 equal slices, and the layers into a stage for each rank."""
     lengths = (size.seq_len // 8,) * 8
     return Plan((1,), (lengths,), split_layers(size.model, ranks, size.seq_len))
 
@@ -68,12 +79,13 @@ def _step_times(pipe: Pipeline, size: Size) -> list[float]:
 
 def attention(ranks: int, size: Size) -> Proof:
     """Reports which kernel attention uses in each dtype, and why not a better one."""
-    kernels: dict[str, str] = launch(_attention, 1, size)
-    return Proof("attention", None, "; ".join(f"{dtype}: {why}" for dtype, why in kernels.items()), dict(kernels))
+    kernels: dict[str, str] = run_ranks(_attention, 1, size)
+    return Proof(None, "; ".join(f"{dtype}: {why}" for dtype, why in kernels.items()), dict(kernels))
 
 
 def _attention(size: Size) -> dict[str, str]:
-    device = begin_rank()
+    """Returns by dtype which kernel is used, and why the faster ones are not, as ``kernel_report`` puts it."""
+    device = local_device()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say is in the report
         return {
@@ -89,20 +101,26 @@ def reserve(ranks: int, size: Size) -> Proof:
     """Measures what tensors cannot have of each GPU when all connections are there, and looks who else is on it. A
     process on several GPUs has a context on each, which takes memory for nothing."""
     if not torch.cuda.is_available():
-        return Proof("reserve", None, "no GPU: nothing is reserved", {})
-    result: dict[str, Any] = launch(_reserve, ranks, size)
+        return Proof(None, "no GPU: nothing is reserved")
+    result: dict[str, Any] = run_ranks(_reserve, ranks, size)
     after = [row["after a step"] for row in result["ranks"]]
     says = f"context, NCCL and other processes take {min(after) / GIB:.2f} to {max(after) / GIB:.2f} GiB of each GPU"
     processes = result["processes"]
     if processes is None:
-        return Proof("reserve", None, f"{says}; nvidia-smi, which lists processes, is not here", result)
+        return Proof(None, f"{says}; nvidia-smi, which lists processes, is not here", result)
     shared = {pid: count for pid, count in processes.items() if count > 1}
     says += f"; {len(shared)} of {len(processes)} processes are on several GPUs"
-    return Proof("reserve", not shared, says, result)
+    return Proof(not shared, says, result)
 
 
 def _reserve(size: Size) -> dict[str, Any]:
-    device = begin_rank()
+    """Returns the bytes that tensors cannot have on each rank's GPU at three moments, and the GPUs of each process.
+
+    context        after the first tensor: the CUDA context and whatever others have there
+    connected      after Pipeline has made its NCCL communicators
+    after a step   also their buffers, and code of kernels that were loaded on first use
+    """
+    device = local_device()
     torch.zeros(1, device=device)
     bytes_taken = {"context": reserved_memory(device)}
     pipe = Pipeline(_model(size, torch.bfloat16), _plan(size, rank_and_size()[1]))
@@ -111,7 +129,6 @@ def _reserve(size: Size) -> dict[str, Any]:
     bytes_taken["after a step"] = reserved_memory(device)
     rows = pipe.gather(bytes_taken)
     processes = _processes() if pipe.rank == 0 else None
-    meet()
     return {"ranks": rows, "processes": processes}
 
 
@@ -140,15 +157,20 @@ def gpus_of_processes(listing: str) -> dict[str, int]:
 def memory(ranks: int, size: Size) -> Proof:
     """Compares the peak of a step with what the planner counts. One of cuBLAS's workspaces may be missing: whether
     self-tests of kernels multiply anything depends on the kernels."""
-    peaks: list[tuple[int, int]] = launch(_memory, ranks, size)
+    peaks: list[tuple[int, int]] = run_ranks(_memory, ranks, size)
     says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in peaks)}"
     spare = blas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0
     holds = all(b - spare - CLOSE * b <= a <= b + CLOSE * b for a, b in peaks)
-    return Proof("memory", holds, says, {"bytes": peaks})
+    return Proof(holds, says, {"bytes": peaks})
 
 
 def _memory(size: Size) -> list[tuple[int, int]]:
-    device = begin_rank()
+    """Returns (measured, predicted) peak bytes of every rank, for a step after the first.
+
+    On a GPU the allocator counts. On a CPU, where none does, ``MemoryCounter`` follows every tensor of the step. Both
+    count weights, gradients and activations, so the prediction is without optimizer state.
+    """
+    device = local_device()
     ranks, dtype = rank_and_size()[1], dtype_on(device)
     plan, ids = _plan(size, ranks), _ids(size)
     pipe, labels = Pipeline(_model(size, dtype), plan), next_token_labels(ids)
@@ -167,9 +189,7 @@ def _memory(size: Size) -> list[tuple[int, int]]:
     blas = blas_workspaces(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 0
     name = str(dtype).removeprefix("torch.")
     predicted = api.predicted_peaks(size.model, plan, name, kernel, blas)[pipe.rank]
-    peaks = pipe.gather((measured, predicted))
-    meet()
-    return peaks
+    return pipe.gather((measured, predicted))
 
 
 # Seconds
@@ -178,18 +198,19 @@ def _memory(size: Size) -> list[tuple[int, int]]:
 def host_time(ranks: int, size: Size) -> Proof:
     """Measures what a layer takes of the host and of the device, and the shortest slice that keeps the device busy."""
     if not torch.cuda.is_available():
-        return Proof("host time", None, "no GPU: the host computes", {})
-    rows: dict[str, Any] = launch(_host_time, 1, size)
+        return Proof(None, "no GPU: the host computes")
+    rows: dict[str, Any] = run_ranks(_host_time, 1, size)
     parts = [
         f"{name}: {1e3 * row['host']:.2f} ms for a layer's forward and backward, the device's time from "
         f"{row['busy from'] or f'over {size.seq_len}'} tokens on"
         for name, row in rows.items()
     ]
-    return Proof("host time", None, "; ".join(parts), rows)
+    return Proof(None, "; ".join(parts), rows)
 
 
 def _host_time(size: Size) -> dict[str, Any]:
-    begin_rank()
+    """Returns the result of ``_sides`` for a GPT and, where transformers is installed, for a Llama of the same size.
+    Its layers launch more kernels of their own, so they keep the host busy for longer."""
     layers, config = min(4, size.model.layers), size.model
     shape = GPTConfig(layers + 1, config.hidden, config.heads, vocab=config.vocab, max_seq_len=size.seq_len)
     models: dict[str, PipelineModel] = {"GPT": GPT(shape).to(torch.bfloat16)}
@@ -199,6 +220,7 @@ def _host_time(size: Size) -> dict[str, Any]:
 
 
 def _llama(shape: GPTConfig, seq_len: int) -> PipelineModel:
+    """Builds a Llama with as many parameters in a layer as the GPT: three products of 2/3 the width for its two."""
     from terapipe.hf.decoder import Decoder
 
     model = small_llama(
@@ -210,6 +232,17 @@ def _llama(shape: GPTConfig, seq_len: int) -> PipelineModel:
 
 
 def _sides(model: PipelineModel, shape: GPTConfig, layers: int, size: Size) -> dict[str, Any]:
+    """Returns the seconds of forward and backward of one layer: of the host, which launches kernels and needs as long
+    for a short slice as for a long one, and of the device by slice length. "busy from" is the shortest slice for which
+    the device takes longer; shorter ones leave it idle, and a planner that did not know would choose them.
+
+        seconds
+           |              device /
+        host |---------------- x ------   host
+           |              /    |
+           +-------------------+------- tokens of a slice
+                           busy from
+    """
     profile = Profiler(model, layers=layers, seq_len=size.seq_len, shape=shape).run(size.profile_seconds / 2)
     device, host = FittedCost(profile).by_side()
     one = StageSpec(1)
@@ -222,20 +255,20 @@ def _sides(model: PipelineModel, shape: GPTConfig, layers: int, size: Size) -> d
 
 def prediction(ranks: int, size: Size) -> Proof:
     """Profiles a model, plans with the profile, and compares the plan's real step with its prediction."""
-    times: dict[str, float] = launch(_prediction, ranks, size)
+    times: dict[str, float] = run_ranks(_prediction, ranks, size)
     ratio = times["measured"] / times["predicted"]
     says = f"a step took {times['measured']:.3f} s, {ratio:.2f} of the prediction"
-    return Proof("prediction", None, says, times)
+    return Proof(None, says, times)
 
 
 def _prediction(size: Size) -> dict[str, float]:
-    device = begin_rank()
+    """Profiles, plans and runs on every rank. The fastest of some steps counts: others are disturbed."""
+    device = local_device()
     GROUPS.join(device)
     model = _model(size, dtype_on(device))
     profile = api.profile(model, seq_len=size.seq_len, seconds=size.profile_seconds)
     result = api.plan(model, profile, batch_size=1, seq_len=size.seq_len, pp=rank_and_size()[1], dp=1, tp=1)
     times = _step_times(Pipeline(model, result.plan), size)
-    meet()
     return {"measured": min(times), "predicted": result.simulate().makespan}
 
 
@@ -245,17 +278,18 @@ def _prediction(size: Size) -> dict[str, float]:
 def waits(ranks: int, size: Size) -> Proof:
     """Counts the operations of a step that make the host wait for the device, as torch itself warns of them."""
     if not torch.cuda.is_available():
-        return Proof("host waits", None, "no GPU: nothing to wait for", {})
-    result: dict[str, Any] = launch(_waits, ranks, size)
+        return Proof(None, "no GPU: nothing to wait for")
+    result: dict[str, Any] = run_ranks(_waits, ranks, size)
     says = f"{result['count']} in a step of {result['slices']} slices"
-    return Proof("host waits", result["count"] <= ALLOWED_WAITS, says, result)
+    return Proof(result["count"] <= ALLOWED_WAITS, says, result)
 
 
 ALLOWED_WAITS = 3  # of a whole step: see docs/gpu.md
 
 
 def _waits(size: Size) -> dict[str, Any]:
-    begin_rank()
+    """Returns how many operations of the second step waited, and where in the code. The first step also waits for
+    self-tests of kernels and for buffers."""
     plan, ids = _plan(size, rank_and_size()[1]), _ids(size)
     pipe = Pipeline(_model(size, torch.bfloat16), plan)
     pipe.step(ids, next_token_labels(ids)).item()
@@ -265,46 +299,57 @@ def _waits(size: Size) -> dict[str, Any]:
         pipe.step(ids, next_token_labels(ids))
         torch.cuda.set_sync_debug_mode("default")
     lines = [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-    meet()
     return {"count": len(lines), "slices": sum(map(len, plan.lengths)), "lines": sorted(set(lines))}
 
 
-CTAS = (1, 2, 4)
+CTAS = (1, 2, 4)  # multiprocessors of a transfer (NCCL's max CTAs) that are tried
 
 
 def multiprocessors(ranks: int, size: Size) -> Proof:
     """Times steps in which each transfer may hold one, two or four of the device's multiprocessors. A transfer that
     waits for its peer holds them, too: fewer leave more to computations, more send faster."""
     if not torch.cuda.is_available() or ranks == 1:
-        return Proof("transfers", None, "no transfers between GPUs", {})
-    times: dict[int, float] = {ctas: launch(_with_ctas, ranks, size, ctas) for ctas in CTAS}
+        return Proof(None, "no transfers between GPUs")
+    times: dict[int, float] = {ctas: run_ranks(_with_ctas, ranks, size, ctas) for ctas in CTAS}
     says = ", ".join(f"{seconds:.4f} s with {ctas}" for ctas, seconds in times.items())
-    return Proof("transfers", None, f"a step takes {says} multiprocessors for each", {"seconds": times})
+    return Proof(None, f"a step takes {says} multiprocessors for each", {"seconds": times})
 
 
 def _with_ctas(size: Size, ctas: int) -> float:
-    begin_rank()
+    """Returns the seconds of the fastest step. The setting takes effect when NCCL's communicators are made, so every
+    value needs new processes."""
     groups.MAX_CTAS = ctas
     pipe = Pipeline(_model(size, torch.bfloat16), _plan(size, rank_and_size()[1]))
-    seconds = min(_step_times(pipe, size))
-    meet()
-    return seconds
+    return min(_step_times(pipe, size))
 
 
 def links_between(ranks: int, size: Size) -> Proof:
     """Measures the links from rank 0 to the others."""
     if ranks == 1:
-        return Proof("links", None, "one rank: no links", {})
-    rows: Sequence[dict[str, Any]] = launch(_links, ranks)
-    rates = ", ".join(f"{row['rate'] / 1e9:.2f} GB/s after {1e6 * row['latency']:.0f} us" for row in rows)
-    return Proof("links", None, f"from rank 0: {rates}", {"links": rows})
+        return Proof(None, "one rank: no links")
+    measured: Sequence[Link] = run_ranks(_links, ranks)
+    rates = ", ".join(f"{link.rate / 1e9:.2f} GB/s after {1e6 * link.latency:.0f} us" for link in measured)
+    return Proof(None, f"from rank 0: {rates}", {"links": [asdict(link) for link in measured]})
 
 
-def _links() -> list[dict[str, Any]]:
-    device = begin_rank()
+def _links() -> list[Link]:
+    """Returns the links on rank 0. They are measured like the doctor's, over the connections that training makes."""
+    device = local_device()
     GROUPS.join(device)
     rank, size = rank_and_size()
-    rows = links(rank, size, device, 20.0)
+    measured = links(rank, size, device, 20.0)
     meet()
     dist.destroy_process_group()  # there is no pipeline to close it
-    return rows
+    return measured
+
+
+CHECKS: dict[str, Check] = {
+    "attention": attention,
+    "host waits": waits,
+    "reserve": reserve,
+    "memory": memory,
+    "host time": host_time,
+    "prediction": prediction,
+    "transfers": multiprocessors,
+    "links": links_between,
+}

@@ -1,6 +1,6 @@
 """Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back. Needs transformers."""
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.save import save_pretrained
 from terapipe.hf.shape import work_of

@@ -1,4 +1,14 @@
-"""A Hugging Face causal LM that a ``Pipeline`` can split into stages."""
+"""A Hugging Face causal LM that a ``Pipeline`` can split into stages.
+
+What happens when a ``Decoder`` is made, and when it is used::
+
+    decoder = Decoder(model)                       refuse_unfit, then a small copy is verified: which backend is exact?
+    pipe = Pipeline(decoder, plan)                 decoder.check_plan(plan); decoder.stage(first, last, device)
+    pipe.step(input_ids, labels)                   decoder.check_step(...), then the stages compute
+
+A Decoder computes nothing itself. It knows what was verified, and refuses by name what was not. Each answer is found on
+a small copy, so it takes about a second whatever the size of the model, and is remembered.
+"""
 
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +18,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.hf.attention_backend import Backend, UnsupportedModelError
+from terapipe.hf.backends import Backend, UnsupportedModelError
 from terapipe.hf.refusals import (
     find_dropouts,
     is_checkpointing,
@@ -77,8 +87,10 @@ class Decoder(PipelineModel):
         refuse_capacity(model)
         self.model: PreTrainedModel = model
         self._weights: Weights = RandomWeights()  # for a model on the meta device
-        self._verified: VerifyResult | None = None  # on a small copy
-        self._verified_tp: set[int] = set()  # degrees of tensor parallel
+        # What small copies showed so far: of slices, and for which degrees of tensor parallel the model's plan is
+        # exact.
+        self._verified: VerifyResult | None = None
+        self._verified_tp: set[int] = set()
         self.min_slice = 1  # least tokens of a slice
         with torch.random.fork_rng(devices=[]):  # some models draw random numbers when they run
             if backend is None:
@@ -105,26 +117,29 @@ class Decoder(PipelineModel):
             self._check_checkpointing()
 
     def _verify(self) -> VerifyResult:
-        """Verified on a small copy, once."""
+        """What a small copy showed of backends, packed documents and losses of routers. Computed once."""
         if self._verified is None:
             with torch.random.fork_rng(devices=[]):
                 self._verified = self._verifier().verify()
         return self._verified
 
     def _verifier(self) -> ModelVerifier:
-        """For the model's configuration as it is now."""
+        """Asks questions of small copies of the model, by its configuration as it is now."""
         kind = type(self.model)
         return ModelVerifier(kind.__name__, shrink_config(self.model.config), kind=kind)
 
     @property
     def is_verified(self) -> bool:
-        """On a small copy, when it was made."""
+        """True: a small copy was verified when this was made, so ``Pipeline`` need not compare the model itself."""
         return True
 
     def whole_module(self) -> PreTrainedModel:
+        """The model that stages share their weights with."""
         return self.model
 
     def _check_routers(self) -> None:
+        """Refuses losses of routers that are not transformers' own to rounding. A model that asks for one to which
+        transformers adds nothing trains without, here as there."""
         result, name = self._verify(), type(self.model).__name__
         if not result.has_router_loss:
             if getattr(text_config(self.model.config), FLAG, False) and not (self._routers and self._routers.z):
@@ -138,7 +153,11 @@ class Decoder(PipelineModel):
             )
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses slices and modes of recomputation that this model cannot do. Called before the first step."""
+        """Refuses slices and modes of recomputation that this model cannot do. Called before the first step.
+
+        Args:
+            plan: Of the pipeline, or one that replaces it for batches of another shape.
+        """
         name, shortest = type(self.model).__name__, min(map(min, plan.lengths))
         if shortest < self.min_slice:
             raise UnsupportedModelError(
@@ -153,7 +172,7 @@ class Decoder(PipelineModel):
 
     @property
     def recompute_modes(self) -> tuple[Recompute, ...]:
-        """The modes of recomputation that this model supports."""
+        """The modes of recomputation that this model supports: what the planner may choose from."""
         if self.backend == "cache":
             return ("none",)
         return ("none", "full") if self._block_refused else MODES
@@ -164,8 +183,13 @@ class Decoder(PipelineModel):
         return self._verifier().why_not_recomputed(self.structure, "block")
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
-        """Refuses a step that would not be exact. All ranks call it, before anything is sent. ``padded``: batches may
-        have been filled up to a longer length."""
+        """Refuses a step that would not be exact. All ranks call it, before anything is sent.
+
+        Args:
+            documents: Whether rows of the batch are packed documents.
+            training: Whether the step is in training mode.
+            padded: Whether batches may have been filled up to a longer length (``vary="pad"``).
+        """
         name = type(self.model).__name__
         if documents and (reason := self._documents_refused()):
             raise UnsupportedModelError(
@@ -214,7 +238,7 @@ class Decoder(PipelineModel):
 
         Args:
             config: Of a causal LM, or of a sequence classifier if its ``architectures`` names one.
-            seed: Of the weights.
+            seed: Of the weights. They are not those that transformers draws from it, see ``RandomWeights``.
             dtype: Of the weights, by default the configuration's.
             backend: See ``Decoder``.
             options: Others of ``Decoder``.
@@ -245,19 +269,23 @@ class Decoder(PipelineModel):
         return decoder
 
     def weight_source(self) -> FolderSource | None:
-        """The folder that the weights came from, if one is known."""
+        """The folder that the weights came from, if one is known: checkpoints may leave frozen weights to it."""
         return FolderSource.of(self.model, self._weights, self.structure)
 
     @property
     def shape(self) -> GPTConfig:
-        """The GPT of the same size, which the planner reckons with."""
+        """The GPT of the same size, which the planner reckons with: as many layers, about as many parameters that a
+        token is multiplied by, and as many numbers in its cache. See shape.py."""
         return shape_of(self.model, self.structure)
 
     def planning_spec(self) -> ModelSpec:
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes)
+        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation, and
+        whether a stage may be an end alone."""
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends)
 
     def traits(self) -> dict[str, Any]:
-        """See ``PipelineModel``. Names of folders may differ between hosts."""
+        """What must be equal on all ranks, see ``PipelineModel``: class, backend, configuration, adapters, losses of
+        routers. Without names of folders, which may differ between hosts."""
         adapters = {name: identity_of(adapter.to_dict()) for name, adapter in self._adapters.items()}
         for adapter in adapters.values():
             adapter.pop("base_model_name_or_path", None)
@@ -269,24 +297,59 @@ class Decoder(PipelineModel):
             "router losses": self._routers,
         }
 
-    def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> DecoderStage:
-        if not 0 <= first < last <= self.num_layers:
-            raise ValueError(f"a stage is some of the {self.num_layers} layers, got {first} to {last}")
+    @property
+    def has_bare_ends(self) -> bool:  # type: ignore[override]
+        """Whether stages may be the embedding or the head alone. Models of the cache backend count their tokens in
+        layers."""
+        return self.backend == "attention"
+
+    def stage(
+        self,
+        first: int,
+        last: int,
+        device: torch.device,
+        tp: TensorParallel | None = None,
+        *,
+        embeds: bool | None = None,
+        has_head: bool | None = None,
+    ) -> DecoderStage:
+        """The stage with layers ``first`` to ``last - 1``, on a device.
+
+        A model on the meta device gets the weights of these layers first, on the CPU. A real one shares them with the
+        stage, if it is on the same device already.
+
+        Args:
+            first: The number of the first layer; 0 for the stage with the embedding.
+            last: The number after that of the last layer; ``num_layers`` for the stage with the head.
+            device: Where the stage computes.
+            tp: Split its operators over this mesh.
+            embeds: Whether the stage has the embedding, by default if it has the first layer. A stage without layers
+                says it.
+            has_head: The same for the head and the last layer.
+        """
+        ends = self.ends_of(first, last, embeds, has_head)
         if tp is not None:
             self._check_tp(tp)
         model = self.model
         if any(p.is_meta for p in model.parameters()):
-            model = self._weights.fill(model, StageWeights(model, self.structure, first, last))
-        stage = self._stage(model, first, last, device)
+            model = self._weights.fill(model, StageWeights(model, self.structure, first, last, ends))
+        stage = self._stage(model, first, last, device, ends)
         if tp is not None:
             stage.parallelize(tp)
         return stage
 
-    def _stage(self, model: PreTrainedModel, first: int, last: int, device: torch.device) -> DecoderStage:
-        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device)
+    def _stage(
+        self, model: PreTrainedModel, first: int, last: int, device: torch.device, ends: tuple[bool, bool]
+    ) -> DecoderStage:
+        """A stage of a model whose weights are there. ``ends``: whether it has the embedding, and the head."""
+        return DecoderStage(model, self.structure, first, last, self.backend, self._routers, device, ends)
 
     def _check_tp(self, tp: TensorParallel) -> None:
-        """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together."""
+        """Refuses a tp_plan of the model that is not exact. All tensor-parallel ranks call it together.
+
+        Adapters and changes by hand are in the model only, not in the copy by which the plan is verified, and names of
+        the plan may no longer match what they wrap. So they are refused.
+        """
         degree, name = tp.mesh.size(), type(self.model).__name__
         if self._adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
@@ -304,7 +367,14 @@ class Decoder(PipelineModel):
 
 
 def decoder_from(path: Path, dtype: str | None = None) -> Decoder:
-    """In evaluation mode: attention dropout, which is refused in training, would only add noise to measurements."""
+    """A decoder with random weights for measurements, as the command line makes it.
+
+    In evaluation mode: attention dropout, which is refused in training, would only add noise to measurements.
+
+    Args:
+        path: Of a Hugging Face folder or its config.json. Weights in the folder are not read.
+        dtype: A name such as ``bfloat16``, by default float32.
+    """
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     decoder = Decoder.from_config(read_config(path), dtype=getattr(torch, dtype or "float32"))
     decoder.model.train(False)

@@ -32,8 +32,14 @@ class LastLayerError(Exception):
 
 
 class OwnLayers(nn.ModuleList):
-    """Some layers of a model, under their numbers in the whole model. Loops and indices see them from 0 on, as if there
-    were no others. After a loop over all of them ``end`` is called, which may raise a ``LastLayerError``."""
+    """Some layers of a model, under their numbers in the whole model: names of parameters stay as they are.
+
+    Loops and indices see them from 0 on, as if there were no others.
+
+    Args:
+        layers: By number.
+        end: Called after a loop over all of them; it may raise a ``LastLayerError`` to leave the model's forward.
+    """
 
     def __init__(self, layers: Mapping[int, nn.Module], end: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -43,6 +49,7 @@ class OwnLayers(nn.ModuleList):
 
     @property
     def numbers(self) -> list[int]:
+        """Of the layers in the whole model."""
         return list(map(int, self._modules))
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -75,6 +82,7 @@ class LayerSwap:
         self._changes.append((module._modules, {name: layers}))
 
     def apply(self) -> None:
+        """For good."""
         for namespace, values in self._changes:
             namespace.update(values)
 
@@ -114,7 +122,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and named arguments o
 
 
 def recording(layers: Mapping[int, nn.Module], returns: int, calls: dict[int, Call]) -> dict[int, nn.Module]:
-    """Stubs that put what they are called with into ``calls``, by the number of their layer."""
+    """Stubs that put what they are called with into ``calls``, by the number of their layer.
+
+    Args:
+        layers: By number.
+        returns: What they return, see ``structure.RETURNS``.
+        calls: Which is filled when the stubs are called.
+    """
     return {number: stub(layer, _Recorder(returns, number, calls)) for number, layer in layers.items()}
 
 

@@ -14,9 +14,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 _ORIGINAL = "original_inv_freq"
+ORIGINAL_KEY = "original_max_position_embeddings"  # of rope_parameters: the length before any scaling
 
 
 def depends_on_length(module: nn.Module) -> bool:
+    """Whether the module is a rotary embedding whose frequencies, for all layers or for some, depend on the length.
+
+    Args:
+        module: Any module; transformers' rotary embeddings have a ``rope_type``, or one for each kind of layer.
+    """
     kinds = getattr(module, "rope_type", None)
     return any(map(_kind_depends_on_length, kinds.values() if isinstance(kinds, dict) else [kinds]))
 
@@ -25,17 +31,32 @@ def _kind_depends_on_length(kind: Any) -> bool:
     return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
 
 
+def ropes_of(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The dicts that describe rotary embeddings in a configuration: ``rope_parameters``, and those inside of it.
+
+    Models with one kind of attention have ``{"rope_type": ..., "rope_theta": ...}``; those with several kinds have one
+    such dict for each kind of layer: ``{"full_attention": {...}, "sliding_attention": {...}}``. The dicts are the
+    configuration's own, so a caller who has a copy of the configuration may change them.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]
+
+
 def with_original_length(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
-    """A copy of the configuration in which such frequencies change beyond ``seq_len`` tokens, for short tests."""
+    """A copy of the configuration in which such frequencies change beyond ``seq_len`` tokens, for short tests.
+
+    Args:
+        config: In which they change beyond thousands of tokens.
+        seq_len: The length up to which frequencies are the original ones.
+    """
     config = copy.deepcopy(config)
     for part in (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))):
-        rope = getattr(part, "rope_parameters", None) or {}
-        for one in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        for one in ropes_of(part):
             if _kind_depends_on_length(one.get("rope_type")):
                 part.max_position_embeddings = seq_len if "dynamic" in one["rope_type"] else 4 * seq_len
-                one["original_max_position_embeddings"] = seq_len
-                if hasattr(part, "original_max_position_embeddings"):
-                    part.original_max_position_embeddings = seq_len
+                one[ORIGINAL_KEY] = seq_len
+                if hasattr(part, ORIGINAL_KEY):
+                    setattr(part, ORIGINAL_KEY, seq_len)
     return config
 
 

@@ -5,6 +5,14 @@ Both are functions of sums over all tokens and layers, see modeling/stage.py. Wi
 expert e was chosen, p(e) the sum of its probabilities, and n the number of tokens times layers, of E experts,
 
     load balancing = coefficient * E * sum over e of c(e) / n * p(e) / n,   z-loss = coefficient * mean of lse(logits)^2
+
+Neither is a sum over tokens, so no slice can compute its own loss. Each slice adds up c, p and n of its tokens instead,
+stages and ranks add up theirs, and the loss is computed once from the totals. Its gradient to p(e) is the same for all
+tokens, so it goes back to every slice as one vector. A stage's sums of one slice, as ``add`` makes them:
+
+    router logits of each layer   (rows * tokens, E)
+        balance   [c(0) .. c(E-1), p(0) .. p(E-1), n]      2 E + 1 numbers in float64
+        z         [sum of lse^2, n]                        2 numbers
 """
 
 import copy
@@ -16,11 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import text_config
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import AuxiliaryLoss, SumsOver
+from terapipe.modeling.weight_grads import to_local
 
 FLAG = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # names in models
@@ -32,16 +40,25 @@ BALANCE, Z = "router_aux_loss", "router_z_loss"
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The coefficients of a model's losses of routers, and what the losses are computed over."""
+    """The coefficients of a model's losses of routers, and what the losses are computed over.
 
-    experts: int  # of a layer
-    chosen: int  # of them, for each token
-    balance: float = 0.0  # coefficient of load balancing
-    z: float = 0.0  # coefficient of the z-loss
+    Args:
+        experts: Of a layer.
+        chosen: How many of them each token visits.
+        balance: The coefficient of load balancing; 0 for none.
+        z: The coefficient of the z-loss; 0 for none.
+        over: What the sums are over: each "microbatch", the whole "batch", or the batches of all "replicas".
+    """
+
+    experts: int
+    chosen: int
+    balance: float = 0.0
+    z: float = 0.0
     over: SumsOver = "microbatch"
 
     @property
     def auxiliary_losses(self) -> dict[str, AuxiliaryLoss]:
+        """By name, how many sums each loss needs and how to compute it from them: what a Stage says of its losses."""
         losses: dict[str, AuxiliaryLoss] = {}
         if self.balance:
             losses[BALANCE] = AuxiliaryLoss(2 * self.experts + 1, self._balance, self.over)
@@ -57,6 +74,10 @@ class RouterLosses:
         """Adds the sums of a slice's tokens to the cache, layer by layer.
 
         Sums are in float64: load balancing divides counts by their total, and whole numbers must stay whole.
+
+        Args:
+            router_logits: What the model returns with ``output_router_logits``: one tensor for each layer of the stage.
+            cache: Of the slice.
         """
         for logits in router_logits:
             logits = to_local(logits).flatten(0, -2)
@@ -82,7 +103,13 @@ class RouterLosses:
 
 
 def router_losses(model: PreTrainedModel, z: float = 0.0, over: SumsOver = "microbatch") -> RouterLosses | None:
-    """Those that a model trains with: load balancing, if its configuration asks for it, and the z-loss."""
+    """The losses that a model trains with: load balancing, if its configuration asks for it, and the z-loss.
+
+    Args:
+        model: Which may have no routers: the result is None then.
+        z: The coefficient of the z-loss, which transformers has not; refused for a model without routers.
+        over: See ``RouterLosses``.
+    """
     config = text_config(model.config)
     asked = bool(getattr(config, FLAG, False))
     balance = _number(COEFFICIENTS, model, config) if asked else 0.0
@@ -97,7 +124,12 @@ def router_losses(model: PreTrainedModel, z: float = 0.0, over: SumsOver = "micr
 
 
 def with_router_logits(config: PretrainedConfig, asked: bool) -> PretrainedConfig:
-    """A copy that asks for the routers' loss, or does not. The same configuration if its model has no routers."""
+    """A copy that asks for the routers' loss, or does not. The same configuration if its model has no routers.
+
+    Args:
+        config: Of a model.
+        asked: What ``output_router_logits`` is to be.
+    """
     if not hasattr(text_config(config), FLAG):
         return config
     config = copy.deepcopy(config)
@@ -106,7 +138,12 @@ def with_router_logits(config: PretrainedConfig, asked: bool) -> PretrainedConfi
 
 
 def with_balance(model: PreTrainedModel, coefficient: float = 1.0) -> PreTrainedModel:
-    """The model, changed to this coefficient, however small its own is: errors then show."""
+    """The model, changed to this coefficient, however small its own is: errors then show.
+
+    Args:
+        model: A small copy.
+        coefficient: Of load balancing.
+    """
     for place in (model, text_config(model.config)):
         for name in COEFFICIENTS:
             if hasattr(place, name):
@@ -121,7 +158,12 @@ def _number(names: Iterable[str], *places: Any) -> float:
 
 
 def refuse_capacity(model: PreTrainedModel) -> None:
-    """A capacity is a share of the tokens of one call, so slices would drop other tokens than whole sequences."""
+    """Refuses experts with a capacity: it is a share of the tokens of one call, so slices would drop other tokens than
+    whole sequences.
+
+    Args:
+        model: Whose configuration is read.
+    """
     config = text_config(model.config)
     limited = [name for name in CAPACITY if getattr(config, name, None)]
     if limited:

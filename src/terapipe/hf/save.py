@@ -1,4 +1,16 @@
-"""Folders in Hugging Face's format, written from any layout."""
+"""Folders in Hugging Face's format, written from any layout.
+
+``transformers.AutoModel.from_pretrained`` of what is written here gives the model, without terapipe. Ranks have stages,
+split over tensor-parallel ranks and sharded over replicas. They meet on the disk:
+
+    folder.parts/0.safetensors    rank 0 of the pipeline: embedding, layers 0 and 1    each by one rank of the stage
+    folder.parts/1.safetensors    rank 1: layers 2 and 3, norm, head
+    folder.partial/               the first rank: all parts in one model, written by transformers' save_pretrained
+    folder/                       put in place by a rename, when all is on the disk
+
+So no rank ever needs the memory of more than one whole model, only the first one of that, and on the CPU; and a crash
+leaves the old folder or the new one.
+"""
 
 import os
 import re
@@ -14,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from terapipe.files import beside, copy_others, flush_files, naming, put_in_place, recover
+from terapipe.files import copy_others, flush_files, recover, replace_folder, sibling, with_path
 from terapipe.hf.stage import DecoderStage
 from terapipe.hf.weights import meta_model
 from terapipe.runtime.comm.mesh import ALL
@@ -36,7 +48,7 @@ def save_pretrained(
 
     Args:
         pipe: A pipeline of a ``Decoder``.
-        folder: Which all ranks must see.
+        folder: Where to. All ranks must see it: a path on a shared disk, if they are on several hosts.
         finish: Called on the first rank with the folder as it was written, before it is put in place: what it adds,
             such as a tokenizer, comes with the model or not at all.
     """
@@ -54,9 +66,13 @@ def save_pretrained(
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Names the folder where the system refuses to write; safetensors tells its reasons in words only."""
+    """Names the folder where the system refuses to write; safetensors tells its reasons in words only.
+
+    Args:
+        folder: The one that the user knows.
+    """
     try:
-        with naming(folder):
+        with with_path(folder):
             yield
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
@@ -66,8 +82,14 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_beside(folder: Path, model: PreTrainedModel, finish: Callable[[Path], None]) -> Path:
-    """The model, what ``finish`` adds, and what else the folder holds: all but put in place."""
-    partial = beside(folder, "partial")
+    """Writes a folder beside the one that it is to replace, flushed to the disk, and returns its path.
+
+    Args:
+        folder: What is in it besides weights (a tokenizer, notes) is copied.
+        model: With all its weights.
+        finish: Adds further files; see ``save_pretrained``.
+    """
+    partial = sibling(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with writing(folder):
@@ -83,17 +105,28 @@ def write_beside(folder: Path, model: PreTrainedModel, finish: Callable[[Path], 
 
 
 class _Saving:
+    """One ``save_pretrained``, on one rank. Each ``gather(None, ALL)`` is a barrier that also tells of failures.
+
+    Args:
+        pipe: The pipeline.
+        stages: Those of this rank.
+        folder: An absolute path.
+        finish: See ``save_pretrained``.
+    """
+
     def __init__(
         self, pipe: Pipeline, stages: list[DecoderStage], folder: Path, finish: Callable[[Path], None]
     ) -> None:
         self._pipe, self._stages, self._transport = pipe, stages, pipe.transport
         self._folder, self._finish = folder, finish
-        self._parts, self._partial = beside(folder, "parts"), beside(folder, "partial")
+        self._parts, self._partial = sibling(folder, "parts"), sibling(folder, "partial")
         # The others hold the same values, or help to make them whole.
         self._writes = self._transport.dp_rank == self._transport.tp_rank == 0
         self._is_main = self._writes and self._transport.rank == 0
 
     def run(self) -> None:
+        """Saves. The first rank writes the whole model in a thread: for a large model that takes minutes, and a rank
+        that others do not hear of for so long counts as lost."""
         try:
             if self._is_main:
                 self._prepare()
@@ -103,7 +136,7 @@ class _Saving:
             with ThreadPoolExecutor(1) as thread:
                 self._transport.await_one(thread.submit(self._write_whole, self._whole()) if self._is_main else None)
             if self._is_main:
-                put_in_place(self._folder, self._partial)
+                replace_folder(self._folder, self._partial)
             self._transport.gather(None, ALL)
         finally:
             if self._is_main:
@@ -111,6 +144,7 @@ class _Saving:
                 shutil.rmtree(self._partial, ignore_errors=True)
 
     def _prepare(self) -> None:
+        """Removes what an earlier save left behind, and puts an older folder back if a crash left none."""
         recover(self._folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"a model is saved to a folder, got the file {self._folder}; take another name")
@@ -121,6 +155,7 @@ class _Saving:
     # Each rank's part
 
     def _write_part(self) -> None:
+        """Writes this rank's tensors. Ranks that write nothing still take part in making split tensors whole."""
         state = {}
         for name, tensor in self._tensors():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # by all that hold a part of it
@@ -131,6 +166,7 @@ class _Saving:
                 save_file(state, self._part(self._transport.rank))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters and saved buffers, by their names in the whole model."""
         yield from self._pipe.named_parameters()
         yield from persistent_buffers(self._stages)
 
@@ -140,6 +176,8 @@ class _Saving:
     # The whole, by the first rank
 
     def _whole(self) -> PreTrainedModel:
+        """A model on the CPU with the tensors of all parts. Refuses tensors that it has no place for, or places without
+        a tensor: somebody changed the model by hand."""
         like = self._stages[0].model
         model = meta_model(like.config, kind=type(like))
         strange: list[str] = []

@@ -1,4 +1,18 @@
-"""The structure of a Hugging Face decoder, found by running a small one: its layers, and modules before and after."""
+"""The structure of a Hugging Face decoder, found by running a small one: its layers, and modules before and after.
+
+Transformers has no list that says which module comes when: ``model.layers``, ``transformer.h``, ``gpt_neox.layers``, a
+norm before the layers or after, an embedding that is scaled or projected. So ``find_structure`` runs a small copy with
+stubs in place of its layers, notes the order in which modules are called, and cuts that list at the layers:
+
+    called     embed_tokens  layers.0  layers.1  layers.2  layers.3  norm  lm_head
+               \\__before__/  \\______________layers_____________/  \\___after__/
+
+The first stage holds what comes before, the last one what comes after. Names are the same in a small copy and in the
+model, so the structure of the copy is that of the model (``ModelStructure.of``), whose weights need not be loaded.
+
+The rest of the file are the tools for cutting that stages, heads and verification share: stubs (``stub``,
+``PassThrough``), copies that share tensors (``with_layers``, ``owned_copy``), and a few questions to configurations.
+"""
 
 import copy
 from collections import OrderedDict
@@ -12,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 
 BEFORE, LAYERS, AFTER = "before", "layers", "after"  # the place of a module in the forward
 RETURNS = (0, 3, 2, 1)  # what layers return: 0 is a tensor, n a tuple of n that begins with it
@@ -20,19 +34,36 @@ RETURNS = (0, 3, 2, 1)  # what layers return: 0 is a tensor, n a tuple of n that
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Names of modules in the whole model. ``before`` and ``after`` have those that own parameters."""
+    """Which modules of a model are its layers, and which come before and after. Names are those in the whole model.
+
+    Args:
+        layers: The list of layers, for example ``model.layers``.
+        before: Modules that own parameters and are called before the first layer. Modules that are never called are
+            here as well: some stage has to hold them.
+        after: Modules that own parameters and are called after the last layer only.
+        returns: What a layer returns, see ``RETURNS``. Stubs must return the same form.
+        takes_positions: Whether the forward takes ``position_ids``. If not, packed documents are refused, as positions
+            could not restart with them.
+        tied: The two names, before and after, of a parameter that the first and the last stage share; empty if there
+            is none. Their gradients are added up after each step.
+    """
 
     layers: str
     before: tuple[str, ...]
     after: tuple[str, ...]
-    returns: int  # see RETURNS
+    returns: int
     takes_positions: bool
-    tied: tuple[str, ...]  # the names of a parameter that the first and the last stage share
+    tied: tuple[str, ...]
 
     def place(self, name: str) -> str:
-        """The place of a module with parameters. What an adapter adds to a module has that module's place.
+        """``BEFORE``, ``LAYERS`` or ``AFTER``: where a module with parameters is called.
 
-        Empty if the place is unknown: the model then has more than its configuration says.
+        What an adapter adds to a module has that module's place: ``lm_head.lora_A`` is unknown, so ``lm_head`` is
+        looked up, and so on up to a module that contains the layers. The result is empty if the place is unknown: the
+        model then has more than its configuration says.
+
+        Args:
+            name: Of the module in the whole model.
         """
         around = f"{self.layers}."
         if name.startswith(around):
@@ -44,7 +75,15 @@ class ModelStructure:
         return BEFORE if name in self.before else AFTER
 
     def of(self, model: PreTrainedModel) -> "ModelStructure":
-        """The structure of a model of which this is the structure of a small copy. Only tied weights may differ."""
+        """The structure of a model of which this is the structure of a small copy. Only tied weights may differ.
+
+        Args:
+            model: The real one, which may be on the meta device.
+
+        Raises:
+            UnsupportedModelError: It has parameters outside of its layers that the copy does not have, or weights that
+                are tied in a way that stages cannot follow.
+        """
         places = {name: self.place(name) for name, m in model.named_modules() if _has_parameters(m)}
         unknown = [name for name, place in places.items() if not place]
         if unknown:
@@ -63,7 +102,14 @@ _VOLATILE = (
 
 
 def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the keys that do not matter, also in nested configurations."""
+    """A configuration without the keys that do not matter, also in nested configurations.
+
+    Ranks compare the result before the first step, and checkpoints hold it: what differs between two hosts or two
+    versions of transformers without changing the model must not be in it.
+
+    Args:
+        config: What ``to_dict`` of a configuration, or of an adapter, returned.
+    """
     lasting = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
     return {key: identity_of(value) if isinstance(value, dict) else value for key, value in lasting.items()}
 
@@ -72,7 +118,12 @@ def text_config(config: PretrainedConfig) -> Any:
     """The configuration of the decoder.
 
     Where one configuration is that of an encoder and a decoder (Bart, Marian), transformers gives the encoder's numbers
-    of layers and heads as those of the model. A decoder alone has its own numbers, which may be others.
+    of layers and heads as those of the model. A decoder alone has its own numbers, which may be others: the result is
+    then a copy in which ``num_hidden_layers`` and the like are the decoder's. Of a multimodal model it is the text
+    part.
+
+    Args:
+        config: Of the whole model.
     """
     text: Any = config.get_text_config(decoder=True)
     own = {name: f"de{theirs[2:]}" for name, theirs in text.attribute_map.items() if theirs.startswith("encoder_")}
@@ -102,7 +153,15 @@ class _ScoresError(Exception):
 
 
 def token_logits(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    """Scores at each token: (batch, tokens, vocabulary or classes)."""
+    """Scores at each token: (batch, tokens, vocabulary or classes).
+
+    A classifier's forward returns one row of scores for each sequence. Which token that is depends on the padding of
+    the whole sequence, which no slice knows, so stages work with the scores of all tokens, and losses choose.
+
+    Args:
+        model: A causal LM or a sequence classifier.
+        **inputs: What its forward is called with.
+    """
     if not is_classifier(model):
         logits: Tensor = model(**inputs).logits
         return logits
@@ -122,7 +181,10 @@ def token_logits(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """The name of the ModuleList with as many modules as the configuration has layers."""
+    """The name of the ModuleList with as many modules as the configuration has layers.
+
+    Of several, the one nearest to the top: lists inside of layers, such as experts, may have the same length by chance.
+    """
     count = text_config(model.config).num_hidden_layers
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     names = [name for name, length in lists.items() if length == count and "encoder" not in name.split(".")]
@@ -134,7 +196,12 @@ def find_layers(model: PreTrainedModel) -> str:
 
 
 class PassThrough:
-    """The forward of a layer that another stage holds: returns its input, or ``source()``, in the layer's form."""
+    """The forward of a layer that another stage holds: returns its input, or ``source()``, in the layer's form.
+
+    Args:
+        returns: That form, one of ``RETURNS``.
+        source: Returns hidden states to pass on in place of the input; None for the input itself.
+    """
 
     def __init__(self, returns: int, source: Callable[[], Tensor | None] = lambda: None) -> None:
         self.returns, self.source = returns, source
@@ -147,7 +214,12 @@ class PassThrough:
 
 
 def stub(layer: nn.Module, forward: PassThrough) -> nn.Module:
-    """A layer without parameters, modules and hooks. It keeps other attributes: models ask layers for their kind."""
+    """A layer without parameters, modules and hooks. It keeps other attributes: models ask layers for their kind.
+
+    Args:
+        layer: Which stays as it is.
+        forward: What the stub does when it is called.
+    """
     empty = copy.copy(layer)
     hooks: dict[str, Any] = {name: OrderedDict() for name in layer.__dict__ if "_hooks" in name}
     contents: dict[str, Any] = {"_modules": {}, "_parameters": {}, "_buffers": {}, **hooks}
@@ -158,7 +230,19 @@ def stub(layer: nn.Module, forward: PassThrough) -> nn.Module:
 def with_layers(model: PreTrainedModel, layers: str, change: Callable[[int, nn.Module], nn.Module]) -> PreTrainedModel:
     """A model that shares all modules with this one except its layers, which ``change`` maps.
 
-    Modules on the path to the layers are copied shallowly, so the given model is not changed.
+    Modules on the path to the layers are copied shallowly, so the model itself is not changed:
+
+        model            copy                 shares
+        model            model'               everything but .model
+          model            model'             everything but .layers
+            embed            embed            the module
+            layers           layers'          nothing: what ``change`` returned
+            norm             norm             the module
+
+    Args:
+        model: The model.
+        layers: The name of its list of layers.
+        change: Takes a layer's number and the layer, and returns what to put in its place.
     """
     clone: Any = _shallow(model)
     *path, last = layers.split(".")
@@ -180,7 +264,14 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def find_structure(small: PreTrainedModel) -> ModelStructure:
-    """Tries what layers may return and whether the model takes positions, until a forward works."""
+    """Tries what layers may return and whether the model takes positions, until a forward works.
+
+    The eight combinations are tried because neither can be read off: signatures have ``**kwargs``, and a loop over
+    layers that expects a tuple fails with a tensor, or quietly takes its first row. So the shape of logits is checked.
+
+    Args:
+        small: A small copy of a model, with weights. It is called with two rows of three tokens.
+    """
     layers = find_layers(small)
     faults = []
     for takes_positions in (True, False):
@@ -197,7 +288,10 @@ def find_structure(small: PreTrainedModel) -> ModelStructure:
 def _order(
     model: PreTrainedModel, layers: str, returns: int, takes_positions: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which modules with parameters are called before the first layer and which after the last."""
+    """Which modules with parameters are called before the first layer and which after the last.
+
+    Raises whatever the model's own code raises if stubs that return ``returns`` do not suit it.
+    """
     pass_input = PassThrough(returns)
     empty = with_layers(model, layers, lambda i, layer: stub(layer, pass_input))
     names = [name for name, module in empty.named_modules() if _has_parameters(module)]
@@ -220,6 +314,7 @@ def _order(
 
 @contextmanager
 def _watched(model: nn.Module, names: list[str], called: list[str]) -> Iterator[None]:
+    """Inside, modules ``names`` append their names to ``called`` when they are called."""
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name in names
     ]
@@ -235,7 +330,11 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _tied_across_stages(model: PreTrainedModel, layers: str, place: Callable[[str], str]) -> tuple[str, ...]:
-    """Names of the parameter that the first and the last stage share. Sharing within a stage needs no care."""
+    """Names of the parameter that the first and the last stage share: the first name before the layers and after them.
+
+    Sharing within a stage needs no care. Sharing between layers is refused: a plan may put them on different stages,
+    and only the ends of a pipeline exchange gradients of a weight.
+    """
     shared = []
     for names in shared_names(model):
         places = {name: _exact_place(name, layers, place) for name in names}
@@ -263,7 +362,14 @@ def _exact_place(name: str, layers: str, place: Callable[[str], str]) -> str:
 
 
 def owned_copy(model: PreTrainedModel, *, own_buffers: bool = False) -> PreTrainedModel:
-    """A deep copy of modules and configuration that shares all tensors, or all but its buffers."""
+    """A deep copy of modules and configuration that shares all tensors, or all but its buffers.
+
+    So hooks, attributes and class changes of a stage do not reach the user's model, and no weight takes memory twice.
+
+    Args:
+        model: Which stays as it is.
+        own_buffers: Copy buffers too, for runs that may update them.
+    """
     tensors = chain(model.parameters(), () if own_buffers else model.buffers())
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -275,7 +381,7 @@ def owned_copy(model: PreTrainedModel, *, own_buffers: bool = False) -> PreTrain
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several names."""
+    """The names of each parameter that has several names, as tied weights have. One list for each such parameter."""
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)

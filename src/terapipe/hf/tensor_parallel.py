@@ -1,4 +1,15 @@
-"""Tensor parallel for a Hugging Face stage, by the model's own ``tp_plan``."""
+"""Tensor parallel for a Hugging Face stage, by the model's own ``tp_plan``.
+
+Transformers knows for many types which weights to split by columns, which by rows, and which to leave whole, and has
+the code that turns them into DTensors. It is used as it is, with three corrections for a stage of a pipeline:
+
+    tied weights      transformers splits module by module, so a shared parameter becomes two: tied again (_tie_again)
+    memory            the stage shared its tensors with the whole model; after this it has its own (_own_parameters)
+    norms of heads    their gradients are summed over ranks, once for each backward (_sum_gradients)
+
+The plan of a type may still be wrong, or too new for this code: ``ModelVerifier.tensor_parallel`` tries it on a small
+copy before the first stage is split.
+"""
 
 from fnmatch import fnmatch
 from typing import Any
@@ -9,15 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, get_kv_heads_per_rank
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import ModelStructure, shared_names, text_config
-from terapipe.modeling.dtensor import GradientSum, as_dtensor_like, to_local
+from terapipe.modeling.weight_grads import GradientSum, as_dtensor_like, to_local
 
 SUMMED = "replicated_with_grad_allreduce"  # the style of norms of which each rank sees its own heads
 
 
 def refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
-    """Refuses a model without a plan, and heads that the degree does not divide."""
+    """Refuses a model without a plan, and heads that the degree does not divide.
+
+    Args:
+        model: Of which the ``tp_plan`` and numbers of heads are read.
+        degree: Over how many ranks to split.
+    """
     name, plan = type(model).__name__, model.tp_plan
     if not plan:
         raise UnsupportedModelError(f"{name} has no tp_plan of its own; take tp 1")
@@ -33,7 +49,13 @@ def refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
 
 
 def parallelize(model: PreTrainedModel, structure: ModelStructure, mesh: DeviceMesh) -> None:
-    """Changes the model of a stage. Its parameters then no longer share memory with the whole model."""
+    """Splits the model of a stage over a mesh, in place. Its parameters then share no memory with the whole model.
+
+    Args:
+        model: The stage's copy.
+        structure: Which weights first and last stage share.
+        mesh: The ranks of this stage. All of them call this together.
+    """
     refuse_uneven_heads(model, mesh.size())
     plan = _plan(model, structure)
     ties = shared_names(model)
@@ -48,7 +70,10 @@ def parallelize(model: PreTrainedModel, structure: ModelStructure, mesh: DeviceM
 
 
 def _plan(model: PreTrainedModel, structure: ModelStructure) -> dict[str, str]:
-    """The model's tp_plan. A tied weight is split in both places or in none; else its gradients could not be added."""
+    """The model's tp_plan. A tied weight is split in both places or in none; else its gradients could not be added.
+
+    ``plan`` maps patterns of names to styles: ``{"model.layers.*.self_attn.q_proj": "colwise", ...}``.
+    """
     plan = dict(model.tp_plan)
     ends = [name.rpartition(".")[0] for name in structure.tied]
     if any(end not in plan for end in ends):
@@ -70,6 +95,8 @@ def _tie_again(model: PreTrainedModel, ties: list[list[str]]) -> None:
 
 
 def _own_parameters(model: nn.Module) -> None:
+    """Copies each parameter's local part, once for all of its names. Otherwise a slice of a weight would keep the whole
+    weight in memory, and updating it would change the user's model."""
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -84,7 +111,8 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """All-reduces gradients of norms of which each rank sees its own heads.
 
     Transformers would reduce the accumulated gradient after each backward, which counts earlier slices several times.
-    This reduces what each backward adds.
+    This reduces what each backward adds. The hook is on the parameter, and registered in forwards: FSDP and casts put
+    other parameters in place after the stage was split.
     """
     plain, hooked, total = module.forward, set(), GradientSum(mesh)
 

@@ -1,4 +1,16 @@
-"""Makes a stage's part of a Hugging Face model real. The rest stays on the meta device."""
+"""Makes a stage's part of a Hugging Face model real. The rest stays on the meta device.
+
+A model of 70 billion parameters fits on no single host, so no process may build it. Every rank builds the whole model
+on the meta device, which costs nothing, and ``Decoder.stage`` asks for the weights of its own layers:
+
+    meta_model(config)                     all modules, no numbers
+    StageWeights(model, structure, 2, 4)   which of them the stage of layers 2 and 3 needs
+    weights.fill(model, wanted)            a copy in which those are real, on the CPU
+        RandomWeights(seed)                    drawn by the model's own initialization, the same for any split
+        PretrainedWeights(folder)              read from files by transformers, only what is wanted
+
+``FolderSource`` reads frozen weights once more when a checkpoint is loaded that left them out.
+"""
 
 import copy
 import hashlib
@@ -18,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.hub import cached_file
 
 from terapipe.files import check_kind, check_kinds, inside, read_json
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
 from terapipe.planning.limits import LARGEST
 
@@ -28,8 +40,17 @@ Tensors = dict[str, Any]  # parameters or buffers of a module by name, some of t
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """Of a Hugging Face folder or config.json. Nothing is downloaded, and code that lies beside it is not run: by
-    default transformers would ask on stdin whether to run it, and take a piped ``y`` for an answer."""
+    """The configuration in a Hugging Face folder or config.json.
+
+    Nothing is downloaded, and code that lies beside it is not run: by default transformers would ask on stdin whether
+    to run it, and take a piped ``y`` for an answer.
+
+    Args:
+        path: Of the folder or the file.
+
+    Raises:
+        ValueError: There is no such file, it is no configuration, or it asks for code of its own.
+    """
     check_kind(path)
     check_kinds(path)
     _check_layers(path / "config.json" if path.is_dir() else path)
@@ -57,7 +78,11 @@ def _check_layers(path: Path) -> None:
 
 
 def model_maker(kind: type[PreTrainedModel] | None = None) -> Callable[..., Any]:
-    """What makes a model of a configuration: by default its causal LM, as transformers knows it."""
+    """What makes a model of a configuration: by default its causal LM, as transformers knows it.
+
+    Args:
+        kind: The model's class, if it is another one: a sequence classifier, or a subclass of the user's.
+    """
     if kind is None:
         return partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
     return kind._from_config
@@ -66,7 +91,13 @@ def model_maker(kind: type[PreTrainedModel] | None = None) -> Callable[..., Any]
 def meta_model(
     config: PretrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """A whole model on the meta device, by default the causal LM of the configuration."""
+    """A whole model on the meta device: modules, names and shapes, without numbers. Draws no random numbers.
+
+    Args:
+        config: Of the model; it is copied.
+        dtype: Of the weights, by default the configuration's.
+        kind: The model's class, by default the causal LM of the configuration.
+    """
     make = model_maker(kind)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = make(copy.deepcopy(config), **({} if dtype is None else {"dtype": dtype}))
@@ -75,37 +106,70 @@ def meta_model(
 
 
 def classifier_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The sequence classifier that a configuration was saved with; None for any other model."""
+    """The sequence classifier that a configuration was saved with; None for any other model.
+
+    Args:
+        config: Whose ``architectures`` names the class that wrote it.
+    """
     name = next(iter(config.architectures or ()), "")
     kind = getattr(transformers, name, None) if name.endswith(CLASSIFIER) else None
     return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
 
 
 class StageWeights:
-    """Which modules of a model a stage needs weights of."""
+    """Which modules of a model a stage needs weights of.
 
-    def __init__(self, model: PreTrainedModel, structure: ModelStructure, first: int, last: int) -> None:
-        self._structure, self._layers, self._held = structure, f"{structure.layers}.", range(first, last)
-        is_last = last == len(model.get_submodule(structure.layers))  # type: ignore[arg-type]
-        self._elsewhere = {*((BEFORE,) if first else ()), *(() if is_last else (AFTER,))}
+    With 6 layers, the stage of layers 2 and 3, and an embedding that is tied to the head:
+
+                      embedding  layers 0 1  layers 2 3  layers 4 5  norm  head
+        parameters        -          -           x           -        -     -
+        buffers           x          -           x           -        x     x
+
+    The first stage needs the embedding, and because of the tie also the head under its other name.
+
+    Args:
+        model: The whole model, on the meta device or not.
+        structure: Which of its modules come before and after its layers.
+        first: The number of the stage's first layer.
+        last: The number after that of its last layer.
+        ends: Whether the stage embeds tokens, and whether it has the head, where the numbers do not tell.
+
+    Attributes:
+        tied: The names of each parameter that has several, one of which this stage holds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        first: int,
+        last: int,
+        ends: tuple[bool, bool] | None = None,
+    ) -> None:
+        self._structure, self._layers, self._numbers = structure, f"{structure.layers}.", range(first, last)
+        is_first, is_last = ends or (first == 0, last == len(model.get_submodule(structure.layers)))  # type: ignore[arg-type]
+        self._elsewhere = {*(() if is_first else (BEFORE,)), *(() if is_last else (AFTER,))}
         # A stage that holds a tied weight under one of its names gets it under all of them: transformers then ties them
         # as in a whole model, and a file may have the weight under any of the names. It costs no memory.
         self.tied = [names for names in shared_names(model) if any(self._holds(_module(name)) for name in names)]
         self._shared = {_module(name) for names in self.tied for name in names}
 
     def has_parameters(self, name: str) -> bool:
+        """Whether the stage needs the parameters of the module of this name."""
         return name in self._shared or self._holds(name)
 
     def has_buffers(self, name: str) -> bool:
-        """All but those of other stages' layers: buffers are small, and some are used by every layer."""
+        """Whether the stage needs the module's buffers: all but those of other stages' layers. Buffers are small, and
+        some, such as frequencies of rotary embeddings, are used by every layer."""
         return name in self._shared or self._not_in_other_layers(name)
 
     def _holds(self, name: str) -> bool:
+        """Whether the module is in the stage, ties aside."""
         return self._structure.place(name) not in self._elsewhere and self._not_in_other_layers(name)
 
     def _not_in_other_layers(self, name: str) -> bool:
         layer = name.removeprefix(self._layers).partition(".")[0]
-        return not name.startswith(self._layers) or int(layer) in self._held
+        return not name.startswith(self._layers) or int(layer) in self._numbers
 
 
 def _module(name: str) -> str:
@@ -113,6 +177,7 @@ def _module(name: str) -> str:
 
 
 def _some(names: list[str]) -> str:
+    """The first names, for a message, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
@@ -121,13 +186,25 @@ class Weights(Protocol):
     """The source of a model's weights."""
 
     def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
-        """A copy of this model on the meta device, of which the wanted weights are real, on the CPU."""
+        """A copy of this model on the meta device, of which the wanted weights are real, on the CPU.
+
+        Args:
+            model: Which stays as it is.
+            wanted: What to make real.
+        """
 
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """By the model's own ``_init_weights``. Each module is seeded with its name in the whole model, so a seed gives the
-    same weights however the model is split."""
+    """Weights drawn by the model's own ``_init_weights``.
+
+    Each module is seeded with its name in the whole model, so a seed gives the same weights however the model is split.
+    They are not those that transformers draws from this seed: it draws module after module from one generator, which a
+    stage could only follow by drawing all weights before its own.
+
+    Args:
+        seed: Of all weights.
+    """
 
     seed: int = 0
 
@@ -145,6 +222,7 @@ class RandomWeights:
         return model
 
     def _init_weights(self, name: str, module: nn.Module, owner: PreTrainedModel) -> None:
+        """Initializes one module from the seed and its name."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         # Not torch.manual_seed, which would also seed all devices.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -162,6 +240,8 @@ def _children_first(
 
 
 def _allocate(model: PreTrainedModel, wanted: StageWeights) -> None:
+    """Gives wanted parameters and buffers memory on the CPU. They are NaN until initialized, so that ``_check_set`` can
+    tell what nobody initialized: ``_init_weights`` skips modules that it does not know."""
     real: dict[Tensor, nn.Parameter] = {}  # tied parameters are made once
     for name, module in model.named_modules():
         parameters: Tensors = module._parameters if wanted.has_parameters(name) else {}
@@ -178,6 +258,7 @@ def _unset(like: Tensor) -> Tensor:
 
 
 def _check_set(model: PreTrainedModel) -> None:
+    """Refuses a model that left weights or buffers as ``_allocate`` made them."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     real = ((name, t) for name, t in tensors if not t.is_meta and t.is_floating_point() and t.numel())
     unset = [name for name, t in real if t.min().isnan()]
@@ -190,13 +271,20 @@ def _check_set(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """From a folder, by transformers' ``from_pretrained``, which handles names and formats of weights. It reads only
-    weights that the model has, so it gets a model without those of other stages."""
+    """Weights from a folder, by transformers' ``from_pretrained``, which handles names and formats of weights.
+
+    It reads only weights that the model has, so it gets a model without those of other stages.
+
+    Args:
+        folder: As ``save_pretrained`` of transformers or of terapipe writes it.
+        dtype: Of the weights, by default as they were saved.
+    """
 
     folder: Path
     dtype: torch.dtype | None = None
 
     def config(self) -> PretrainedConfig:
+        """The configuration in the folder. Refuses a folder without one, and indices that name files outside of it."""
         if not (self.folder / "config.json").is_file():
             raise ValueError(
                 f"a pretrained model is a folder with a config.json, got {str(self.folder)!r}; nothing is downloaded "
@@ -242,7 +330,13 @@ class PretrainedWeights:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """The folder that a model's weights came from, to read them once more: frozen ones need not be saved then."""
+    """The folder that a model's weights came from, to read them once more: frozen ones need not be saved then.
+
+    Args:
+        weights: The folder, and the dtype to read in.
+        kind: The model's class.
+        structure: Where its layers are.
+    """
 
     weights: PretrainedWeights
     kind: type[PreTrainedModel]
@@ -250,8 +344,16 @@ class FolderSource:
 
     @classmethod
     def of(cls, model: PreTrainedModel, weights: Weights, structure: ModelStructure) -> "FolderSource | None":
-        """None where no folder is known. That it has a model's weights as they are now is for the caller to compare:
-        a name is kept in the configuration, even of a model that was made with other weights."""
+        """The folder of a model's weights; None where no folder is known.
+
+        That it has the weights as they are now is for the caller to compare: a name stays in the configuration, even of
+        a model that was made with other weights.
+
+        Args:
+            model: Whose ``name_or_path`` is looked at, if its weights are real.
+            weights: What the Decoder makes weights from, if the model is on the meta device.
+            structure: Where its layers are.
+        """
         if not isinstance(weights, PretrainedWeights):
             folder = None if any(p.is_meta for p in model.parameters()) else _folder_of(str(model.name_or_path or ""))
             if folder is None:
@@ -263,7 +365,17 @@ class FolderSource:
         return str(self.weights.folder)
 
     def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """By the configuration in the folder: the model's own may have been changed, by a larger vocabulary, say."""
+        """Reads weights of one stage, on the CPU, by their names in the model. Names that the folder lacks are left
+        out.
+
+        The model is built by the configuration in the folder, as the model's own may have been changed, by a larger
+        vocabulary, say. Where peft wrapped a module, its weights are looked up under their names before that.
+
+        Args:
+            first: The number of the stage's first layer.
+            last: The number after that of its last layer.
+            names: Of parameters, as they are now.
+        """
         model = meta_model(self.weights.config(), self.weights.dtype, self.kind)
         with _no_progress_bar():
             filled = self.weights.fill(model, StageWeights(model, self.structure, first, last))

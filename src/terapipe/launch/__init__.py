@@ -1,4 +1,8 @@
-"""Processes: start a function or a module on several ranks, and write jobs for clusters."""
+"""Processes: start a function or a module on several ranks of this machine, and write jobs for clusters.
+
+`processes` starts ranks, `loopback` lets them meet, `stopped` ends those that cannot end themselves; `job` only writes
+text.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +16,7 @@ __all__ = ["Launch", "keep_memory", "launch", "take_cores"]
 
 
 def __getattr__(name: str) -> Any:
-    """Starting processes loads torch; describing a job does not."""
+    """Imports a name when it is first used: starting processes loads torch; describing a job does not."""
     if name not in __all__:
         raise AttributeError(f"module 'terapipe.launch' has no attribute {name!r}")
     return getattr(import_module("terapipe.launch.processes"), name)

@@ -1,4 +1,13 @@
-"""The job that starts a plan: a torchrun line for every host, a Slurm script, a Kubernetes job."""
+"""The job that starts a plan: a torchrun line for every host, a Slurm script, a Kubernetes job.
+
+::
+
+    Cluster, Profile --hosts_of--> Hosts --launch_of(layout)--> Launch --> torchrun_lines, slurm_script, kubernetes_job
+
+All three run the same torchrun command on every host. torchrun needs to know how many hosts and processes there are and
+where they meet; the scheduler knows the latter, so its variables stand in the command. Nothing is started here, and
+torch is not loaded.
+"""
 
 import json
 import re
@@ -82,6 +91,8 @@ class Launch:
     image: str = "YOUR_IMAGE"
 
     def __post_init__(self) -> None:
+        """Refuses what a shell, DNS or YAML would read differently: these texts are pasted into scripts, and a mistake
+        would show only when the job is started."""
         match = re.fullmatch(r"[\w.:-]+:([0-9]{1,5})", self.endpoint)
         if match is None or not 1 <= int(match[1]) <= 65535:
             raise ValueError(
@@ -124,7 +135,8 @@ class Launch:
         return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.processes} {meet} {join(self._words())}"
 
     def slurm_script(self) -> str:
-        """Returns a batch script for sbatch. It has one task per node, in which torchrun starts the processes."""
+        """Returns a batch script for sbatch. It has one task per node, in which torchrun starts the processes: with a
+        task per process, Slurm and torchrun would both number them."""
         gpus = f"#SBATCH --gpus-per-node={self.processes}\n" if self.gpus else ""
         # Not `scontrol | head`: under pipefail, a head that closes the pipe early would end the script.
         first = 'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")\nfirst=$(head -n1 <<< "$nodes")\n\n'
@@ -148,7 +160,10 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 """
 
     def kubernetes_job(self) -> str:
-        """Returns a manifest for kubectl: a Service that gives pods names, and a Job with one pod per host."""
+        """Returns a manifest for kubectl: a Service that gives pods names, and a Job with one pod per host.
+
+        The pods are indexed, so pod 0 has a name that all others know in advance; its torchrun hosts the store.
+        """
         commands = _scalar("\n".join(self._in_pod()) + "\n", 14)
         kind, resource = ("limits", "nvidia.com/gpu") if self.gpus else ("requests", "cpu")
         return f"""\
@@ -208,8 +223,13 @@ spec:
 
 
 def _scalar(text: str, indent: int) -> str:
-    """Writes a text in YAML: line by line, because people read it; between quotes if that would change a character.
-    A word of the script may have line breaks, and those belong to the block, too."""
+    """Writes a text in YAML: line by line, because people read it; between quotes if that would change a character. A
+    word of the script may have line breaks, and those belong to the block, too.
+
+    Args:
+        text: With a line break at the end.
+        indent: Of the lines below the key, in spaces.
+    """
     lines = text.removesuffix("\n").split("\n")
     if all(line.isprintable() for line in lines):
         return "\n".join(["|", *(" " * indent + line if line else "" for line in lines)])
@@ -236,7 +256,12 @@ def launch_of(layout: Layout, hosts: Hosts, **named: str) -> Launch | None:
 
 
 def why_uneven(layout: Layout, hosts: Hosts) -> str:
-    """Says why ``launch_of`` returns None for the same arguments."""
+    """Says why `launch_of` returns None for the same arguments.
+
+    Args:
+        layout: of the plan.
+        hosts: that there are.
+    """
     processes = _processes(layout, hosts)
     return (
         f"every host starts the same number of processes, a multiple of tp: {layout} takes "

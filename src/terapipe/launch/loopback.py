@@ -37,6 +37,7 @@ class LoopbackRendezvous(RendezvousHandler):
         )
 
     def get_backend(self) -> str:
+        """The name that a LaunchConfig calls it by."""
         return BACKEND
 
     @property
@@ -51,18 +52,21 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
 
     def is_closed(self) -> bool:
+        """Never: the launcher ends before anybody could close it."""
         return False
 
     def set_closed(self) -> None:
         pass
 
     def num_nodes_waiting(self) -> int:
+        """None: torchelastic would restart the ranks to let a waiting host in."""
         return 0
 
     def get_run_id(self) -> str:
         return self._run
 
     def shutdown(self) -> bool:
+        """Nothing to do: the store ends with this process."""
         return True
 
 

@@ -1,7 +1,14 @@
 """Ends ranks that are stopped (SIGSTOP, a debugger) when the run is over.
 
 If a rank fails, torchelastic sends SIGTERM to the others and waits 30 seconds before it kills them. A stopped process
-cannot react, and the rank that did not answer in time is often just that: the run would end 30 seconds late.
+cannot react, and the rank that did not answer in time is often just that: the run would end 30 seconds late::
+
+    rank 0   runs ... waits for rank 1 ... fails
+    rank 1   stopped ......................|  SIGTERM is pending, never handled
+    watcher  looks every 0.2 s             |--> SIGKILL
+
+A debugger's rank is left alone as long as nobody has failed: two things must hold, that another rank has ended, and
+that a SIGTERM waits for this one.
 """
 
 import os
@@ -16,7 +23,8 @@ LOOK = 0.2  # seconds between looks
 
 @contextmanager
 def ending_stopped_ranks() -> Iterator[None]:
-    """Inside, a thread watches the children of this process. Only on Linux, which tells their state in /proc."""
+    """Inside, a thread watches the children of this process. Only on Linux, which tells their state in /proc; elsewhere
+    it sees no children and does nothing."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(over,), name="terapipe stopped ranks", daemon=True)
     thread.start()
@@ -59,7 +67,11 @@ def _state(pid: int) -> str:
 
 
 def _is_asked_to_end(pid: int) -> bool:
-    """Tells whether a SIGTERM is pending for a process: for its first thread, or for all."""
+    """Tells whether a SIGTERM is pending for a process: for its first thread, or for all.
+
+    The kernel writes pending signals as a bit mask in hexadecimal, signal 1 in the lowest bit: SigPnd for the thread,
+    ShdPnd for the process.
+    """
     with suppress(OSError, ValueError, KeyError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -24,14 +24,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terapipe.modeling.autocast import autocasted
-from terapipe.modeling.kernels import Kernel, KernelRequest, Scores, kernel_of
-from terapipe.modeling.slice_cache import KeyValueStore, SliceCache
+from terapipe.modeling.kernel_choice import kernel_of
+from terapipe.modeling.kernels import Kernel, KernelRequest, Scores
+from terapipe.modeling.slice_cache import KeyValueStore, SliceCache, cast_input
 from terapipe.modeling.visibility import EVERY, Visibility
 
 
 class _Call(NamedTuple):
-    """What a call of attention is about, beside its tensors."""
+    """What a call of attention is about, beside its tensors. Forward and backward of one slice share it.
+
+    Attributes:
+        store: Keys and values of the layer, of all tokens so far, and their gradients.
+        seen: What the slice's tokens see.
+        seq_len: Tokens of each sequence.
+        scores: How scores are made.
+        kernel: What computes it.
+        cache: The stage's, which knows which forward or backward is running.
+        layer: The layer's name in the cache.
+    """
 
     store: KeyValueStore
     seen: Visibility
@@ -58,6 +68,9 @@ def attend(
 ) -> Tensor:
     """Causal attention of the current slice to itself and to all slices before it.
 
+    It takes the place of ``F.scaled_dot_product_attention(q, k, v, is_causal=True)`` in a model's own code. Keys and
+    values of the slice are left in the cache for later slices, and their gradients come back the same way.
+
     Args:
         q: (batch, heads, tokens, head size), as in ``scaled_dot_product_attention``.
         k: It may have fewer heads (grouped-query attention).
@@ -70,6 +83,9 @@ def attend(
         window: How many tokens of its document a token sees at most, itself included.
         chunk: A token sees those of its own chunk of so many tokens.
         kernel: By default chosen by device, dtype and what is asked for.
+
+    Returns:
+        The output, (batch, heads, tokens, head size of the values).
     """
     return _attend(q, k, v, cache, layer, scale, softcap, sinks, window, chunk, kernel)
 
@@ -90,7 +106,7 @@ def _attend(
     """A separate function, so that compiling.py can wrap it with torch.compiler.disable."""
     _check(q, k, v, cache.current.length)
     _check_limits(window, chunk)
-    q, k, v = autocasted(q), autocasted(k), autocasted(v)
+    q, k, v = cast_input(q), cast_input(k), cast_input(v)
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         scores = Scores(q.shape[3] ** -0.5 if scale is None else scale, softcap or None)
         seen = cache.visibility(window, chunk)
@@ -127,11 +143,28 @@ def _check_limits(window: int | None, chunk: int | None) -> None:
 
 
 class _Attend(torch.autograd.Function):
+    """Attention as one function of autograd: its backward is where gradients pass from slice to slice.
+
+    The backward's loop takes the kernel's parts. A part's keys may lie in earlier slices, in this one, or across the
+    edge::
+
+        keys of the sequence    0 ......... context ........ end ......... seq_len
+        a part's keys                 |---------+------|
+        its dk, dv                    |  to the |  to dk, dv of
+                                      |  store  |  this slice
+        from the store                          |<----------->|    what later slices left for this slice's keys
+
+    So ``store.grad(context, end)`` is complete when this backward runs, because all later slices have run theirs. What
+    this slice adds to the store lies before ``context``, where only earlier slices will read.
+    """
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+        """A layer that is computed again in its backward gets the output that its first forward left: attention is the
+        one thing that recomputation of blocks does not repeat."""
         by_tokens = _lies_by_tokens(q)
         q = q.contiguous() if call.kernel.by_heads else _alone(q)
-        out, lse = call.cache.kept_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
+        out, lse = call.cache.recall_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
@@ -157,9 +190,9 @@ class _Attend(torch.autograd.Function):
             if before:
                 earlier.add(part.dk[:, :, :before], part.dv[:, :, :before], part.sequences, part.keys.start)
             if before < part.dk.shape[2]:
-                mine = (part.sequences, EVERY, slice(part.keys.start + before - context, part.keys.stop - context))
-                dk.add(part.dk[:, :, before:], mine)
-                dv.add(part.dv[:, :, before:], mine)
+                inside = (part.sequences, EVERY, slice(part.keys.start + before - context, part.keys.stop - context))
+                dk.add(part.dk[:, :, before:], inside)
+                dv.add(part.dv[:, :, before:], inside)
         earlier.finish()
         later = store.grad(context, end) if end < seq_len else (None, None)
         totals = (own.total(*rest) for own, *rest in zip((dk, dv), later, ctx.by_tokens, strict=True))
@@ -167,9 +200,12 @@ class _Attend(torch.autograd.Function):
 
 
 def _alone(q: Tensor) -> Tensor:
-    """The queries as they lie, if they have their memory for themselves: models lay them out as (batch, tokens, heads,
-    size), kernels lay out their outputs and gradients alike, and none of them is copied on its way through the model.
-    Of a view a copy, or a whole fused projection would be kept for the backward."""
+    """The queries as they lie, if they have their memory for themselves, otherwise a copy.
+
+    Models lay them out as (batch, tokens, heads, size), kernels lay out their outputs and gradients alike, and none of
+    them is copied on its way through the model. Of a view a copy is made, or a whole fused projection (queries, keys
+    and values) would be kept for the backward.
+    """
     if q.stride(-1) == 1 and q.untyped_storage().nbytes() == q.numel() * q.itemsize:
         return q
     if _lies_by_tokens(q):
@@ -185,7 +221,19 @@ def _lies_by_tokens(x: Tensor) -> bool:
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call, by_tokens: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps."""
+    """Output and log-sum-exps of a slice, with sinks.
+
+    A sink is one more score in each row's sum, with a value of zero. So it only makes the output smaller, by the share
+    that the others have of the new sum: the kernel need not know.
+
+    Args:
+        q: Queries, laid out as the kernel wants them.
+        k: The slice's own keys; they are written to the store first.
+        v: Its values.
+        sinks: (heads,), or None.
+        call: What the call is about.
+        by_tokens: Whether the model laid out queries as (batch, tokens, heads, size), and so wants the output.
+    """
     call.store.write(k, v, call.seen.context, call.seq_len)
     out, lse = call.kernel.forward(q, call.store, call.seen, call.scores)
     if by_tokens and not _lies_by_tokens(out):  # or the model would lay it out so, and both would be kept
@@ -199,14 +247,31 @@ def _compute(
 
 
 class _EarlierGradients:
-    """What a slice leaves in the store for the slices before it. The last slice is the first to leave something: what a
-    step before left there is overwritten, or zeroed if the slice does not see every earlier token."""
+    """What a slice leaves in the store for the slices before it.
+
+    The store is used again step after step, and is never zeroed where that can be spared. The last slice is the first
+    to leave something, so it overwrites what a step before left there, or zeroes it if the slice does not see every
+    earlier token (windows, documents) or sees them in several parts.
+
+    Args:
+        store: The layer's.
+        context: Tokens before the slice.
+        is_first: Whether this is the sequence's last slice, whose backward is the first.
+    """
 
     def __init__(self, store: KeyValueStore, context: int, *, is_first: bool) -> None:
         self._store, self._context = store, context
         self._stale = is_first and context > 0
 
     def add(self, dk: Tensor, dv: Tensor, sequences: slice, start: int) -> None:
+        """Adds a part, or overwrites with it if it is the first one and covers all earlier tokens of all sequences.
+
+        Args:
+            dk: Gradients of keys.
+            dv: Gradients of their values.
+            sequences: Those that the part is about.
+            start: The part's first token.
+        """
         keys = slice(start, start + dk.shape[2])
         overwrite = self._stale and sequences == EVERY and keys == slice(0, self._context)
         if not overwrite:
@@ -215,18 +280,26 @@ class _EarlierGradients:
         self._store.add_grad(dk, dv, sequences, keys, overwrite)
 
     def finish(self) -> None:
+        """Zeroes the store if nobody has written to it: earlier slices will add to what lies there."""
         if self._stale:
             self._store.zero_grad()
 
 
 class _Sum:
-    """Of parts of a tensor, in float32 or wider; one part that is whole is taken as it is."""
+    """A sum of parts of a tensor, in float32 or wider; one part that is whole is taken as it is.
+
+    Most slices have one part (FlashAttention) or two: then nothing is zeroed and nothing is copied.
+
+    Args:
+        like: A tensor with the shape and dtype of the result.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor, at: tuple[slice, ...] = (EVERY,)) -> None:
+        """Adds a part at its place; by default it is whole."""
         if self._sum is None and part.shape == self._like.shape:
             self._sum = part
             return
@@ -237,7 +310,13 @@ class _Sum:
         self._sum[at].add_(part)
 
     def total(self, rest: Tensor | None = None, by_tokens: bool = False) -> Tensor | None:
-        """With one more part, which is whole. In half precision one operation adds it, rounds, and lays out."""
+        """The sum, with one more part, which is whole.
+
+        Args:
+            rest: What later slices left in the store, in float32; it must not be changed.
+            by_tokens: Whether the result is laid out as (batch, tokens, heads, size), as the model's own tensor is. In
+                half precision one operation adds, rounds, and lays out.
+        """
         if rest is not None and (self._sum is None or self._sum.dtype == rest.dtype):
             self.add(rest)
             rest = None
@@ -249,6 +328,11 @@ class _Sum:
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """The gradient of the sinks' scores, (heads,).
+
+    A sink's weight is exp(sink - lse), its value 0. So d(score) = weight * (0 - rowsum(grad * out)), summed over
+    sequences and rows.
+    """
     if sinks is None:
         return None
     weight = (sinks.to(lse.dtype)[:, None] - lse).exp()

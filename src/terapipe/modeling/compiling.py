@@ -35,7 +35,14 @@ def compile_layers(stage: Stage, *, backend: str = "inductor") -> None:
     """Compiles each of ``stage.blocks`` in place; code is made when it is first called, which takes a while.
 
     Modules inside a block whose forward takes a ``cache`` stay as they are, and so do ``attend`` and the cache's own
-    methods. ``stage.wrap_compiled`` may put something around a block's compiled forward.
+    methods::
+
+        block.forward    norm, q, k, v    | attend |    out, norm, MLP
+                         compiled           eager       compiled          two pieces of code, shared by all blocks
+
+    Args:
+        stage: ``stage.wrap_compiled`` may put something around a block's compiled forward, or refuse.
+        backend: That of ``torch.compile``.
     """
     _refuse(stage, backend)
     _keep_outside()
@@ -54,6 +61,8 @@ def compile_layers(stage: Stage, *, backend: str = "inductor") -> None:
 
 
 def _refuse(stage: Stage, backend: str) -> None:
+    """What would fail in the first step, on one rank after the other, is refused here, with what to install or leave
+    off."""
     parameters = list(stage.parameters())
     if any(_is_tensor_parallel(block) for block in stage.blocks):
         raise ValueError(
@@ -74,7 +83,7 @@ def _refuse(stage: Stage, backend: str) -> None:
 
 
 def _refuse_without_triton() -> None:
-    """Otherwise it is found out in the first step, on one rank after the other."""
+    """triton compiles its launcher with a C compiler when it first runs: without one it fails in the first step."""
     from torch.utils._triton import has_triton
 
     if not has_triton():
@@ -107,4 +116,5 @@ def _keep_outside() -> None:
 
 
 def _takes_cache(module: nn.Module) -> bool:
+    """Whether a module works on the slice's state itself: such a module is called outside of compiled code."""
     return "cache" in inspect.signature(type(module).forward).parameters

@@ -1,8 +1,19 @@
 """Kernels that take a whole slice in one call: queries of the slice against all keys up to its end.
 
-Their causal mask is aligned at the lower right, so the last query sees the last key: that *is* the slice. A window is
-an argument; documents and chunks are segments of variable length. Output and log-sum-exp are those of whole rows: there
-is nothing to merge.
+Their causal mask is aligned at the lower right, so the last query sees the last key: that *is* the slice. Tokens 4 to 7
+of a sequence::
+
+    keys     0 1 2 3 4 5 6 7
+    token 4  x x x x x          as many keys as the sequence has so far, as many queries as the slice has:
+    token 5  x x x x x x        the mask of is_causal, aligned at the lower right, is what a slice sees
+    token 6  x x x x x x x
+    token 7  x x x x x x x x    (aligned at the upper left, token 4 would see key 0 only: torch's other kernels do that)
+
+A window is an argument; documents and chunks are segments of variable length. Output and log-sum-exp are those of whole
+rows: there is nothing to merge, unlike in kernels.py.
+
+Nobody but this file and kernels.py calls operators of attention that torch keeps private. What they must do is tested
+before they are used, see kernel_choice.py.
 """
 
 import inspect
@@ -16,6 +27,7 @@ import torch
 from torch import Tensor
 
 from terapipe.modeling.kernels import (
+    HALF,
     Gradients,
     Kernel,
     KernelRequest,
@@ -28,13 +40,26 @@ from terapipe.modeling.kernels import (
 from terapipe.modeling.slice_cache import KeyValueStore, on_device
 from terapipe.modeling.visibility import EVERY, Segment, Visibility
 
-HALF = (torch.float16, torch.bfloat16)
 LONGEST_HEAD = 256
 MOST_GRAPHS = 64  # of FlexAttention in one process
 
 
 class _Ragged(NamedTuple):
-    """Segments that follow each other in one sequence: where each begins, and the end, as int32 on the device."""
+    """Segments that follow each other in one sequence, as FlashAttention's variable-length calls take them.
+
+    A segment's queries are those from its entry of ``queries`` to the next entry, and its keys likewise. The first
+    segment of a slice may have more keys than queries: its document began in an earlier slice. A slice of tokens 4 to 7
+    with a document that begins at token 6::
+
+        document 0 .. 5      queries 0, 1 of the slice    keys 0 .. 5      queries = [0, 2, 4]
+        document 6 ..        queries 2, 3 of the slice    keys 6, 7        keys    = [0, 6, 8]
+
+    Attributes:
+        queries: Where the queries of each segment begin, and the end, as int32 on the device.
+        keys: The same for keys, counted from the first key that is read.
+        longest_queries: Queries of the longest segment, by which the kernel lays out its work.
+        longest_keys: Keys of the segment that has most.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -43,7 +68,13 @@ class _Ragged(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one call of a kernel is about."""
+    """What one call of a kernel is about.
+
+    Attributes:
+        sequences: Those of the microbatch.
+        keys: Tokens of the sequence whose keys and values are read.
+        ragged: Segments, if there are several in a sequence. None for one causal rectangle.
+    """
 
     sequences: slice
     keys: slice
@@ -51,7 +82,11 @@ class _Part(NamedTuple):
 
 
 def _parts(seen: Visibility, sequences: int, device: torch.device) -> list[_Part]:
-    """One for all sequences if each is one segment; else one for each sequence."""
+    """The calls that a slice takes: one for all sequences if each is one segment, else one for each sequence.
+
+    It is the same for all layers with the same window, so it is made once, with its tensors on the device. Otherwise
+    the host would copy lengths to the GPU for every layer.
+    """
     key = ("flash", sequences, device)
     if key not in seen.memo:
         seen.memo[key] = list(_make_parts(seen, sequences, device))
@@ -60,21 +95,31 @@ def _parts(seen: Visibility, sequences: int, device: torch.device) -> list[_Part
 
 
 def _make_parts(seen: Visibility, sequences: int, device: torch.device) -> Iterator[_Part]:
+    """Segments that differ between sequences take a call for each sequence: the ragged form packs segments one behind
+    the other, and a sequence's keys lie apart from those of the next, in a store with room for later slices."""
     if seen.is_one_segment:
         yield _Part(EVERY, slice(seen.segments[0].first_key(seen.window), seen.end), None)
         return
-    made: dict[tuple[int, ...], tuple[int, _Ragged]] = {}
+    by_starts: dict[tuple[int, ...], tuple[int, _Ragged]] = {}  # by where segments begin: rows that agree share tensors
     for row in range(sequences):
-        mine = [s for s in seen.segments if s.sequences in (EVERY, slice(row, row + 1))]
-        starts = tuple(s.start for s in mine)
-        if starts not in made:
-            first = mine[0].first_key(seen.window)
-            made[starts] = first, _ragged(mine, seen, first, device)
-        first, ragged = made[starts]
+        segments = [s for s in seen.segments if s.sequences in (EVERY, slice(row, row + 1))]
+        starts = tuple(s.start for s in segments)
+        if starts not in by_starts:
+            first = segments[0].first_key(seen.window)
+            by_starts[starts] = first, _ragged(segments, seen, first, device)
+        first, ragged = by_starts[starts]
         yield _Part(slice(row, row + 1), slice(first, seen.end), ragged)
 
 
 def _ragged(segments: list[Segment], seen: Visibility, first: int, device: torch.device) -> _Ragged:
+    """The segments of one sequence.
+
+    Args:
+        segments: In order, without gaps: the slice's tokens belong to them one after the other.
+        seen: What the slice sees.
+        first: The first key that is read; keys count from it.
+        device: Where the kernel runs.
+    """
     queries = [0, *(s.last - seen.context for s in segments)]
     keys = [0, *(s.last - first for s in segments)]
     longest = (max(b - a for a, b in pairwise(edges)) for edges in (queries, keys))
@@ -83,8 +128,11 @@ def _ragged(segments: list[Segment], seen: Visibility, first: int, device: torch
 
 
 class Flash(Kernel):
-    """FlashAttention as torch ships it. ``torch.nn.attention.activate_flash_attention_impl`` puts later versions of it
-    behind the same operators."""
+    """FlashAttention as torch ships it.
+
+    ``torch.nn.attention.activate_flash_attention_impl`` puts later versions of it behind the same operators. ``title``
+    names the version, and a self-test's result holds for that version alone.
+    """
 
     name = "flash"
     head_multiple = 8
@@ -116,6 +164,8 @@ class Flash(Kernel):
         return "no softcap" if need.softcap else None
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
+        """As ``Kernel.forward``. Keys and values are read out of the store without a copy, as views of (batch, tokens,
+        heads, size)."""
         outs, sums = [], []
         for part in _parts(seen, q.shape[0], q.device):
             keys, values = store.read(part.sequences, part.keys)
@@ -128,6 +178,7 @@ class Flash(Kernel):
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
     ) -> Iterator[Gradients]:
+        """As ``Kernel.backward``: one part for each call of the forward."""
         for part in _parts(seen, q.shape[0], q.device):
             at = part.sequences
             dout, rows, k, v, o = _laid_out(part, grad[at], q[at], *store.read(at, part.keys), out[at])
@@ -158,9 +209,11 @@ class Flash(Kernel):
         window: int | None,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.empty(
-            2, dtype=torch.uint64, device=q.device
-        )  # of the generator, for dropout, which there is none
+        """Gradients of q, k and v, laid out as these are. ``out`` and ``lse`` may come from outside: with sinks,
+        ``lse`` has one more term than the forward of the kernel knew, and the gradients are right nevertheless, because
+        the backward computes weights as exp(score - lse)."""
+        # The state of the generator for dropout: there is none, but the operator wants a place to read it from.
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
         gradients: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
             grad, q, k, v, out, lse, *_lengths(q, k, ragged), 0.0, True, state, state[0], scale=scores.scale,
             **_window(window),
@@ -169,26 +222,34 @@ class Flash(Kernel):
 
 
 def _lengths(q: Tensor, k: Tensor, ragged: _Ragged | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """None, not an empty tensor: whether it is given decides between dense and ragged."""
+    """The four arguments that say where segments lie. None, not an empty tensor: whether it is there decides between
+    the dense and the ragged form."""
     return (None, None, q.shape[1], k.shape[1]) if ragged is None else ragged
 
 
 def _window(window: int | None) -> dict[str, int]:
+    """FlashAttention counts the tokens to the left of a token, without itself; -1 is all of them."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _laid_out(part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """From (batch, heads, tokens, size), without a copy."""
+    """From (batch, heads, tokens, size) to (batch, tokens, heads, size), or without the batch if the part is ragged. A
+    view: nothing is copied."""
     turned = (x.transpose(1, 2) for x in tensors)
     return tuple(turned) if part.ragged is None else tuple(x[0] for x in turned)
 
 
 def _back(part: _Part, x: Tensor) -> Tensor:
+    """The reverse of ``_laid_out``, for one tensor."""
     return (x if part.ragged is None else x[None]).transpose(1, 2)
 
 
 class FlashAttnPackage(Flash):
-    """The package flash-attn, version 2.7 or newer, which also has softcaps. It is used if it is installed."""
+    """The package flash-attn, version 2.7 or newer, which also has softcaps. It is used if it is installed.
+
+    It differs from ``Flash`` in the functions it calls, and in nothing else: layouts, segments and log-sum-exps are the
+    same.
+    """
 
     name = "flash-attn"
     operators: ClassVar[Operators] = ()
@@ -236,6 +297,7 @@ class FlashAttnPackage(Flash):
 
 
 def _common(window: int | None, scores: Scores) -> dict[str, Any]:
+    """The arguments that forward and backward of the package share."""
     return {
         "dropout_p": 0.0,
         "softmax_scale": scores.scale,
@@ -254,7 +316,8 @@ def _package() -> Any:
 
 @cache
 def _package_fault() -> str | None:
-    """Why the installed package cannot be used."""
+    """Why the installed package cannot be used; None if it can. Its functions are private, so their arguments are
+    looked at."""
     try:
         package = _package()
     except ImportError:
@@ -269,8 +332,15 @@ def _package_fault() -> str | None:
 
 
 class Flex(Kernel):
-    """FlexAttention, compiled: softcaps and heads of any size. The backward computes the forward again, so it needs no
-    output and log-sum-exp from outside, and takes none. ``backend`` is the compiler; None computes it uncompiled."""
+    """FlexAttention, compiled: softcaps and heads of any size.
+
+    The backward computes the forward again, so it needs no output and log-sum-exp from outside, and takes none: that is
+    why it has no sinks, which the kernel's own log-sum-exp does not know. In the table it comes behind kernels that
+    need no compiler.
+
+    Args:
+        backend: The compiler; None computes it uncompiled, with whole matrices of scores, for tests.
+    """
 
     name = "flex"
     head_multiple = 16
@@ -295,6 +365,7 @@ class Flex(Kernel):
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
     ) -> Iterator[Gradients]:
+        """As ``Kernel.backward``, in one part. ``out`` and ``lse`` are not looked at: the forward is computed again."""
         keys = self._keys(seen)
         inputs = [x.detach().requires_grad_() for x in (q, *store.read(EVERY, keys))]
         with torch.enable_grad():
@@ -304,6 +375,7 @@ class Flex(Kernel):
 
     @staticmethod
     def _keys(seen: Visibility) -> slice:
+        """From the oldest key that any token of the slice sees. Of layers with a window, older keys are not read."""
         return slice(min(s.first_key(seen.window) for s in seen.segments), seen.end)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scores: Scores) -> Any:
@@ -317,6 +389,7 @@ class Flex(Kernel):
         return out, aux.lse
 
     def _mask(self, q: Tensor, seen: Visibility) -> Any:
+        """Made once for all layers that see the same; it holds tensors on the device."""
         key = ("flex", q.shape[0], q.device)
         if key not in seen.memo:
             seen.memo[key] = _block_mask(seen, q.shape[0], self._keys(seen), q.device, self.BLOCK)
@@ -331,10 +404,13 @@ def _has_triton() -> bool:
 
 @cache
 def _flex_attention(backend: str | Callable[..., Any] | None) -> Callable[..., Any]:
-    """Compiled for shapes that vary, in one piece: what cannot be compiled so must raise, or torch would compute whole
-    matrices of scores. Shapes need a few graphs (one row or several, the same number of keys or more, with gradients
-    or without), which are more than torch allows by default. Numbers such as a softcap are parts of a graph: as
-    variables torch cannot differentiate them."""
+    """FlexAttention, compiled for shapes that vary, in one piece: what cannot be compiled so must raise, or torch would
+    compute whole matrices of scores.
+
+    Shapes need a few graphs (one row or several, the same number of keys or more, with gradients or without), which are
+    more than torch allows by default. Numbers such as a softcap are parts of a graph: as variables torch cannot
+    differentiate them.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     if backend is None:
@@ -351,13 +427,26 @@ def _flex_attention(backend: str | Callable[..., Any] | None) -> Callable[..., A
 
 @cache
 def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
+    """The change of scores that ``flex_attention`` takes. Cached: torch compiles again for every new function."""
     if limit is None:
         return None
     return lambda score, b, h, i, j: limit * torch.tanh(score / limit)
 
 
 def _block_mask(seen: Visibility, sequences: int, keys: slice, device: torch.device, size: int) -> Any:
-    """Which blocks are seen in whole, in part or not at all, computed from the segments: a mask is never made."""
+    """Which blocks are seen in whole, in part or not at all, computed from the segments: a mask is never made.
+
+    torch's own ``create_block_mask`` evaluates the mask for every row and key, which takes memory that grows with their
+    product. Here two numbers for each token, its oldest and newest visible key, are enough. They are also what the
+    kernel compares in blocks that are seen in part.
+
+    Args:
+        seen: What the slice sees.
+        sequences: Those of the microbatch.
+        keys: Tokens of the sequence that are read; the mask's columns count from its start.
+        device: Where the kernel runs.
+        size: Rows and keys of a block.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     oldest = np.empty((sequences, seen.length), dtype=np.int64)  # key that each token sees
@@ -382,7 +471,24 @@ def _block_mask(seen: Visibility, sequences: int, keys: slice, device: torch.dev
 
 
 def _tables(oldest: Any, newest: Any, keys: int, size: int) -> list[Any]:
-    """For each sequence and block of rows: how many blocks of keys are seen in part, and which; then those in whole."""
+    """For each sequence and block of rows: how many blocks of keys are seen in part, and which; then those in whole.
+
+    ::
+
+        keys that some row sees       |<------------------------------------------->|
+        keys that every row sees                |<---------------------->|
+        blocks of keys           skip   | part  | part  | whole | whole | part  |     skip
+
+    A block is seen in whole if every row's oldest key is at or before its first, and every row's newest at or behind
+    its last. The last block of rows may have fewer rows than ``size``; it counts as seen in part, so that the kernel
+    compares.
+
+    Args:
+        oldest: (sequences, rows), the oldest key that each row sees.
+        newest: (rows,), the newest.
+        keys: The number of keys.
+        size: Rows and keys of a block.
+    """
     rows, columns = -(-len(newest) // size), -(-keys // size)
     shape = (len(oldest), rows)
     counts = np.zeros((2, *shape), dtype=np.int32)

@@ -23,71 +23,24 @@ and copies and pickles are of the module's own class. Megatron has the same unde
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from terapipe.modeling.autocast import autocast_dtype, autocasted
-from terapipe.modeling.dtensor import as_dtensor_like, is_row_parallel, to_local
-from terapipe.modeling.main_grads import HALF, add_product, add_rows
-from terapipe.modeling.slice_cache import SliceCache, cache_that_adds
-
-
-class DeferredGrad(NamedTuple):
-    """One slice's part of a weight's gradient, not yet multiplied out."""
-
-    weight: Tensor
-    # Gradients of the layer's output, one row for each token, and its input. If the weight is (inputs, outputs), the
-    # other way round.
-    left: Tensor
-    right: Tensor
-    to_main_grad: bool = False  # adds to a sum in float32, see main_grads.py
-
-    def add(self) -> None:
-        weight = self.weight
-        if not weight.requires_grad:  # frozen since the forward: autograd adds nothing then
-            return
-        if self.to_main_grad:
-            add_product(weight, self.left, self.right)
-            return
-        total = weight.grad
-        if total is None:
-            weight.grad = as_dtensor_like(weight, self.product().to(weight.dtype))
-        else:
-            total = to_local(total) if type(total) is DTensor else total
-            if total.dtype == self.left.dtype:
-                total.addmm_(self.left.t(), self.right)
-            else:
-                total.add_(self.product())
-        if weight._post_accumulate_grad_hooks:
-            call_hooks(weight)
-
-    def product(self) -> Tensor:
-        return self.left.t() @ self.right
-
-
-def call_hooks(weight: Tensor) -> None:
-    """What autograd calls when it has added to ``.grad``, after it was done here."""
-    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
-        hook(weight)
-
-
-def accumulate_deferred(deferred: Iterable[DeferredGrad]) -> None:
-    """Adds deferred weight gradients, weight by weight."""
-    by_weight: dict[int, list[DeferredGrad]] = {}
-    for part in deferred:
-        by_weight.setdefault(id(part.weight), []).append(part)
-    with torch.no_grad():
-        for parts in by_weight.values():
-            for part in parts:
-                part.add()
+from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, cache_that_adds, cast_input
+from terapipe.modeling.weight_grads import HALF, DeferredGrad, add_rows, as_dtensor_like, call_hooks, to_local
 
 
 def is_split_alike(x: Tensor, weight: Tensor) -> bool:
-    """Whether both are split as torch's ColwiseParallel or RowwiseParallel split them: ``project`` knows no other."""
+    """Whether both are split as torch's ColwiseParallel or RowwiseParallel split them: ``project`` knows no other.
+
+    Args:
+        x: The layer's input.
+        weight: Its weight, (outputs, inputs).
+    """
     if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
         return False
     inputs, weights = x.placements, weight.placements
@@ -104,18 +57,27 @@ def project(
     inputs_first: bool = False,
     adds_bias: bool = True,
 ) -> Tensor:
-    """As ``F.linear``; with ``inputs_first`` the weight is (inputs, outputs). Split weights are DTensors.
+    """As ``F.linear``, with a weight whose gradient is added in place.
 
-    The backward of a slice (``SliceCache.backward``) adds the weight's gradient to ``.grad`` in place, and then calls
-    what ``register_post_accumulate_grad_hook`` registered. Any other backward, such as ``torch.autograd.grad`` inside
-    a layer, gets it from autograd. Without ``adds_bias``, the bias has its gradient only.
+    The backward of a slice (``SliceCache.backward``) adds the weight's gradient to ``.grad``, or defers it, and then
+    calls what ``register_post_accumulate_grad_hook`` registered. Any other backward, such as ``torch.autograd.grad``
+    inside a layer, gets it from autograd.
+
+    Args:
+        x: (..., inputs). A DTensor where the weight is one.
+        weight: (outputs, inputs), a leaf of autograd.
+        bias: (outputs,), or None.
+        cache: That of the slice being computed.
+        inputs_first: Whether the weight is (inputs, outputs), as that of transformers' Conv1D.
+        adds_bias: Otherwise the bias has its gradient only. For weights split by inputs, whose outputs are summed over
+            devices: one device adds the bias.
     """
     if isinstance(x, DTensor):
         return _project_split(x, weight, bias, cache)
     dtype: torch.dtype | None = None
     keeper: list[Any] | None = None
     if torch.is_autocast_enabled(x.device.type):
-        dtype, x, bias = autocast_dtype(weight), autocasted(x), None if bias is None else autocasted(bias)
+        dtype, x, bias = autocast_dtype(weight), cast_input(x), None if bias is None else cast_input(bias)
     if cache.current.checkpointed and x.requires_grad:
         keeper = []
         x = _Keep.apply(x, keeper)  # type: ignore[no-untyped-call]
@@ -125,9 +87,14 @@ def project(
 
 
 def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: SliceCache) -> DTensor:
+    """As ``project``, for weights that are split over devices::
+
+    weight by outputs (Shard(0))    x whole       ->  some of the outputs; the gradient of x is a sum over devices
+    weight by inputs  (Shard(1))    some of x     ->  outputs are sums over devices; the bias is added on one
+    """
     assert isinstance(weight, DTensor)
     mesh, bias = weight.device_mesh, None if bias is None else to_local(bias)
-    if is_row_parallel(weight):  # the outputs are sums over devices, to which one of them adds the bias
+    if weight.placements == (Shard(1),):  # the outputs are sums over devices, to which one of them adds the bias
         out = project(x.to_local(), weight, bias, cache, adds_bias=mesh.get_local_rank() == 0)
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
     # Each device has some of the outputs, and knows their part of the input's gradient.
@@ -138,8 +105,11 @@ def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: Slice
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the input of a product before it is computed. torch.utils.checkpoint computes a layer again until the last
-    saved tensor is there: so the last product of a layer is not computed again."""
+    """Saves the input of a product before it is computed.
+
+    torch.utils.checkpoint computes a layer again until the last saved tensor is there. Had ``_Project`` saved its own
+    input, the last product of a layer would be computed again, only to be thrown away: nobody needs its output.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keeper: list[Any]) -> Tensor:
@@ -153,8 +123,11 @@ class _Keep(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """Its backward adds the weight's gradient in place only where that is what its caller wants: in the backward of the
-    slice. Elsewhere it returns it, and may itself be differentiated."""
+    """The product of ``project``.
+
+    Its backward adds the weight's gradient in place only where that is what its caller wants: in the backward of the
+    slice. Elsewhere it returns it, and may itself be differentiated.
+    """
 
     @staticmethod
     def forward(
@@ -187,6 +160,11 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight and bias, of which that of the weight is None if it was added in place or deferred.
+
+        The weight is not saved by autograd, so this compares its version, as autograd would: a weight that was changed
+        since the forward would give a wrong gradient of x.
+        """
         weight, local, cache, dtype, inputs_first, keeper = ctx.of_forward
         (x,) = ctx.saved_tensors if keeper is None else keeper[0].saved_tensors
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
@@ -233,13 +211,23 @@ NO_PADDING = -1  # what torch takes for it
 
 
 def embed(ids: Tensor, weight: Tensor, padding: int | None, cache: SliceCache) -> Tensor:
-    """As ``F.embedding``. The backward of a slice (``SliceCache.backward``) adds to ``.grad`` in place; any other gets
-    the gradient from autograd. The row of ``padding`` gets none."""
+    """As ``F.embedding``, with a table whose gradient is added in place.
+
+    The backward of a slice adds to some rows of ``.grad``; any other backward gets the gradient from autograd.
+
+    Args:
+        ids: Of any shape.
+        weight: (vocabulary, width), a leaf of autograd.
+        padding: The row that gets no gradient, or None.
+        cache: That of the slice being computed.
+    """
     out: Tensor = _apply_embed(ids, weight, NO_PADDING if padding is None else padding, cache)
     return out
 
 
 class _Embed(torch.autograd.Function):
+    """The lookup of ``embed``; see ``_Project`` for which backward adds in place."""
+
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, cache: SliceCache) -> Tensor:
         ctx.save_for_backward(ids)
@@ -264,12 +252,22 @@ _apply_embed: Any = super(torch.autograd.Function, _Embed).apply  # as _apply_pr
 
 
 def _table(grad: Tensor, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
+    """The gradient of the whole table, as autograd makes it: zeros but for the rows of the ids."""
     table: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, weight.shape[0], padding, False)
     return table
 
 
 @torch.no_grad()
 def _add(weight: Tensor, ids: Tensor, rows: Tensor, padding: int, *, to_main_grad: bool) -> None:
+    """Adds rows to the table's gradient.
+
+    Args:
+        weight: The table.
+        ids: Numbers of rows, one for each token.
+        rows: Gradients of the outputs, one for each token.
+        padding: The row that gets no gradient, or ``NO_PADDING``.
+        to_main_grad: Whether sums of half-precision tables are ``main_grad``.
+    """
     if padding != NO_PADDING:
         rows = rows.masked_fill((ids == padding)[:, None], 0.0)
     if to_main_grad and weight.dtype in HALF:
@@ -289,8 +287,15 @@ _KEEPS_CLASS = "_keeps_class"
 
 
 def fuse_weight_grads(stage: nn.Module) -> None:
-    """Of all modules of the stage that ``nn.Linear``, transformers' ``Conv1D`` or ``nn.Embedding`` compute. Subclasses
-    of linear layers may compute something else, and are left alone."""
+    """Gives linear layers and embeddings of a stage classes whose gradients are added in place.
+
+    Modules of ``nn.Linear``, transformers' ``Conv1D`` and ``nn.Embedding`` are meant, and subclasses of embeddings.
+    Subclasses of linear layers may compute something else, and are left alone. Parameters, names, hooks and
+    ``state_dict`` stay as they are.
+
+    Args:
+        stage: Changed in place; calling it twice changes nothing.
+    """
     for module in stage.modules():
         kind = _fused_class(type(module))
         if kind is not None and _KEEPS_CLASS not in vars(module):
@@ -299,7 +304,11 @@ def fuse_weight_grads(stage: nn.Module) -> None:
 
 
 def keep_plain(modules: Iterable[nn.Module]) -> None:
-    """Gives modules the classes that they had before, for good."""
+    """Gives modules the classes that they had before, for good. For compiled layers, see compiling.py.
+
+    Args:
+        modules: Any; those that were not changed stay as they are.
+    """
     for module in modules:
         object.__setattr__(module, "__class__", plain_class(module))
         vars(module)[_KEEPS_CLASS] = True
@@ -316,7 +325,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 class _Fused(nn.Module):
-    """What the classes here have in common."""
+    """What the classes here have in common: copies, pickles and printed names are those of the module's own class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(1)  # later protocols compare the class with the module's
@@ -328,6 +337,8 @@ class _Fused(nn.Module):
 
 
 class _FusedLinear(_Fused, nn.Linear):
+    """``nn.Linear`` whose weight's gradient is added in place inside of a slice."""
+
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         cache = cache_that_adds(weight)
@@ -349,7 +360,8 @@ class _FusedConv1D(_Fused):
 
 
 class _FusedEmbedding(_Fused, nn.Embedding):
-    """Also below a subclass that calls ``super().forward``, as those do that scale embeddings."""
+    """``nn.Embedding`` likewise; also below a subclass that calls ``super().forward``, as those do that scale
+    embeddings."""
 
     def forward(self, ids: Tensor) -> Tensor:
         cache = cache_that_adds(self.weight)

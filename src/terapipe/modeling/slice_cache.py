@@ -1,18 +1,118 @@
-"""What outlives a slice: keys and values of attention, any other state that a layer carries on, and their gradients."""
+"""What outlives a slice, and the slice that is being computed.
+
+::
+
+    microbatch    SliceCache     keys, values, states, their gradients; where documents begin      until clear() slice
+    SliceContext   which tokens; what its backward defers; sums for losses           until the next begin()
+
+    cache.begin(8, 4)      makes a new SliceContext:    cache.current
+    with cache:            the cache is on the stack:   current_cache()
+        stage(x, cache)    linear layers, embeddings, attention and hooks of Hugging Face models read both
+
+A ``SliceContext`` is made anew for a slice's forward and again for its backward, so nothing that one slice sets can
+reach another. That is also why functions of autograd hold the cache, and the stack holds caches: a layer's backward
+runs under another context than its forward did, and the cache is what both share.
+
+States other than keys and values go from slice to slice as leaves of autograd, so that each slice's backward is an
+ordinary one::
+
+    slice 0                    slice 1                          backwards
+    state, with its graph      leaf, without it                 slice 1 fills leaf.grad
+      set_state --- detach --> get_state                        slice 0 starts from (state, leaf.grad), too
+"""
 
 import copy
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.slice_context import SliceContext
 from terapipe.modeling.visibility import Visibility, segments
+from terapipe.modeling.weight_grads import to_local
+
+
+class SliceContext:
+    """One forward or one backward of a slice.
+
+    Args:
+        start: Tokens of the sequence before the slice.
+        length: Tokens of the slice.
+        defer: Whether the backward puts off gradients of weights: they are left in ``deferred``.
+        main_grads: Whether gradients of half-precision weights are summed in float32, see weight_grads.py.
+
+    Attributes:
+        end: Where the next slice begins.
+        fuses: Whether gradients of weights are added where they lie, see linear.py.
+        deferred: What the backward put off, see linear.py.
+        calls: How often each module has called attention since the cache was entered.
+        checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
+        is_in_forward: Whether the slice's forward is running.
+        own_task: Autograd's number of the running backward of the slice.
+    """
+
+    def __init__(self, start: int, length: int, *, defer: bool = False, main_grads: bool = False) -> None:
+        self.start, self.length, self.end = start, length, start + length
+        self.defer, self.main_grads, self.fuses = defer, main_grads, False
+        self.deferred: list[Any] = []
+        self.calls: dict[Hashable, int] = {}
+        self.checkpointed: Literal["", "first", "again"] = ""
+        self.is_in_forward = False
+        self.own_task: int | None = None
+        self._sums: dict[str, Tensor] = {}
+
+    def name_call(self, module: Hashable) -> tuple[Hashable, int]:
+        """A name for attention that a module calls: the module and how often it has called it for this slice.
+
+        Hugging Face models call attention without saying which layer they are. The module does, unless it calls twice.
+        """
+        number = self.calls.get(module, 0)
+        self.calls[module] = number + 1
+        return module, number
+
+    def pop_deferred(self) -> list[Any]:
+        """Returns the gradients of weights that the backward put off, and forgets them."""
+        deferred, self.deferred = self.deferred, []
+        return deferred
+
+    def add_sums(self, name: str, sums: Tensor) -> None:
+        """See ``SliceCache.add_sums``. A layer that is computed again adds nothing: its first forward did."""
+        if self.checkpointed != "again":
+            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def pop_sums(self) -> dict[str, Tensor]:
+        """Returns the sums that layers have added, and forgets them."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+        """Runs a backward that belongs to the slice: gradients of weights go where linear.py adds them.
+
+        Args:
+            roots: What to differentiate.
+            gradients: The gradient of each; None for scalars.
+        """
+        # Before autograd goes on from a root it calls the root's hook, which so learns the number of this backward.
+        handles = [root.register_hook(self._note_task) for root in roots]  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.backward(roots, gradients)
+        finally:
+            self.own_task = None
+            for handle in handles:
+                handle.remove()
+
+    def _note_task(self, _: Tensor) -> None:
+        self.own_task = torch._C._current_graph_task_id()
+
+    @property
+    def is_own_backward(self) -> bool:
+        """Whether autograd is at work for ``run_backward`` itself, not for another backward such as
+        ``torch.autograd.grad`` inside a layer, which must change no ``.grad``."""
+        return torch._C._current_graph_task_id() == self.own_task
 
 
 class KeyValueStore:
@@ -28,6 +128,14 @@ class KeyValueStore:
         self._gradients: Tensor | None = None
 
     def write(self, k: Tensor, v: Tensor, context: int, seq_len: int) -> None:
+        """Puts a slice's keys and values at their place.
+
+        Args:
+            k: (sequences, heads, tokens, head size).
+            v: Of the same shape.
+            context: Tokens before the slice.
+            seq_len: Tokens of the sequence; the first slice makes room for all of them.
+        """
         pair = self._pair
         if pair is None or pair.dtype != k.dtype:  # autocast was switched on or off
             pair = k.new_empty(2 * k.shape[0], k.shape[1], seq_len, k.shape[3])
@@ -35,12 +143,21 @@ class KeyValueStore:
         torch.cat((k, v), out=pair[:, :, context : context + k.shape[2]])
 
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        """Views of keys and values of some sequences and tokens: (sequences, heads, tokens, head size) each."""
         assert self._pair is not None
         k, v = self._pair.chunk(2)
         return k[sequences, :, keys], v[sequences, :, keys]
 
     def add_grad(self, dk: Tensor, dv: Tensor, sequences: slice, keys: slice, overwrite: bool) -> None:
-        """Adds to the gradients of earlier tokens, or overwrites what an earlier step left."""
+        """Adds to the gradients of earlier tokens, or overwrites what an earlier step left.
+
+        Args:
+            dk: Gradients of keys.
+            dv: Gradients of their values.
+            sequences: Those of the microbatch that they are about.
+            keys: Tokens of the sequence.
+            overwrite: Whether what lies there is of an earlier step.
+        """
         for room, x in zip(self._room().chunk(2), (dk, dv), strict=True):
             if overwrite:
                 room[sequences, :, keys].copy_(x)
@@ -52,11 +169,13 @@ class KeyValueStore:
         self._room().zero_()
 
     def grad(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views of the gradients of keys and values from token ``start`` to ``end``: sums over the slices that have
+        left some."""
         dk, dv = self._room()[:, :, start:end].chunk(2)
         return dk, dv
 
     def _room(self) -> Tensor:
-        """For gradients."""
+        """The tensor of gradients, made when the first slice leaves some: evaluation has none."""
         if self._gradients is None:
             assert self._pair is not None
             wide = torch.promote_types(self._pair.dtype, torch.float32)
@@ -75,6 +194,9 @@ def current_cache() -> "SliceCache | None":
     return _computing[-1] if _computing else None
 
 
+_PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor, FakeTensor)  # a parameter that is fake is of the last class
+
+
 def cache_that_adds(weight: Tensor) -> "SliceCache | None":
     """The cache whose slice is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
 
@@ -87,7 +209,7 @@ def cache_that_adds(weight: Tensor) -> "SliceCache | None":
         or not weight.is_leaf
         # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
         or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
-        or type(weight) not in (nn.Parameter, Tensor, DTensor)
+        or type(weight) not in _PLAIN_WEIGHTS
         or torch._C._are_functorch_transforms_active()
     ):
         return None
@@ -115,7 +237,7 @@ class SliceCache:
         seq_len: Tokens of each sequence.
 
     Attributes:
-        current: The slice that is being computed, see slice_context.py.
+        current: The slice that is being computed, see ``SliceContext``.
         casts: Weights in another dtype, made once for all slices; several caches may share it.
     """
 
@@ -123,8 +245,10 @@ class SliceCache:
         self.seq_len = seq_len
         self.current = SliceContext(0, 0)
         self._stores: dict[Hashable, KeyValueStore] = {}
-        self._left: dict[tuple[Hashable, int], Tensor] = {}  # states as the slice that begins there sees them
-        self._made: dict[int, dict[Hashable, Tensor]] = {}  # ... and as the slice that ends there made them
+        # States by name and place, twice: as the slice that begins there sees them (leaves, whose .grad its backward
+        # fills), and by place and name as the slice that ends there made them (with the graph that made them).
+        self._leaves: dict[tuple[Hashable, int], Tensor] = {}
+        self._outgoing: dict[int, dict[Hashable, Tensor]] = {}
         self._starts: tuple[tuple[int, ...], ...] = ()
         self._longest: int | None = None
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
@@ -189,9 +313,12 @@ class SliceCache:
         first and does not compute it in the second."""
         return _Checkpointing(self, "first"), _Checkpointing(self, "again")
 
-    def kept_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
-        """Output and log-sum-exps of the layer's first forward, if this is another one. They are let go of in the
-        slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before that, too."""
+    def recall_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
+        """Output and log-sum-exps of the layer's first forward, if this is another one; None in a first forward.
+
+        They are let go of in the slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before
+        that, too.
+        """
         if self.current.checkpointed != "again":
             return None
         out, lse, version = self._attention[layer, self.current.start]
@@ -205,18 +332,23 @@ class SliceCache:
         return out, lse
 
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
-        """In the first forward of a layer that is computed again."""
+        """Remembers what attention computed, in the first forward of a layer that is computed again."""
         if self.current.checkpointed == "first":
             self._attention[layer, self.current.start] = out.detach(), lse, out._version
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """This device's part of a weight in another dtype, made once for all slices."""
+        """This device's part of a weight in another dtype, made once for all slices of a step.
+
+        torch.autocast remembers its casts, too, but casts for operators that it knows only, and ``linear.project`` is
+        none.
+        """
         if weight not in self.casts:
             self.casts[weight] = to_local(weight).to(dtype)
         return self.casts[weight]
 
     def store(self, layer: Hashable) -> KeyValueStore:
+        """The keys and values of one attention layer; made when its first slice asks for it."""
         if layer not in self._stores:
             self._stores[layer] = KeyValueStore()
         return self._stores[layer]
@@ -225,48 +357,70 @@ class SliceCache:
 
     def get_state(self, name: Hashable) -> Tensor | None:
         """The state that the slice before left under this name; None at the beginning of a sequence."""
-        return self._left.get((name, self.current.start))
+        return self._leaves.get((name, self.current.start))
 
     def set_state(self, name: Hashable, state: Tensor) -> Tensor:
-        """Leaves a state to the slice after this one; gradients come back the same way. What that slice will see."""
+        """Leaves a state to the slice after this one; gradients come back the same way.
+
+        Args:
+            name: Any name that is unique on the stage.
+            state: Of any shape.
+
+        Returns:
+            What that slice will see: the same numbers, without the graph that made them.
+        """
         if torch.is_grad_enabled() and state.requires_grad and self.current.checkpointed != "again":
-            self._made.setdefault(self.current.end, {})[name] = state
+            self._outgoing.setdefault(self.current.end, {})[name] = state
         # There may be one already, if this forward is one that a backward begins with.
-        return self._left.setdefault((name, self.current.end), state.detach().requires_grad_(state.is_floating_point()))
+        return self._leaves.setdefault(
+            (name, self.current.end), state.detach().requires_grad_(state.is_floating_point())
+        )
 
     def backward(self, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """A slice's backward, which also takes up what later slices found for the states it left to them. ``others``
-        are further results of the slice with their gradients."""
+        """Runs a slice's backward, which also starts from the states it left, with the gradients that later slices
+        computed.
+
+        Args:
+            out: What the stage's forward returned.
+            gradient: Its gradient, from the next stage or the loss.
+            others: Further results of the slice with their gradients, such as sums for auxiliary losses.
+        """
         pairs = [*(((out, gradient),) if out.requires_grad else ()), *others]
         roots, gradients = [root for root, _ in pairs], [its for _, its in pairs]
-        for name, state in self._made.pop(self.current.end, {}).items():
-            owed = self._left.pop((name, self.current.end)).grad
+        for name, state in self._outgoing.pop(self.current.end, {}).items():
+            owed = self._leaves.pop((name, self.current.end)).grad
             if owed is not None:
                 roots.append(state)
                 gradients.append(owed)
         self.current.run_backward(roots, gradients)
 
     def clear(self) -> None:
-        self._left.clear()
-        self._made.clear()
+        """Forgets all states, so that another microbatch can begin. Room for keys and values is kept: it is written
+        before read."""
+        self._leaves.clear()
+        self._outgoing.clear()
         self.current = SliceContext(0, 0)
         self._attention.clear()
         self.casts = {}
 
     def next_states(self) -> list[Tensor]:
         """The states that the current slice left to the one after it."""
-        return [state for (_, place), state in self._left.items() if place == self.current.end]
+        return [state for (_, place), state in self._leaves.items() if place == self.current.end]
 
     def clone(self) -> Self:
-        """Another one over the same keys and values, with its own copies of all other states: so that a slice can be
-        computed several times. Not between a forward with gradients and its backward."""
+        """Another cache over the same keys and values, with its own copies of all other states: so that a slice can be
+        computed several times, as the profiler does. Not between a forward with gradients and its backward."""
         return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts, self.current)})
 
     # Documents
 
     def set_documents(self, starts: Sequence[Sequence[int]], longest: int | None = None) -> None:
-        """Where documents begin in each sequence of the microbatch; by default each is one document. ``longest`` is the
-        length of the longest document of the whole batch, by default of these."""
+        """Says where documents begin in each sequence of the microbatch; by default each sequence is one document.
+
+        Args:
+            starts: Per sequence, the first tokens of its documents, beginning with 0.
+            longest: Tokens of the longest document of the whole batch; by default of these sequences.
+        """
         self._starts = tuple(tuple(row) for row in starts)
         self._longest = longest
         self._visible.clear()
@@ -283,8 +437,12 @@ class SliceCache:
         return self._longest or longest_document(self._starts, self.seq_len)
 
     def visibility(self, window: int | None = None, chunk: int | None = None) -> Visibility:
-        """What the current slice's tokens see: of their document all up to themselves, at most ``window`` of them, or
-        those of their chunk, where chunks have ``chunk`` tokens."""
+        """What the current slice's tokens see: of their document all tokens up to themselves.
+
+        Args:
+            window: At most so many of them.
+            chunk: Only those of their chunk, where chunks have so many tokens.
+        """
         current = self.current
         key = (current.start, current.length, window, chunk)
         if key not in self._visible:
@@ -293,7 +451,9 @@ class SliceCache:
         return self._visible[key]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Of the current slice's tokens in their documents: (1 or sequences, tokens)."""
+        """The places of the current slice's tokens in their documents: (1 or sequences, tokens). What a model with
+        positional embeddings must use in place of ``torch.arange(x.shape[1])``, which counts from the slice's first
+        token."""
         current = self.current
         if not self.has_documents:
             return torch.arange(current.start, current.end, device=device)[None]
@@ -327,6 +487,22 @@ def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:
     return torch.stack([places - row[torch.searchsorted(row, places, right=True) - 1] for row in rows])
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast, where it is on, computes a product with such a tensor in. None where it leaves the
+    tensor as it is: float64 is never cast."""
+    device = x.device.type
+    if x.dtype is torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast_input(x: Tensor) -> Tensor:
+    """The tensor in the dtype that autocast wants; its gradient is cast back. torch does so for operators that it
+    knows, and does not know attention over slices and ``linear.project``."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
+
+
 def on_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy that the host does not wait for, if the tensor is the host's."""
     if device.type == "cuda" and x.device.type == "cpu":
@@ -335,5 +511,10 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def longest_document(starts: Sequence[Sequence[int]], seq_len: int) -> int:
-    """In sequences of so many tokens, where documents begin there; each is one document if nothing is said."""
+    """Tokens of the longest document.
+
+    Args:
+        starts: Where documents begin in each sequence; if empty, each sequence is one document.
+        seq_len: Tokens of each sequence.
+    """
     return max((last - first for row in starts for first, last in pairwise([*row, seq_len])), default=seq_len)

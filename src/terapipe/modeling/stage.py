@@ -12,17 +12,20 @@ a method or an attribute below, so that there is one place to look it up and not
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
 from terapipe.planning.slices import Plan
 
@@ -74,7 +77,13 @@ class WeightSource(Protocol):
     """Where the weights of a model can be read again. As a string, a name of it for messages."""
 
     def read(self, first: int, last: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads those of the named weights that the source has, for a stage of layers ``first`` to ``last``."""
+        """Reads those of the named weights that the source has.
+
+        Args:
+            first: The stage's first layer.
+            last: The one after its last.
+            names: Names of parameters, as the stage has them.
+        """
 
 
 class Stage(nn.Module):
@@ -125,6 +134,9 @@ class Stage(nn.Module):
         """Last stage: returns the head and what to call it with, for losses that multiply by the head themselves.
 
         Refuse it, with a ValueError, if logits are more than what the head makes (a scale, a softcap).
+
+        Args:
+            hidden: What ``forward`` of the last stage returned.
         """
         raise ValueError(
             f"{type(self).__name__} does not give its head, which losses of hidden states need; define "
@@ -134,7 +146,12 @@ class Stage(nn.Module):
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Last stage: computes the sum, not the mean, of the losses of all labels that are not ``IGNORE``.
 
-        By default the cross-entropy of ``logits``, in float32 or wider.
+        A mean would be that of a slice; the step divides the sum of all slices by the number of labels in the batch. By
+        default it is the cross-entropy of ``logits``, in float32 or wider.
+
+        Args:
+            hidden: What ``forward`` of the last stage returned, of one slice.
+            labels: (size, length), those of the same tokens.
         """
         logits = self.logits(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for a sum
@@ -187,12 +204,15 @@ class PipelineModel(ABC):
         config: What describes the model: a dataclass, a dictionary, or an object with ``to_dict()``. It must be equal
             on all ranks.
         has_auxiliary_losses: Whether its stages have ``auxiliary_losses``, so that steps have metrics.
+        has_bare_ends: Whether ``stage`` takes ``embeds`` and ``has_head``, so that plans may have the embedding or
+            the head alone on a stage.
     """
 
     num_layers: int
     tied: tuple[str, ...] = ()
     config: Any = None
     has_auxiliary_losses: bool = False
+    has_bare_ends: bool = False
 
     @abstractmethod
     def stage(self, first: int, last: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
@@ -205,7 +225,49 @@ class PipelineModel(ABC):
             tp: Split operators over these devices: all parameters of the stage become DTensors on the mesh, while what
                 ``forward`` takes and returns stay ordinary tensors of ``hidden_shape``. A model that cannot do it
                 raises a ValueError, or leaves the argument out.
+
+        A model with ``has_bare_ends`` also takes ``embeds`` and ``has_head``, which say whether the stage embeds tokens
+        and has the head where the numbers of its layers do not: of the boundaries (0, 0, 4), the first stage has no
+        layers, and the second begins with layer 0, but does not embed. See ``ends_of``.
         """
+
+    def make_stage(self, plan: Plan, k: int, device: torch.device, tp: TensorParallel | None = None) -> Stage:
+        """Makes stage ``k`` of a plan.
+
+        Args:
+            plan: Of all stages.
+            k: The number of the stage.
+            device: As in ``stage``.
+            tp: As in ``stage``. It is left out if there is none, since a model need not take it.
+        """
+        first, last = plan.boundaries[k : k + 2]
+        split = () if tp is None else (tp,)
+        if not plan.has_bare_ends:
+            return require_stage(self.stage(first, last, device, *split))
+        if not self.has_bare_ends:
+            raise ValueError(
+                f"the plan has a stage without layers, boundaries {list(plan.boundaries)}, which {type(self).__name__} "
+                "does not offer; give every stage a layer, or set has_bare_ends and take embeds and has_head in stage()"
+            )
+        make: Any = self.stage
+        ends = {"embeds": k == 0, "has_head": k == plan.num_stages - 1}
+        return require_stage(make(first, last, device, *split, **ends))
+
+    def ends_of(self, first: int, last: int, embeds: bool | None, has_head: bool | None) -> tuple[bool, bool]:
+        """Whether a stage embeds tokens, and whether it has the head, from the arguments of ``stage``.
+
+        Without being told, a stage that begins with layer 0 embeds, and one that ends with the last layer has the head.
+        Refuses numbers that are no stage.
+        """
+        embeds = first == 0 if embeds is None else embeds
+        has_head = last == self.num_layers if has_head is None else has_head
+        is_bare = first == last and ((embeds and first == 0) or (has_head and last == self.num_layers))
+        if not (0 <= first < last <= self.num_layers or (is_bare and embeds != has_head)):
+            raise ValueError(
+                f"a stage is some of the {self.num_layers} layers, or one of the model's ends alone, got {first} to "
+                f"{last}"
+            )
+        return embeds, has_head
 
     @property
     def is_verified(self) -> bool:
@@ -213,7 +275,11 @@ class PipelineModel(ABC):
         return False
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027
-        """Raises a ValueError if the model cannot be run by the plan: slices too short, a mode of recomputation."""
+        """Raises a ValueError if the model cannot be run by the plan: slices too short, a mode of recomputation.
+
+        Args:
+            plan: The one that the pipeline is to run.
+        """
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:  # noqa: B027
         """Raises a ValueError if a step would not be exact. All ranks call it, before anything is sent.
@@ -245,7 +311,11 @@ class PipelineModel(ABC):
 
 
 def require_model(model: object) -> PipelineModel:
-    """The model, or a ValueError that names the base class."""
+    """The model, or a ValueError that says what to inherit from and what to set.
+
+    Args:
+        model: What a user gave to ``Pipeline``.
+    """
     if not isinstance(model, PipelineModel):
         raise ValueError(
             f"a model must inherit from terapipe.PipelineModel, got {type(model).__name__}; inherit from it, set "
@@ -257,7 +327,11 @@ def require_model(model: object) -> PipelineModel:
 
 
 def require_stage(stage: object) -> Stage:
-    """The stage, or a ValueError that names the base class."""
+    """The stage, or a ValueError that says what to inherit from and what to set.
+
+    Args:
+        stage: What a model's ``stage`` returned.
+    """
     if not isinstance(stage, Stage):
         raise ValueError(
             f"stage() must return a terapipe.Stage, got {type(stage).__name__}; inherit from it in place of nn.Module"
@@ -270,10 +344,21 @@ def require_stage(stage: object) -> Stage:
     return stage
 
 
+# Batches
+
+
 def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """A batch of so many rows, as a plan wants it, from one of fewer, even of none: the added rows count for nothing.
 
     For the last batch of an epoch, which may also leave replicas with different numbers of sequences.
+
+    Args:
+        input_ids: (sequences, tokens).
+        labels: Of the same shape.
+        rows: Sequences that the plan wants.
+
+    Returns:
+        Ids filled up with zeros, and labels filled up with ``IGNORE``.
     """
     missing = rows - len(input_ids)
     if missing < 0 or input_ids.shape != labels.shape:
@@ -286,7 +371,204 @@ def fill_batch(input_ids: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Te
 
 
 def next_token_labels(input_ids: Tensor) -> Tensor:
-    """Labels for predicting the next token: at each place the token after it, ``IGNORE`` at the end of a sequence."""
+    """Labels for predicting the next token: at each place the token after it, ``IGNORE`` at the end of a sequence.
+
+    Args:
+        input_ids: (sequences, tokens).
+    """
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, :-1] = input_ids[:, 1:]
     return labels
+
+
+# How a stage is computed
+
+
+class SlicedStage:
+    """Forwards and backwards of a stage's slices, the same for all stages, whoever wrote them.
+
+    Args:
+        stage: Linear layers and embeddings of it are given classes that add gradients in place.
+        fused: Otherwise they are left alone, and gradients of weights come from autograd.
+    """
+
+    def __init__(self, stage: Stage, *, fused: bool = True) -> None:
+        self.stage, self._fused = stage, fused
+        if fused:
+            fuse_weight_grads(stage)
+
+    def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
+        """Computes the cache's current slice.
+
+        Args:
+            x: Token ids, or hidden states of the stage before.
+            cache: Its ``begin`` has said which slice.
+            block: Whether each layer keeps its input and attention's output only, and is computed again in the
+                backward.
+        """
+        with self.over(cache), self._checkpointed(cache) if block else nullcontext():
+            cache.current.is_in_forward = True
+            try:
+                out: Tensor = self.stage(x, cache)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+                raise ValueError(
+                    "a layer must not differentiate (torch.autograd.grad in its forward) what was computed outside of "
+                    f"torch.enable_grad(), since evaluation and recompute 'full' compute forwards without gradients: "
+                    f"{error}; compute it from detached inputs under torch.enable_grad(), or recompute 'block' or "
+                    "'none'"
+                ) from error
+            finally:
+                cache.current.is_in_forward = False
+        return out
+
+    def backward(
+        self, cache: SliceCache, out: Tensor, gradient: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """Runs the backward of the cache's current slice.
+
+        Args:
+            cache: Its ``begin`` has said which slice.
+            out: What ``forward`` returned.
+            gradient: Its gradient.
+            others: Further results with their gradients, see ``SliceCache.backward``.
+        """
+        with self.over(cache):  # layers may be computed again
+            cache.backward(out, gradient, others)
+
+    @property
+    def defers_weight_grads(self) -> bool:
+        """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
+        autograd does: their backwards are one piece, and the halves that follow have nothing to do."""
+        return self._fused and not has_plain_products(self.stage)
+
+    def over(self, cache: SliceCache) -> SliceCache:
+        """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""
+        cache.current.fuses = self._fused
+        return cache
+
+    @contextmanager
+    def _checkpointed(self, cache: SliceCache) -> Iterator[None]:
+        """Inside, the forward of each block is checkpointed. Hooks of blocks, such as FSDP's, are outside of that."""
+        blocks = self.stage.blocks
+        plain = [(block, block.__dict__.get("forward")) for block in blocks]
+        try:
+            for block in blocks:
+                block.__dict__["forward"] = _Checkpointed(block.forward, cache)
+            yield
+        finally:
+            for block, forward in plain:
+                if forward is None:
+                    del block.__dict__["forward"]
+                else:
+                    block.__dict__["forward"] = forward
+
+
+class _Checkpointed:
+    """A block's forward under ``torch.utils.checkpoint``. It takes the place of ``block.forward`` while a slice is
+    computed."""
+
+    def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
+        self._forward, self._cache = forward, cache
+
+    def __reduce__(self) -> Any:
+        """A block that is copied while its slice is computed gets the plain forward."""
+        return _itself, (self._forward,)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*arguments, **named)
+        contexts = self._cache.checkpoint_contexts
+        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class Autocast(NamedTuple):
+    """The state of ``torch.autocast`` where a step was called; all ranks must have the same.
+
+    Only forwards are autocast, those that a backward begins with too. All else in a step (backwards, sums, transfers)
+    runs without it, as torch recommends for ``backward()``.
+
+    Attributes:
+        device_type: As ``torch.autocast`` takes it.
+        dtype: What it casts to; None where it is off.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def current(cls, device: torch.device) -> Self:
+        enabled = torch.is_autocast_enabled(device.type)
+        return cls(device.type, torch.get_autocast_dtype(device.type) if enabled else None)
+
+    def on(self) -> AbstractContextManager[object]:
+        """For a forward. torch keeps the casts of weights only if gradients are recorded: older versions take a cast
+        that was made without them for one with them, and the weight's gradient is lost."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=torch.is_grad_enabled())
+
+    def off(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, enabled=False)
+
+    def forget_casts(self) -> None:
+        """Casts of weights that torch keeps are of no use before a step or after it: weights change."""
+        if self.dtype is not None:
+            torch.clear_autocast_cache()
+
+    def __str__(self) -> str:
+        return "" if self.dtype is None else f" under autocast to {self.dtype}"
+
+
+class RandomState(NamedTuple):
+    """The state of torch's random generators, so that a forward that is computed again draws the same dropout masks.
+
+    As in torch.utils.checkpoint, tensors of devices other than the stage's are not expected to draw.
+
+    Attributes:
+        device: The stage's.
+        cpu: The state of the CPU's generator.
+        accelerator: The state of the device's generator, if the stage runs elsewhere.
+    """
+
+    device: torch.device
+    cpu: Tensor
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Self:
+        """The present state.
+
+        Args:
+            device: The stage's.
+        """
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        return cls(device, torch.get_rng_state(), module and module.get_rng_state(device))
+
+    @property
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState.now(self.device)
+        is_same = self.accelerator is None or now.accelerator is None or self.accelerator.equal(now.accelerator)
+        return self.cpu.equal(now.cpu) and is_same
+
+    def set(self) -> None:
+        """Draws what follows from this state."""
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, random numbers are drawn from this state; outside, they go on as if nothing had been drawn."""
+        outside = RandomState.now(self.device)
+        self.set()
+        try:
+            yield
+        finally:
+            outside.set()

@@ -20,12 +20,19 @@ EVERY = slice(None)
 
 
 class Segment(NamedTuple):
-    """The tokens of a slice that belong to one document, or to one chunk of it. Positions are those in the sequence."""
+    """The tokens of a slice that belong to one document, or to one chunk of it. Positions are those in the sequence.
 
-    start: int  # of the document or chunk
-    first: int  # its first token in the slice
-    last: int  # the one after its last token in the slice
-    sequences: slice = EVERY  # of the microbatch
+    Attributes:
+        start: Where the document or chunk begins, maybe in an earlier slice.
+        first: Its first token in the slice.
+        last: The one after its last token in the slice.
+        sequences: Those of the microbatch that it is about.
+    """
+
+    start: int
+    first: int
+    last: int
+    sequences: slice = EVERY
 
     def first_key(self, window: int | None) -> int:
         """The first key that any of its tokens sees."""
@@ -34,13 +41,21 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Of one slice."""
+    """What the tokens of one slice see.
 
-    context: int  # tokens before the slice
+    Attributes:
+        context: Tokens before the slice.
+        length: Tokens of the slice.
+        segments: In order; in each sequence they cover the slice without gaps.
+        window: How many tokens a token sees at most, itself included; None is all of its segment.
+        memo: What kernels derive from it (blocks, tensors on the device), once for all layers.
+    """
+
+    context: int
     length: int
     segments: tuple[Segment, ...]
-    window: int | None = None  # how many tokens a token sees at most, itself included
-    memo: dict[Any, Any] = field(default_factory=dict)  # what kernels derive from it, once for all layers
+    window: int | None = None
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -52,22 +67,33 @@ class Visibility:
         return len(self.segments) == 1
 
     def blocks(self, largest: tuple[int, int] | None = None) -> tuple["Block", ...]:
-        """``largest`` limits the rows and keys of a block."""
+        """The same as rectangles and triangles, which do not overlap and leave nothing out.
+
+        Args:
+            largest: The most rows and the most keys of a block; None for no limit.
+        """
         if largest not in self.memo:
             self.memo[largest] = _blocks(self, largest)
         blocks: tuple[Block, ...] = self.memo[largest]
         return blocks
 
 
-# What row i of a block sees of its keys: all, those up to i, or those from i on. The last two are squares.
 Shape = Literal["full", "lower", "upper"]
 
 
 class Block(NamedTuple):
-    """Some tokens of a slice, and consecutive tokens that they see."""
+    """Some tokens of a slice, and consecutive tokens that they see.
 
-    rows: slice  # of the slice
-    keys: slice  # of the sequence
+    Attributes:
+        rows: Tokens of the slice, counted from its first.
+        keys: Tokens of the sequence, counted from its first.
+        shape: What row ``i`` sees of the keys: all ("full"), those up to ``i`` ("lower"), or those from ``i`` on
+            ("upper"). The last two are squares.
+        sequences: Those of the microbatch that it is about.
+    """
+
+    rows: slice
+    keys: slice
     shape: Shape = "full"
     sequences: slice = EVERY
 
@@ -84,8 +110,14 @@ def _blocks(seen: Visibility, largest: tuple[int, int] | None) -> tuple[Block, .
 
 
 def _tiles(segment: Segment, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """First token, the one after the last, and the oldest token that the first one sees. Windows begin and end within
-    two tiles if the tiles are as long as the window and counted from the start of the segment."""
+    """Cuts a segment into rows whose windows can be written as three blocks.
+
+    Yields first token, the one after the last, and the oldest token that the first one sees. Windows begin and end
+    within two tiles if the tiles are as long as the window and counted from the start of the segment::
+
+        window 3   tile 0: tokens 0 1 2     tile 1: tokens 3 4 5     tile 2: tokens 6 7
+        token 4 sees 2 3 4: its own tile and the one before, never a third
+    """
     if window is None:
         yield segment.first, segment.last, segment.start
         return
@@ -96,7 +128,8 @@ def _tiles(segment: Segment, window: int | None) -> Iterator[tuple[int, int, int
 
 
 def _of_tile(first: int, last: int, oldest: int, window: int | None) -> Iterator[tuple[slice, slice, Shape]]:
-    """A square of the tile with itself; the keys that all its rows see; and those that its first rows see alone."""
+    """The blocks of one tile: a square of the tile with itself; the keys that all its rows see; and those that its
+    first rows see alone."""
     yield slice(first, last), slice(first, last), "lower"
     common = oldest if window is None else max(oldest, last - window)
     if common < first:
@@ -125,7 +158,17 @@ def _cut(block: Block, most_rows: int, most_keys: int) -> Iterator[Block]:
 
 
 def segments(starts: Sequence[Sequence[int]], context: int, end: int, chunk: int | None) -> tuple[Segment, ...]:
-    """Of the slice from ``context`` to ``end``, where documents begin at ``starts`` in each sequence."""
+    """The segments of a slice.
+
+    Args:
+        starts: Where documents begin in each sequence; empty if each sequence is one document.
+        context: Tokens before the slice.
+        end: Where the next slice begins.
+        chunk: Tokens of a chunk; None if documents have none.
+
+    Returns:
+        Those of all sequences at once if all sequences are cut alike, or else sequence after sequence.
+    """
     rows = [tuple(row) for row in starts] or [(0,)]
     alike = len(set(rows)) == 1
     parts = []

@@ -104,7 +104,7 @@ EAGER_MESSAGE = 40e-6  # NCCL's launch, its events and flight recorder
 # The V100 as the TeraPipe paper used it: attention is not fused (so our own, memory-efficient, is faster), products do
 # not add to sums, and transfers do not overlap. From figure 3: a layer takes at least 1.46 ms, however short the slice.
 _V100 = Device(
-    125e12, 0.76, 900 * GB, 16 * GIB, 0.55e-3, 1.46e-3, units=80, fuses=False, architecture="volta",
+    125e12, 0.73, 900 * GB, 16 * GIB, 0.5e-3, 1.46e-3, units=80, fuses=False, architecture="volta",
     attention_kernel=EFFICIENT, attention_speed=ATTENTION["volta"][UNFUSED], blas=blas_workspaces(7),
 )  # fmt: skip
 

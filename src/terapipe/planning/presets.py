@@ -92,6 +92,9 @@ class ModelSpec:
     # Whether gradients of weights are added to their sum by the product itself, and can be deferred. Not so in layers
     # of Hugging Face models that are compiled: compiled code knows the class of their linear layers.
     fused_grads: bool = True
+    bare_ends: bool = (
+        False  # whether the embedding and the head may be stages of their own: PipelineModel.has_bare_ends
+    )
 
 
 def gpt_config(text: str) -> GPTConfig:

@@ -225,6 +225,11 @@ class Plan:
         return len(self.boundaries) - 1
 
     @cached_property
+    def has_bare_ends(self) -> bool:
+        """Whether the first stage is the embedding alone, or the last the head alone."""
+        return any(a == b for a, b in pairwise(self.boundaries))
+
+    @cached_property
     def num_ranks(self) -> int:
         """The number of pipeline ranks: each holds ``chunks`` stages."""
         return self.num_stages // self.chunks

@@ -1,1 +1,7 @@
-"""Published measurements as data files, one table each with its source, and their simulation. No torch here."""
+"""Published measurements as data files, one table each with its source, and their simulation. No torch here.
+
+- ``tables/*.toml``: the numbers, with what was run to get them.
+- ``simulation.py``: from what was run to our number.
+- ``table.py``: both beside each other, with mean and worst error.
+- ``studies.py``, ``estimates.py``: what the TeraPipe paper leaves open.
+"""

@@ -1,4 +1,12 @@
-"""Charts as SVG: lines, curves with bands, grouped bars, and time against memory."""
+"""Charts as SVG: lines, curves with bands, grouped bars, and time against memory.
+
+Every function takes plain numbers and returns one SVG document, so a chart can stand in a page, in a README or alone.
+Each has a local function ``place``, the only one that knows how data become coordinates::
+
+    data (x, y)  --place-->  SVG units      y is turned over: large values are above, where SVG's y is small
+
+Axes begin and end at round numbers only where that costs no room; ``ticks`` puts the labels at round numbers inside.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -7,7 +15,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from terapipe.reporting.style import TONES, digits, hsl, line_color, memory, memory_unit, seconds
-from terapipe.reporting.svg import box, document, dot, line, path, staircase, text, text_width, ticks
+from terapipe.reporting.svg import (
+    box,
+    document,
+    dot,
+    legend,
+    line,
+    path,
+    scale,
+    staircase,
+    text,
+    text_width,
+    ticks,
+)
 
 _LEFT = 74
 _DOTTED = 40  # most points of a curve of which each is a dot
@@ -18,7 +38,14 @@ _SIZE = 12  # of names
 
 
 class Point(NamedTuple):
-    """A point of a curve. If it stands for several values, ``y`` is their mean, ``low`` and ``high`` their range."""
+    """A point of a curve. A run of a million steps is drawn with a few hundred points, each of which stands for many.
+
+    Args:
+        x: Such as the number of the step.
+        y: The value, or the mean of the values that the point stands for.
+        low: The least of these values; ``y`` if it is one.
+        high: The largest of these values; ``y`` if it is one.
+    """
 
     x: float
     y: float
@@ -27,11 +54,11 @@ class Point(NamedTuple):
 
 
 def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, height: int = 260) -> str:
-    """Draws one line per series over 1, 2, 3, ..., labeled with its last value.
+    """Draws one line per series over 1, 2, 3, ..., labeled at its end with its last value.
 
     Args:
-        shown: Series by name.
-        label: What the values are.
+        shown: Series by name. Values that are not finite leave a gap.
+        label: What the values are, the title of the chart.
         width: Of the picture, in SVG units.
         height: Of the picture, in SVG units.
     """
@@ -48,10 +75,7 @@ def lines(shown: Mapping[str, Sequence[float]], label: str, width: int = 960, he
         return x, bottom - (bottom - top) * (v - low) / (high - low)
 
     parts = [text(_LEFT, 14, label, weight=600)]
-    for tick in ticks(low, high, 5):
-        y = place(0, tick)[1]
-        parts.append(line(_LEFT, y, right, y))
-        parts.append(text(_LEFT - 10, y + 4, f"{tick:g}", anchor="end", tone="faint", size=11))
+    parts += scale(((place(0, tick)[1], f"{tick:g}") for tick in ticks(low, high, 5)), _LEFT, right)
     ends = []
     for index, (name, ys) in enumerate(shown.items()):
         points = [place(i, v) for i, v in enumerate(ys) if math.isfinite(v)]
@@ -80,15 +104,30 @@ def curves(
     width: int = 960,
     height: int = 300,
 ) -> str:
-    """Several series, each over its own x. The legend has their last values.
+    """Draws several series, each over its own x. The legend has their last values. A series whose points stand for
+    several values has a band between the lowest and the highest behind its line.
 
-    x values are whole numbers, and ``below`` names their axis. With ``zero`` the y axis begins at 0. Values above
-    ``top`` are drawn at the edge. ``unit`` is the unit of the y axis.
+    Args:
+        shown: Points of each series, by name, in order of x.
+        label: The title of the chart.
+        form: Writes a value for the legend and the y axis, such as ``seconds``.
+        below: The name of the x axis, whose values are whole numbers.
+        zero: Whether the y axis begins at 0, as it should for times and bytes.
+        top: Values above it are drawn at the upper edge: the first loss of a run would flatten all others.
+        unit: The unit of the y axis, of which its labels are round multiples.
+        width: Of the picture, in SVG units.
+        height: Of the picture, in SVG units.
     """
-    points = [p for series_ in shown.values() for p in series_]
+    points = [p for series in shown.values() for p in series]
     if not points or not all(math.isfinite(v) for p in points for v in p):
         raise ValueError(f"curves need at least one point and finite values, got {len(points)} points for {label!r}")
-    legend, head = _legend(shown, label, form, width)
+    entries = [
+        (f"{name} {form(points[-1].y)}".strip(), line_color(i))
+        for i, (name, points) in enumerate(shown.items())
+        if points
+    ]
+    key, head = legend(entries, 0, 34, width)
+    head += 16
     left, right, bottom = 64.0, width - 14.0, height - 30.0
     x_low, x_high = _nonempty(min(p.x for p in points), max(p.x for p in points))
     y_low, y_high = min(p.low for p in points), min(top, max(p.high for p in points))
@@ -98,17 +137,20 @@ def curves(
         across = left + (right - left) * (x - x_low) / (x_high - x_low)
         return across, max(bottom - (bottom - head) * (y - y_low) / (y_high - y_low), head)
 
-    parts = [*legend, text(left - 10, height - 10, below, anchor="end", tone="faint", size=11)]
-    for tick in ticks(y_low, y_high, height // 80, unit):
-        y = place(x_low, tick)[1]
-        parts.append(line(left, y, right, y))
-        parts.append(text(left - 10, y + 4, form(tick), anchor="end", tone="faint", size=11))
+    parts = [
+        text(0, 14, label, weight=600),
+        *key,
+        text(left - 10, height - 10, below, anchor="end", tone="faint", size=11),
+    ]
+    parts += scale(
+        ((place(x_low, tick)[1], form(tick)) for tick in ticks(y_low, y_high, height // 80, unit)), left, right
+    )
     for tick in ticks(x_low, x_high, 3 if width < 500 else 6):
         if tick == round(tick):
             x = min(place(tick, y_low)[0], right - text_width(f"{tick:,.0f}", 11) / 2 + 14)
             parts.append(text(x, height - 10, f"{tick:,.0f}", anchor="middle", tone="faint", size=11))
-    for index, given in enumerate(shown.values()):
-        parts += _curve(given, place, line_color(index))
+    for index, series in enumerate(shown.values()):
+        parts += _curve(series, place, line_color(index))
     return document(width, height, parts, label)
 
 
@@ -117,24 +159,8 @@ def _nonempty(low: float, high: float) -> tuple[float, float]:
     return (low, high) if high > low else (low - (abs(low) / 2 or 1.0), low + (abs(low) / 2 or 1.0))
 
 
-def _legend(
-    shown: Mapping[str, Sequence[Point]], label: str, form: Callable[[float], str], width: float
-) -> tuple[list[str], float]:
-    """The title, and below it each series with its last value in as many rows as needed; and the y of their end."""
-    parts, x, y = [text(0, 14, label, weight=600)], 0.0, 34.0
-    for index, (name, points) in enumerate(shown.items()):
-        if not points:
-            continue
-        words = f"{name} {form(points[-1].y)}".strip()
-        if x and x + 18 + text_width(words, 12) > width:
-            x, y = 0.0, y + 18
-        parts.append(box(x, y - 10, 12, 12, fill=line_color(index), round_=2))
-        parts.append(text(x + 18, y, words, tone="faint", size=12))
-        x += 38 + text_width(words, 12)
-    return parts, y + 16
-
-
 def _curve(points: Sequence[Point], place: Callable[[float, float], tuple[float, float]], color: str) -> list[str]:
+    """One series: its band, its line, and a dot for each point if they are few."""
     parts = []
     if any(p.high > p.low for p in points):
         edge = [place(p.x, p.high) for p in points] + [place(p.x, p.low) for p in reversed(points)]
@@ -151,20 +177,28 @@ def _curve(points: Sequence[Point], place: Callable[[float, float], tuple[float,
 def groups(
     shown: Mapping[str, Sequence[float]], names: Sequence[str], label: str, form: Callable[[float], str] = seconds
 ) -> str:
-    """Grouped horizontal bars: a group per row, a bar per name, all on one scale."""
+    """Draws grouped horizontal bars, all on one scale.
+
+        []predicted  []measured
+        2 ranks  ======== 1 s
+                 ============ 1.5 s
+        4 ranks  ==== 0.5 s
+                 ====== 0.75 s
+
+    Args:
+        shown: The values of each group, by the group's name.
+        names: What the bars of every group are, in the order of the values.
+        label: The title of the chart.
+        form: Writes a value behind its bar.
+    """
     width, row, gap = 960, 15, 12
     most = max((value for values in shown.values() for value in values), default=0.0)
     if not 0 < most < math.inf:
         raise ValueError(f"bars need a positive, finite value, got {dict(shown)}")
     left = max(_LEFT, 24 + max(text_width(name, 13) for name in shown))
     unit = (width - left - 90) / most
-    parts = [text(left, 14, label, weight=600)]
-    x = float(left)
-    for index, name in enumerate(names):
-        parts.append(box(x, 26, 12, 12, fill=line_color(index), round_=2))
-        parts.append(text(x + 18, 37, name, tone="faint", size=12))
-        x += 42 + text_width(name, 12)
-    y = 54.0
+    key, _ = legend([(name, line_color(index)) for index, name in enumerate(names)], left, 36)
+    parts, y = [text(left, 14, label, weight=600), *key], 54.0
     for name, values in shown.items():
         parts.append(text(left - 12, y + len(values) * row / 2 + 4, name, anchor="end", tone="faint"))
         for index, value in enumerate(values):
@@ -187,7 +221,11 @@ class Box(NamedTuple):
     bottom: float
 
     def overlap(self, other: "Box") -> float:
-        """The area that two boxes share."""
+        """The area that two boxes share, 0 if they do not touch.
+
+        Args:
+            other: The other box.
+        """
         wide = min(self.right, other.right) - max(self.left, other.left)
         high = min(self.bottom, other.bottom) - max(self.top, other.top)
         return wide * high if wide > 0 and high > 0 else 0.0
@@ -196,8 +234,23 @@ class Box(NamedTuple):
 def frontier(
     points: Mapping[str, Place], front: Collection[str], x_label: str, y_label: str, budget: float | None = None
 ) -> str:
-    """Step time against memory: each point is (bytes, seconds). ``front`` names the Pareto front of the points that
-    fit, through which a line is drawn. Points beyond the budget are pale."""
+    """Draws step time against memory: one point per plan, and a line through those that no other beats in both.
+
+        step time
+          |  o gpipe
+          |            | budget
+          |  +--o 1f1b |
+          |     +------+----o terapipe       the line is the Pareto front, as stairs: to be faster than one of
+          |            |                     its points takes at least the memory of the next
+          +-------------------- peak memory per device
+
+    Args:
+        points: (bytes, seconds) by name.
+        front: The names on the Pareto front of the points that fit.
+        x_label: The name of the x axis.
+        y_label: The name of the y axis.
+        budget: Bytes of a device. Points beyond it are pale. It is drawn if it is within twice the largest point.
+    """
     if not points:
         raise ValueError("a frontier needs at least one point")
     x_range, y_range = _range([x for x, _ in points.values()], budget), _range([y for _, y in points.values()])
@@ -255,6 +308,8 @@ def label_boxes(placed: Mapping[str, Place], obstacles: Sequence[Box] = ()) -> d
 
 
 def _candidates(x: float, y: float, wide: float) -> list[Box]:
+    """Boxes in which the name of a point could stand, best ones first: beside, above and below, at the corners, then
+    the same farther away. Boxes outside of the chart are left out."""
     boxes = []
     for away in (0, 14, 30, 46, 62, 78, 94):
         for left, top in (
@@ -273,6 +328,7 @@ def _candidates(x: float, y: float, wide: float) -> list[Box]:
 
 
 def _label(name: str, box: Box, x: float, y: float, tone: str) -> list[str]:
+    """A name in its box, with a thin line to its point if it is too far away to be read together."""
     before = box.right <= x
     edge, anchor = (box.right, "end") if before else (box.left, "start")
     parts = [text(edge, box.bottom - 4, name, anchor=anchor, tone=tone, size=_SIZE, halo=True)]
@@ -283,7 +339,15 @@ def _label(name: str, box: Box, x: float, y: float, tone: str) -> list[str]:
 
 
 def _point(name: str, point: Place, x: float, y: float, color: str) -> str:
-    """Without a color, a point that does not fit: pale, as the page defines it."""
+    """A circle with a title that viewers show on hovering.
+
+    Args:
+        name: Of the plan.
+        point: Its bytes and seconds.
+        x: Where it is drawn.
+        y: Where it is drawn.
+        color: Of a point that fits. Without one the point is pale, in a tone that follows the page's color scheme.
+    """
     title = escape(f"{name}: {memory(point[0])}, {seconds(point[1])}")
     fill = f"class='edge' fill='{color}'" if color else f"class='edge pale' fill='{TONES['pale']}'"
     circle = f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5.5' {fill} stroke='{TONES['paper']}'/>"
@@ -291,6 +355,9 @@ def _point(name: str, point: Place, x: float, y: float, color: str) -> str:
 
 
 def _range(values: Sequence[float], extra: float | None = None) -> tuple[float, float]:
+    """The values that an axis shows: with a margin on both sides, and from 0 if the smallest is below 0.4 of the
+    largest, so that lengths can be compared by eye. A budget far beyond all points would press them together and is
+    left out."""
     low, high = min(values), max(values)
     if extra is not None and extra <= 2 * high:
         low, high = min(low, extra), max(high, extra)
@@ -301,11 +368,8 @@ def _range(values: Sequence[float], extra: float | None = None) -> tuple[float, 
 
 
 def _scales(x_range: Place, y_range: Place, place: Callable[[Place], Place], x_label: str, y_label: str) -> list[str]:
-    parts = []
-    for tick in ticks(*y_range, 4):
-        y = place((0, tick))[1]
-        parts.append(line(_X0, y, _X1, y))
-        parts.append(text(_X0 - 10, y + 4, seconds(tick), anchor="end", tone="faint", size=11))
+    """Both axes of ``frontier`` with their names: seconds at the left, bytes below."""
+    parts = scale(((place((0, tick))[1], seconds(tick)) for tick in ticks(*y_range, 4)), _X0, _X1)
     for tick in ticks(*x_range, 5, memory_unit(x_range[1])):
         x = place((tick, 0))[0]
         parts.append(line(x, _BOTTOM, x, _BOTTOM + 5))

@@ -1,4 +1,20 @@
-"""The interactive page of a simulated or measured step, or of several runs on one time scale, and its sections."""
+"""The interactive page of a simulated or measured step, or of several runs on one time scale.
+
+A page is one HTML file that loads nothing. ``report`` puts its sections together; those without data are left out::
+
+    title, lead                       what the page is about
+    facts                             names and values, given by the caller
+    Timeline                          a canvas that timeline.js draws from JSON inside the page: zoom, pan, tooltips
+    Predicted against measured        a table: step time, idle share, seconds by kind of work, peak memory
+    Idle time by cause                a bar per rank: fill, drain, imbalance, transfer
+    Memory                            a small SVG chart per rank: bytes over time against the budget
+    Slices                            a bar per microbatch, divided into its slices
+
+Only the timeline needs a script: a step of 96 ranks has 400 thousand actions, which would be as many elements in HTML.
+All else is drawn here, so it can be read, printed and searched without one. HTML is written by f-strings: most of its
+lines compute what they write (a width, a color, a title). Idle bars and slices as templates would be 35 lines of HTML
+and 54 of Python that prepares their values, for 64 lines of Python now.
+"""
 
 import json
 import math
@@ -19,6 +35,7 @@ from terapipe.reporting.style import (
     asset,
     count,
     digits,
+    legend,
     lightness,
     line_color,
     memory,
@@ -31,7 +48,7 @@ from terapipe.reporting.style import (
     text_color,
 )
 from terapipe.reporting.style import facts as facts_list
-from terapipe.reporting.svg import document, dot, line, path, staircase, text, text_width, ticks
+from terapipe.reporting.svg import document, dot, line, path, scale, staircase, text, text_width, ticks
 from terapipe.reporting.view import RunView, Steps, transfers
 from terapipe.scheduling.actions import COMPUTE, Op
 from terapipe.scheduling.timeline import Timeline
@@ -44,7 +61,11 @@ _MOST_CUTS = 8  # different ways to slice a microbatch that are drawn
 
 
 def comparison_heading(runs: Sequence[RunView]) -> str:
-    """The heading above the table of runs."""
+    """The heading above the table of runs.
+
+    Args:
+        runs: As for ``report``.
+    """
     return "Predicted against measured" if _pair(runs) else "The runs" if len(runs) > 1 else "The step"
 
 
@@ -55,7 +76,12 @@ def _pair(runs: Sequence[RunView]) -> tuple[RunView, RunView] | None:
 
 
 def comparison(runs: Sequence[RunView]) -> str:
-    """A table of the runs in numbers, a row for each."""
+    """A table of the runs in numbers, a row for each. Of a predicted and a measured run, another row has the ratios; of
+    other runs, a column has each step's time relative to the fastest.
+
+    Args:
+        runs: As for ``report``.
+    """
     totals = [_totals(run.timeline) for run in runs]
     ops = [op for op in OP_HUES if any(op in total for total in totals)]
     has_memory = any(run.memory for run in runs)
@@ -82,12 +108,14 @@ def _totals(timeline: Timeline) -> dict[Op, float]:
 
 
 def _comparison_row(run: RunView, totals: dict[Op, float], ops: Sequence[Op], has_memory: bool) -> list[str]:
+    """A run's cells: name, step time, idle share, seconds of each kind of computation, peak of the fullest rank."""
     spent = [seconds(totals[op]) if op in totals else "-" for op in ops]
     peak = [memory(max(run.peaks)) if run.memory else "-"] if has_memory else []
     return [run.name, seconds(run.timeline.makespan), share(run.timeline.idle), *spent, *peak]
 
 
 def _ratios(predicted: RunView, measured: RunView, ops: Sequence[Op], has_memory: bool) -> list[str]:
+    """The row of predicted over measured: 1 is a right prediction, less than 1 one that was too short."""
     ours, theirs = _totals(predicted.timeline), _totals(measured.timeline)
     pairs = [
         (predicted.timeline.makespan, measured.timeline.makespan),
@@ -99,7 +127,15 @@ def _ratios(predicted: RunView, measured: RunView, ops: Sequence[Op], has_memory
 
 
 def idle_bars(runs: Sequence[RunView]) -> str:
-    """A bar per rank with its idle time by cause, all runs on one scale. Empty if no run knows the causes."""
+    """A bar per rank with its idle time by cause, all runs on one scale. Empty if no run knows the causes.
+
+        []fill []drain []imbalance []transfer
+        rank 0  |ddddddd        |  12 ms, 9%
+        rank 1  |ffdddii        |  11 ms, 8%      f: waits for its first input, d: has nothing left to do
+
+    Args:
+        runs: As for ``report``.
+    """
     shown = [run for run in runs if run.idle]
     most = max((sum(rank.values()) for run in shown for rank in run.idle), default=0.0)
     if most <= 0:
@@ -107,13 +143,12 @@ def idle_bars(runs: Sequence[RunView]) -> str:
     observed = [cause for run in shown for rank in run.idle for cause, spent in rank.items() if spent > 0]
     causes = [c for c in (*CAUSES, *dict.fromkeys(observed)) if c in set(observed)]
     colors = {cause: CAUSES.get(cause, OTHER_CAUSE) for cause in causes}
-    keys = "".join(f"<span><i style='background:{colors[c]}'></i>{escape(c)}</span>" for c in colors)
     panels = "".join(_idle_panel(run, colors, most) for run in shown)
-    return f"<p class='legend'>{keys}</p><div class='panels'>{panels}</div>"
+    return f"{legend(colors)}<div class='panels'>{panels}</div>"
 
 
 def _idle_panel(run: RunView, colors: Mapping[str, str], most: float) -> str:
-    """The bars of one run."""
+    """The bars of one run. Of many ranks, only about sixteen are labeled, and bars are thin."""
     ranks, step = len(run.idle), run.timeline.makespan
     every = max(1, ranks // _MANY) if ranks > _MANY else 1
     rows = [_idle_row(i, spent, step, colors, most, labeled=i % every == 0) for i, spent in enumerate(run.idle)]
@@ -125,6 +160,16 @@ def _idle_panel(run: RunView, colors: Mapping[str, str], most: float) -> str:
 def _idle_row(
     rank: int, spent: Mapping[str, float], step: float, colors: Mapping[str, str], most: float, labeled: bool
 ) -> str:
+    """The bar of one rank.
+
+    Args:
+        rank: Of the pipeline.
+        spent: Idle seconds by cause.
+        step: Seconds of the whole step.
+        colors: By cause, in the order in which they are drawn.
+        most: Idle seconds of a bar that takes the whole width.
+        labeled: Whether name and value stand beside it. The title, on hovering, has them always.
+    """
     parts = {cause: spent.get(cause, 0.0) for cause in colors if spent.get(cause, 0.0) > 0}
     words = ", ".join(f"{cause} {seconds(value)}" for cause, value in parts.items()) or "none"
     bars = "".join(f"<i style='width:{100 * v / most:.2f}%;background:{colors[c]}'></i>" for c, v in parts.items())
@@ -134,11 +179,18 @@ def _idle_row(
 
 
 def _of_step(spent: float, step: float) -> str:
+    """A time and its share of the step: "12 ms, 9%"."""
     return f"{seconds(spent)}, {share(spent / step)}"
 
 
 def memory_curves(runs: Sequence[RunView], budget: int | None) -> str:
-    """Memory over time, a small chart per rank on one scale; with many ranks, of some. Empty if no run knows it."""
+    """Memory over time, a small chart per rank on one scale; with many ranks, of some. Empty if no run knows it.
+
+    Args:
+        runs: As for ``report``.
+        budget: Bytes of a device. If it is above three times the peak, a note says so: a line there would flatten all
+            curves.
+    """
     shown = [run for run in runs if run.memory]
     peak = max((p for run in shown for p in run.peaks), default=0.0)
     if not peak:
@@ -150,9 +202,7 @@ def memory_curves(runs: Sequence[RunView], budget: int | None) -> str:
     drawn = "".join(_memory_chart(shown, i, name, span, top, budget if near else None) for i, name in ranks.items())
     notes = []
     if len(shown) > 1:
-        names = enumerate(escape(run.name) for run in shown)
-        keys = (f"<span><i style='background:{line_color(i)}'></i>{name}</span>" for i, name in names)
-        notes.append(f"<p class='legend'>{''.join(keys)}</p>")
+        notes.append(legend({run.name: line_color(i) for i, run in enumerate(shown)}))
     if budget is not None and not near:
         notes.append(f"<p class='note'>The budget of {memory(budget)} lies far above this scale.</p>")
     return "".join(notes) + f"<div class='panels'>{drawn}</div>"
@@ -200,11 +250,9 @@ def _memory_chart(shown: Sequence[RunView], rank: int, name: str, span: float, t
 
 
 def _memory_scales(span: float, top: float, x_unit: float, y_unit: float) -> list[str]:
-    parts = []
-    for size in ticks(0, top, 3, memory_unit(top)):
-        y = _BOTTOM - size * y_unit
-        parts.append(line(_LEFT, y, _RIGHT, y))
-        parts.append(text(_LEFT - 8, y + 4, memory(size), anchor="end", tone="faint", size=11))
+    """Both axes of a memory chart: bytes at the left, seconds below."""
+    sizes = ticks(0, top, 3, memory_unit(top))
+    parts = scale(((_BOTTOM - size * y_unit, memory(size)) for size in sizes), _LEFT, _RIGHT)
     for at in ticks(0, span, 3):
         x = _LEFT + at * x_unit
         parts.append(text(x, _BOTTOM + 18, seconds(at), anchor="middle", tone="faint", size=11))
@@ -212,7 +260,14 @@ def _memory_scales(span: float, top: float, x_unit: float, y_unit: float) -> lis
 
 
 def peaks_by_column(steps: Steps, span: float, columns: float) -> list[tuple[float, float]]:
-    """At most two points per column of pixels, its highest and its last, so no peak is lost."""
+    """Reduces a step function to at most two points per column of pixels, its highest and its last. A step of a large
+    plan has a hundred thousand changes; averages would hide the peak, which is what the chart is for.
+
+    Args:
+        steps: (second, bytes from then on), in order of time.
+        span: Seconds of all columns.
+        columns: How many.
+    """
     reduced: dict[int, list[tuple[float, float]]] = {}
     for at, size in steps:
         column = int(at / span * columns)
@@ -223,7 +278,14 @@ def peaks_by_column(steps: Steps, span: float, columns: float) -> list[tuple[flo
 
 
 def slice_bars(runs: Sequence[RunView]) -> str:
-    """A bar per microbatch, divided into its slices. Runs with the same slices are drawn once."""
+    """A bar per microbatch, divided into its slices. Runs with the same slices are drawn once.
+
+        microbatches 0 to 7 x 8   1 sequence of 2048 tokens, 4 slices of 384 to 704
+        [    704    |   576   |  384  |  384  ]
+
+    Args:
+        runs: As for ``report``.
+    """
     same: dict[tuple[object, ...], list[RunView]] = {}
     for run in runs:
         same.setdefault((run.timeline.plan.sizes, run.timeline.plan.lengths), []).append(run)
@@ -231,6 +293,7 @@ def slice_bars(runs: Sequence[RunView]) -> str:
 
 
 def _plan(plan: Plan, runs: Sequence[RunView]) -> str:
+    """The bars of one plan. Microbatches that are cut in the same way share a bar, and at most eight ways are drawn."""
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for m, key in enumerate(zip(plan.sizes, plan.lengths, strict=True)):
         alike.setdefault(key, []).append(m)
@@ -242,6 +305,7 @@ def _plan(plan: Plan, runs: Sequence[RunView]) -> str:
 
 
 def _microbatch(size: int, lengths: Sequence[int], which: Sequence[int]) -> str:
+    """One bar with its caption: which microbatches, how many sequences and tokens, and how long their slices are."""
     times = f" <b>&times; {len(which)}</b>" if len(which) > 1 else ""
     spread = f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
     note = (
@@ -255,6 +319,7 @@ def _microbatch(size: int, lengths: Sequence[int], which: Sequence[int]) -> str:
 
 
 def _slice(number: int, length: int, context: int, lengths: Sequence[int]) -> str:
+    """One part of a bar, as wide as its share of the tokens. Its length stands in it if there is room."""
     light = lightness(number, len(lengths))
     wide = length / sum(lengths)
     label = str(length) if wide > 0.013 * len(str(length)) else ""
@@ -264,6 +329,7 @@ def _slice(number: int, length: int, context: int, lengths: Sequence[int]) -> st
 
 
 def _which(numbers: Sequence[int]) -> str:
+    """Names microbatches: "microbatch 3", "microbatches 0 to 7", or a list that ends with an ellipsis."""
     if len(numbers) == 1:
         return f"microbatch {numbers[0]}"
     if numbers[-1] - numbers[0] == len(numbers) - 1:
@@ -284,10 +350,19 @@ def report(
     first: Sequence[tuple[str, str]] = (),
     sections: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """A self-contained HTML page for one or several runs, on one time scale.
+    """Makes a self-contained HTML page for one or several runs, on one time scale.
 
-    ``budget`` is in bytes per rank. ``first`` and ``sections`` are headings with ready HTML, placed before and after
-    the sections about the runs.
+    Args:
+        title: The heading.
+        lead: A sentence below it.
+        runs: At least one. If their names are "predicted" and "measured", the page compares the two.
+        facts: Names and values for the box at the top.
+        budget: Bytes of a device, drawn into memory charts.
+        first: Headings with ready HTML, placed before the sections about the runs.
+        sections: Headings with ready HTML, placed after them.
+
+    Returns:
+        The page as text.
     """
     if not runs:
         raise ValueError("a report needs at least one run to show")
@@ -306,13 +381,12 @@ def report(
 def _timeline(runs: Sequence[RunView]) -> str:
     """The elements that ``timeline.js`` fills, its data and the script itself."""
     ops = {e.action.op for run in runs for e in run.timeline.events}
-    drawn = [op for op in OP_HUES if op in ops]
-    keys = "".join(f"<span><i style='background:{op_color(op)}'></i>{OP_NAMES[op]}</span>" for op in drawn)
+    colors = {OP_NAMES[op]: op_color(op) for op in OP_HUES if op in ops}
     switch = "<label><input type='checkbox' name='transfers'> transfers</label>" if ops - COMPUTE else ""
     names = escape(", ".join(run.name for run in runs))
     return (
         "<div id='timeline'><div class='tools'>"
-        f"<p class='legend'>{keys}<span><i class='idle'></i>idle</span></p>"
+        f"{legend(colors, with_idle=True)}"
         f"<p class='buttons'>{switch}<button type='button' name='out' aria-label='zoom out'>&minus;</button>"
         "<button type='button' name='in' aria-label='zoom in'>+</button>"
         "<button type='button' name='all'>whole step</button></p></div>"
@@ -346,7 +420,14 @@ def _json_of(runs: Sequence[RunView]) -> str:
 
 
 def _run_data(run: RunView, tick: float) -> dict[str, Any]:
-    """One run as ``timeline.js`` reads it: bars by row, in ticks of time."""
+    """One run as ``timeline.js`` reads it: bars by row, in ticks of time.
+
+        code = (slice * stages + stage) * ops + op       one number for what a bar is; the script takes it apart again
+
+    Args:
+        run: With its timeline.
+        tick: Seconds of one tick.
+    """
     timeline, plan = run.timeline, run.timeline.plan
     op_code = {op: i for i, op in enumerate(OP_HUES)}
     number = {(s.microbatch, s.number): i for i, s in enumerate(plan.slices)}
@@ -376,6 +457,13 @@ def _transfers(run: RunView, plan: Plan, number: dict[tuple[int, int], int], tic
 
 
 def _pack(bars: Iterable[_Bar], tick: float) -> list[int]:
+    """The bars of one row as numbers, three for each: code, ticks since the bar before ended, own ticks. Differences
+    are short numbers, and so is the page. They add up to the rounded end, so errors do not.
+
+    Args:
+        bars: Of one rank, in order of their starts.
+        tick: Seconds of one tick.
+    """
     packed: list[int] = []
     before = 0
     for code, start, end in bars:

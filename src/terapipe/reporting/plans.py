@@ -1,4 +1,9 @@
-"""Plans and comparisons for people: what was chosen, why, and next to what."""
+"""Plans and comparisons for people: what was chosen, why, and next to what.
+
+Every text exists once, as parts (strings with rich's markup, and tables), and is shown in two ways: a console draws the
+parts with colors and in its own width (``explanation``, ``comparison_parts``), or ``as_text`` makes plain text of them,
+for ``str(result)``. ``print(terapipe.plan(...))`` therefore says what ``terapipe plan`` prints.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,12 +30,20 @@ WIDTH = 170  # columns, where there is no terminal
 
 
 def explain(result: "PlanResult") -> str:
-    """A planner's result for a terminal: what was chosen, why, and next to what."""
+    """A planner's result as plain text: what was chosen, why, and next to what.
+
+    Args:
+        result: Of ``plan`` or ``estimate``.
+    """
     return as_text(explanation(result))
 
 
 def as_text(parts: Iterator[RenderableType]) -> str:
-    """Renders parts as plain text, without colors."""
+    """Renders parts as plain text, without colors, 170 columns wide.
+
+    Args:
+        parts: As ``explanation`` yields them.
+    """
     file = StringIO()
     console = Console(file=file, width=WIDTH, highlight=False, soft_wrap=True, color_system=None)
     for part in parts:
@@ -39,7 +52,18 @@ def as_text(parts: Iterator[RenderableType]) -> str:
 
 
 def explanation(result: "PlanResult") -> Iterator[RenderableType]:
-    """The parts of ``explain``, for a console that draws tables itself."""
+    """The parts of ``explain``, for a console that draws tables itself::
+
+        terapipe-v on dp 1 x pp 8 x tp 4: 393 ms per step        the plan, and its facts one per line
+          layers        16 x 2, 8 x 1 per stage
+          ...
+        Why:                                                     what it gains, and what bounds it
+          - 1.08 times as fast as the best without slicing ...
+        Runners-up, the best of every other order ...            a table
+
+    Args:
+        result: Of ``plan`` or ``estimate``. The latter has no runners-up and fewer reasons.
+    """
     estimate = result.estimate
     yield f"[bold]{estimate.title}[/] on {estimate.layout}: [bold]{style.seconds(estimate.step_time)}[/] per step"
     for name, value in (describe(estimate) | {"budget": budget_title(result)}).items():
@@ -54,7 +78,11 @@ def explanation(result: "PlanResult") -> Iterator[RenderableType]:
 
 
 def describe(estimate: "PlanEstimate") -> dict[str, str]:
-    """Facts of a plan by name, in the order in which they are shown."""
+    """Facts of a plan by name, in the order in which they are shown.
+
+    Args:
+        estimate: A plan with its predicted times and bytes.
+    """
     plan = estimate.plan
     out = {
         "order": plan.order,
@@ -73,7 +101,11 @@ def describe(estimate: "PlanEstimate") -> dict[str, str]:
 
 
 def slices(plan: Plan) -> str:
-    """The lengths of the slices, in a few words."""
+    """The lengths of the slices, in a few words: "4: 704, 576, 2 x 384 tokens".
+
+    Args:
+        plan: Its microbatches may be cut in several ways, which are all named.
+    """
     if all(len(row) == 1 for row in plan.lengths):
         return f"none: whole sequences of {plan.seq_len} tokens (do not slice)"
     rows = [f"{len(row)}: {runs(row)}" for row in dict.fromkeys(plan.lengths)]
@@ -81,18 +113,30 @@ def slices(plan: Plan) -> str:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Equal neighbors together, as everywhere the count first: 4 x 120, 6 x 112."""
+    """Writes numbers with equal neighbors together, as everywhere the count first: "4 x 120, 6 x 112".
+
+    Args:
+        numbers: Such as lengths of slices, or layers of stages.
+    """
     grouped = [(value, len(list(group))) for value, group in groupby(numbers)]
     return ", ".join(f"{count} x {value}" if count > 1 else str(value) for value, count in grouped)
 
 
 def microbatches(plan: Plan) -> str:
-    """Number of microbatches x sequences in each: 8 x 1 seq."""
+    """Writes the number of microbatches x sequences in each: "8 x 1 seq".
+
+    Args:
+        plan: Microbatches may have different sizes.
+    """
     return ", ".join(f"{count} x {size}" for size, count in Counter(plan.sizes).items()) + " seq"
 
 
 def budget_title(result: "PlanResult | Comparison") -> str:
-    """The memory budget, and what it leaves of the device's memory."""
+    """The memory budget, and what it leaves of the device's memory; empty if the costs have none.
+
+    Args:
+        result: Anything with a budget, a request and a source.
+    """
     if result.budget is None:
         return ""
     text, device = f"{style.memory(result.budget)} per device", described_device(result.source)
@@ -106,13 +150,24 @@ def budget_title(result: "PlanResult | Comparison") -> str:
 
 
 def described_device(source: "Source | None") -> Device | None:
-    """The device of a described cluster."""
+    """The device of a described cluster; None for a profile, which knows only what it measured.
+
+    Args:
+        source: Where costs came from.
+    """
     cluster = getattr(source, "cluster", None)
     return cluster.host.device if isinstance(cluster, Cluster) else None
 
 
 def reasons(result: "PlanResult") -> list[str]:
-    """Sentences that say why the plan was chosen: what it gains over whole sequences, and what bounds it."""
+    """Sentences that say why the plan was chosen: what it gains over whole sequences, and what bounds it.
+
+    Each reason is one condition. They name the price of every restriction that the user or the device sets (distinct
+    lengths, reserved memory, a slow host), because a price is what tells whether it is worth lifting one.
+
+    Args:
+        result: Of ``plan``. That of ``estimate`` compared nothing, so most reasons do not apply.
+    """
     estimate, whole = result.estimate, result.unsliced
     out = []
     if result.runners_up and not estimate.sliced:
@@ -158,7 +213,13 @@ TEXT = ("", "dp x pp x tp", "microbatches and slices")  # columns that are no nu
 def table(
     rows: "Sequence[PlanEstimate]", best: "PlanEstimate | None" = None, marked: "set[int] | None" = None
 ) -> Table:
-    """One row each; ``x`` is relative to ``best``, or to the fastest. Rows whose ids are ``marked`` get a star."""
+    """A table of plans for a console, one row each. Rows that do not fit into memory are dim.
+
+    Args:
+        rows: In the order in which they are shown.
+        best: What the column ``x`` is relative to, by default the fastest row.
+        marked: Ids of rows whose names get a star.
+    """
     fastest = best or min(rows, key=lambda e: e.step_time)
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     for name in HEADER:
@@ -185,7 +246,11 @@ def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
 
 
 def cut_title(plan: Plan) -> str:
-    """Microbatches and slices, in a few words."""
+    """Microbatches and slices, in a few words: "4 x 2 seq in 4 slices, 2 chunks, full recompute".
+
+    Args:
+        plan: Of one row of a table.
+    """
     slices = microbatches(plan)
     if len(plan.lengths[0]) > 1:
         slices += f" in {len(plan.lengths[0])} slices"
@@ -197,7 +262,11 @@ def cut_title(plan: Plan) -> str:
 
 
 def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
-    """The parts of a comparison, for a console that draws tables itself."""
+    """The parts of a comparison: its table, what the star means, under which conditions, and the sentence to take home.
+
+    Args:
+        comparison: Of ``compare``.
+    """
     yield table(comparison.rows, comparison.fastest, {id(e) for e in comparison.front})
     yield "\n[dim]* no other that fits is both faster and smaller[/]"
     yield from (f"[dim]{name}: {value}[/]" for name, value in _facts(comparison).items())
@@ -206,6 +275,7 @@ def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
 
 
 def _facts(comparison: "Comparison") -> dict[str, str]:
+    """The conditions of a comparison, without which its numbers mean nothing: costs, batch, budget, layouts."""
     request, described = comparison.request, described_device(comparison.source) is not None
     costs = "by data sheets and typical utilization" if described else "by measured times of slices"
     return {
@@ -228,19 +298,32 @@ def _factor(comparison: "Comparison") -> str:
 
 
 def comparison_text(comparison: "Comparison") -> str:
-    """A comparison for a terminal."""
+    """A comparison as plain text.
+
+    Args:
+        comparison: Of ``compare``.
+    """
     return as_text(comparison_parts(comparison))
 
 
 def comparison_chart(comparison: "Comparison") -> str:
-    """Step time against peak memory of all rows, as SVG."""
+    """Step time against peak memory of all rows, as SVG.
+
+    Args:
+        comparison: Of ``compare``.
+    """
     points = {e.title: (float(e.peak_bytes), e.step_time) for e in comparison.rows}
     front = {e.title for e in comparison.front}
     return charts.frontier(points, front, "peak memory per device", "step time", comparison.budget)
 
 
 def comparison_page(comparison: "Comparison", model: str) -> str:
-    """Everything that the command prints, with the chart."""
+    """An HTML page with everything that the command prints, and the chart.
+
+    Args:
+        comparison: Of ``compare``.
+        model: How the page calls the model.
+    """
     lead = f"{model} on {comparison.where}, simulated. {_factor(comparison) or comparison.fastest.title}."
     cells = [_cells(e, comparison.fastest) for e in comparison.rows]
     facts = {"model": model, "cluster": comparison.where, **_facts(comparison), "terapipe": _version()}
@@ -253,6 +336,7 @@ def comparison_page(comparison: "Comparison", model: str) -> str:
 
 
 def _version() -> str:
+    """The version of this package, for a page that is looked at years later."""
     try:
         return metadata.version("terapipe")
     except metadata.PackageNotFoundError:  # run from its source, not installed

@@ -1,4 +1,8 @@
-"""How things look: numbers with units, names and colors of actions, HTML elements and the page around them."""
+"""How things look: numbers with units, names and colors of actions, HTML elements and the page around them.
+
+One place for both, because a color or a unit that differs between two sections of a page makes a reader look for a
+meaning. ``timeline.js`` gets its colors from here as data, ``page.css`` has the tones of both color schemes.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,27 +20,48 @@ _SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")
 
 
 def seconds(value: float) -> str:
-    """``0.0123`` is "12.3 ms"."""
+    """Writes a time with three digits and a unit: ``0.0123`` is "12.3 ms".
+
+    Args:
+        value: Seconds.
+    """
     return _with_unit(value, _TIMES)
 
 
 def memory(value: float) -> str:
-    """``3 * 2**29`` is "1.5 GiB"."""
+    """Writes a size with three digits and a binary unit: ``3 * 2**29`` is "1.5 GiB".
+
+    Args:
+        value: Bytes.
+    """
     return _with_unit(value, _SIZES)
 
 
 def share(value: float) -> str:
-    """``0.0834`` is "8.3%". Small shares keep one decimal, because idle time is often small."""
+    """Writes a share as percent: ``0.0834`` is "8.3%", ``0.25`` is "25%". Small shares keep one decimal, because idle
+    time is often small.
+
+    Args:
+        value: Between 0 and 1.
+    """
     return f"{value:.1%}" if abs(value) < 0.0995 and value else f"{value:.0%}"
 
 
 def memory_unit(value: float) -> float:
-    """The unit, in bytes, that ``memory`` uses for this number: the unit of an axis."""
+    """The unit, in bytes, that ``memory`` uses for a number: 2**30 for all GiB. An axis up to this number counts in it.
+
+    Args:
+        value: Bytes.
+    """
     return next((size for size, _ in _SIZES if abs(value) >= size), 1.0)
 
 
 def digits(value: float) -> str:
-    """Three significant digits, never an exponent: 1234.5 is "1234", 0.01234 is "0.0123"."""
+    """Writes a number with three significant digits, never an exponent: 1234.5 is "1234", 0.01234 is "0.0123".
+
+    Args:
+        value: Any number. Infinity and NaN are written as such.
+    """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -45,11 +70,17 @@ def digits(value: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``count(2, "slice")`` is "2 slices"."""
+    """Writes a number with its noun: ``count(2, "slice")`` is "2 slices".
+
+    Args:
+        number: How many.
+        noun: In the singular; its plural must end in s.
+    """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _with_unit(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """Writes a number in the largest unit that leaves at least one before the point."""
     if value == 0:
         return "0"
     # 999.9 ms rounds to 1000 ms, so it is written as 1 s.
@@ -87,33 +118,61 @@ TONES = {
 
 
 def hsl(hue: float, saturation: float, lightness: float) -> str:
-    """A color by hue in degrees, saturation and lightness."""
+    """A color as ``#rrggbb``. Renderers of SVG do not all know CSS's ``hsl()``.
+
+    Args:
+        hue: Degrees on the color circle.
+        saturation: 0 is gray, 1 pure.
+        lightness: 0 is black, 1 white.
+    """
     return "#" + "".join(f"{round(255 * c):02x}" for c in hls_to_rgb(hue / 360, lightness, saturation))
 
 
 def op_color(op: Op, light: float = MIDDLE) -> str:
-    """The color of a kind of computation."""
+    """The color of a kind of computation: forwards blue, backwards orange, their two halves red and green.
+
+    Args:
+        op: A computation, not a transfer.
+        light: Lightness, as ``lightness`` gives it for a slice.
+    """
     return hsl(*OP_HUES[op], light)
 
 
 def lightness(number: int, count: int) -> float:
-    """The lightness of slice ``number`` of ``count`` slices."""
+    """The lightness of a slice: the first of a microbatch is darkest, the last lightest.
+
+    Args:
+        number: Of the slice in its microbatch.
+        count: How many slices the microbatch has. A single one is between.
+    """
     return DARKEST + (LIGHTEST - DARKEST) * number / (count - 1) if count > 1 else MIDDLE
 
 
 def text_color(light: float) -> str:
-    """The color of text on a bar of this lightness."""
+    """The color of text on a bar: white or nearly black, whichever can be read.
+
+    Args:
+        light: The bar's lightness.
+    """
     return "#ffffff" if light < 0.6 else "#14202c"
 
 
 def line_color(index: int) -> str:
-    """The color of the ``index``-th line of a chart."""
+    """The color of a line of a chart. After six they begin again.
+
+    Args:
+        index: Of the line, from 0.
+    """
     hue, light = _LINES[index % len(_LINES)]
     return hsl(hue, 0.56, light)
 
 
 def in_words(action: Action) -> str:
-    """For example "forward: stage 1, microbatch 0, slice 3 (256 tokens after 512)"."""
+    """Describes an action: "forward: stage 1, microbatch 0, slice 3 (256 tokens after 512)".
+
+    Args:
+        action: A computation or a transfer.
+    """
     name = OP_NAMES.get(action.op) or TRANSFER_NAMES[action.op]
     s = action.slice
     return f"{name}: stage {action.stage}, microbatch {s.microbatch}, slice {s.number} ({_tokens(s)})"
@@ -130,12 +189,22 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def asset(name: str) -> str:
-    """A style sheet or script of this package."""
+    """The text of a style sheet or script, which pages have inside, so that a page is one file.
+
+    Args:
+        name: Of a file beside this module.
+    """
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, wrapped: bool = False) -> str:
-    """``wrapped`` breaks the last column into lines, so that a wide table fits the page."""
+    """An HTML table that scrolls sideways where it is too wide.
+
+    Args:
+        header: Of the columns.
+        rows: Cells as text, which is escaped here.
+        wrapped: Whether the last column may break into lines, so that a wide table fits the page.
+    """
     head = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     kind = " class='wrapped'" if wrapped else ""
@@ -143,13 +212,35 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, wrapped: bool
 
 
 def facts(values: Mapping[str, str]) -> str:
-    """A box of names and values."""
+    """A box of names and values; empty without any.
+
+    Args:
+        values: By name, as text, which is escaped here.
+    """
     rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
     return f"<dl class='facts'>{rows}</dl>" if rows else ""
 
 
+def legend(colors: Mapping[str, str], *, with_idle: bool = False) -> str:
+    """A row of names, each behind a square of its color.
+
+    Args:
+        colors: By name.
+        with_idle: Whether the hatched square of idle time is the last.
+    """
+    keys = "".join(f"<span><i style='background:{color}'></i>{escape(name)}</span>" for name, color in colors.items())
+    idle = "<span><i class='idle'></i>idle</span>" if with_idle else ""
+    return f"<p class='legend'>{keys}{idle}</p>"
+
+
 def page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
-    """``sections`` are pairs of a heading, which may be empty, and ready HTML or SVG."""
+    """A whole HTML page with style sheet, without anything that a browser would have to load.
+
+    Args:
+        title: Its heading, and the title of the window.
+        lead: The sentence below the heading.
+        sections: Pairs of a heading, which may be empty, and ready HTML or SVG, which is not escaped here.
+    """
     body = "\n".join(_section(heading, content) for heading, content in sections)
     return (
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>\n"

@@ -1,11 +1,26 @@
 """SVG pictures without dependencies: the elements they are made of, timelines as bars, and conversion to PNG.
 
+A picture is a list of strings, one for each element, which ``document`` puts into an ``<svg>``. Coordinates are SVG
+units: x grows to the right, y downwards, and one unit is one pixel where a picture is shown in its own size. That is
+all that charts need; a plotting library would bring fonts, a layout engine and megabytes for the same lines.
+
 Each element has its color as an attribute, for a picture that stands alone, and its tone as a class. The style sheet of
 a page overrides colors by class, so pictures follow the dark color scheme.
+
+A timeline has a row for each rank, and a bar for each computation from its start to its end::
+
+             predicted                            137 ms per step, 10% idle
+    rank 0   [0][1][ 0 ][ 1 ]////[  0  ]//[  1  ][  0  ][  1  ]     blue: forward, orange: backward
+    rank 1   //[0][1][ 0 ][ 1 ][  0  ][  1  ][  0  ][  1  ]////     hatched: idle
+             |        |        |        |        |        |
+             0        20 ms    40 ms    60 ms    80 ms    100 ms
+             [] forward  [] backward  [] idle      numbers: slices
+
+Within a microbatch the first slice is darkest, so that the eye follows one sequence down the ranks.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -57,7 +72,19 @@ def text(
     weight: int = 400,
     halo: bool = False,
 ) -> str:
-    """``fill`` is a fixed color, which no page overrides. A halo keeps lines off the letters."""
+    """Words at a place.
+
+    Args:
+        x: Of the anchor.
+        y: Of the base line.
+        words: Are escaped here.
+        anchor: What of the words is at ``x``: their "start", "middle" or "end".
+        tone: A name in ``TONES``, which follows the color scheme of a page.
+        fill: A fixed color in place of the tone, which no page overrides.
+        size: Of the font, in SVG units.
+        weight: 400 is regular, 600 bold.
+        halo: Whether an edge in the color of the paper keeps lines off the letters.
+    """
     color = f"fill='{fill}'" if fill else f"class='{tone}{' edge' * halo}' fill='{TONES[tone]}'"
     color += f" stroke='{TONES['paper']}' stroke-width='3' paint-order='stroke'" if halo else ""
     style = f"font-size='{size}' text-anchor='{anchor}' font-weight='{weight}' {color}"
@@ -65,54 +92,146 @@ def text(
 
 
 def box(x: float, y: float, width: float, height: float, *, tone: str = "", fill: str = "", round_: float = 0) -> str:
-    """A rectangle, filled with a tone of the page or a fixed color."""
+    """A rectangle.
+
+    Args:
+        x: Of its left edge.
+        y: Of its upper edge.
+        width: In SVG units.
+        height: In SVG units.
+        tone: A name in ``TONES``; or
+        fill: a fixed color or a pattern such as ``url(#idle)``.
+        round_: Radius of its corners.
+    """
     color = f"fill='{fill}'" if fill else f"class='{tone}' fill='{TONES[tone]}'"
     corner = f" rx='{round_:g}'" if round_ else ""
     return f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}'{corner} {color}/>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, tone: str = "line", dash: str = "") -> str:
-    """A straight line, in a tone of the page."""
+    """A straight line.
+
+    Args:
+        x1: Where it begins.
+        y1: Where it begins.
+        x2: Where it ends.
+        y2: Where it ends.
+        tone: A name in ``TONES``.
+        dash: Lengths of dashes and gaps, such as "5 4"; without it the line is solid.
+    """
     dashes = f" stroke-dasharray='{dash}'" if dash else ""
     place = f"x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'"
     return f"<line {place} class='{tone}' stroke='{TONES[tone]}'{dashes}/>"
 
 
-def path(points: Sequence[tuple[float, float]], color: str, *, width: float = 2, extra: str = "") -> str:
-    """A line through points, in a fixed color."""
+def path(points: Sequence[tuple[float, float]], color: str, *, width: float = 2) -> str:
+    """A line through points.
+
+    Args:
+        points: In SVG units.
+        color: A fixed one: lines of a chart mean the same in every color scheme.
+        width: Of the line.
+    """
     drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return (
-        f"<polyline points='{drawn}' fill='none' stroke='{color}' stroke-width='{width:g}' stroke-linejoin='round'"
-        f"{' ' + extra if extra else ''}/>"
-    )
+    return f"<polyline points='{drawn}' fill='none' stroke='{color}' stroke-width='{width:g}' stroke-linejoin='round'/>"
 
 
 def dot(x: float, y: float, radius: float, color: str) -> str:
-    """A filled circle."""
+    """A filled circle with an edge in the color of the paper, which sets it apart from the line below it.
+
+    Args:
+        x: Of its center.
+        y: Of its center.
+        radius: In SVG units.
+        color: A fixed one.
+    """
     edge = f"class='edge' stroke='{TONES['paper']}'"
     return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius:g}' fill='{color}' {edge}/>"
 
 
+def legend(entries: Iterable[tuple[str, str]], x: float, y: float, right: float = math.inf) -> tuple[list[str], float]:
+    """Names of colors in a row, and in further rows where one is too short: ``[] forward  [] backward  [] idle``.
+
+    Args:
+        entries: Words and the color of the square before them.
+        x: Where rows begin.
+        y: The base line of the first row.
+        right: Where rows end at the latest.
+
+    Returns:
+        The elements, and the base line of the last row.
+    """
+    parts, at = [], x
+    for words, fill in entries:
+        wide = 18 + text_width(words, 12)
+        if at > x and at + wide > right:
+            at, y = x, y + 18
+        parts.append(box(at, y - 10, 12, 12, fill=fill, round_=2))
+        parts.append(text(at + 18, y, words, tone="faint", size=12))
+        at += wide + 22
+    return parts, y
+
+
+def scale(places: Iterable[tuple[float, str]], left: float, right: float) -> list[str]:
+    """The y axis of a chart: a line across it for each value, with its label to the left.
+
+    Args:
+        places: The y of each line, and its label.
+        left: Where lines begin.
+        right: Where lines end.
+    """
+    parts = []
+    for y, label in places:
+        parts.append(line(left, y, right, y))
+        parts.append(text(left - 10, y + 4, label, anchor="end", tone="faint", size=11))
+    return parts
+
+
 def text_width(words: str, size: float) -> float:
-    """About how wide the words are drawn: the number of letters times an average width."""
+    """About how wide words are drawn: the number of letters times an average width. The real width depends on the
+    viewer's fonts, so labels get this much room and a little more.
+
+    Args:
+        words: To be drawn.
+        size: Of the font.
+    """
     return _GLYPH * size * len(words)
 
 
 def round_step(rough: float) -> float:
-    """The largest of 1, 2, 5 times a power of ten that is not above ``rough``."""
+    """The largest of 1, 2, 5 times a power of ten that is not above a number: 0.37 gives 0.2.
+
+    Args:
+        rough: A positive number.
+    """
     power = 10.0 ** math.floor(math.log10(rough))
     return max(m for m in (1, 2, 5) if m * power <= rough * (1 + 1e-9)) * power
 
 
 def ticks(low: float, high: float, about: int, unit: float = 1.0) -> list[float]:
-    """Round multiples of ``unit`` from ``low`` to ``high``, at least ``about`` of them."""
+    """Places of an axis where a label is easy to read: ``ticks(0, 0.9, 3)`` is 0, 0.2, 0.4, 0.6, 0.8.
+
+    Args:
+        low: Where the axis begins.
+        high: Where it ends.
+        about: The least number of intervals; there may be over twice as many.
+        unit: What the axis counts in. An axis of GiB has ticks at multiples of 2**30, not of 10**9.
+    """
     step = round_step((high - low) / unit / about) * unit
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
 def staircase(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the step function through these points: a value holds until the next point."""
+    """The corners of the step function through points: a value holds until the next point.
+
+            points        corners
+              o             +--o
+            o     o      +--+  +--o
+
+    Args:
+        points: In order of x.
+    """
     corners: list[tuple[float, float]] = []
     for x, y in points:
         corners += [(x, corners[-1][1])] if corners else []
@@ -121,11 +240,14 @@ def staircase(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
-    """Draws several timelines, one below the other, on one time scale.
+    """Draws several timelines, one below the other, on one time scale, so that a shorter step is a shorter picture.
 
     Args:
         drawn: Timelines by name.
-        width: Of the picture, in SVG units.
+        width: Of the picture, in SVG units. Its height follows from the number of ranks.
+
+    Returns:
+        The SVG document.
     """
     span = max((t.makespan for t in drawn.values()), default=0.0)
     if span <= 0:
@@ -141,7 +263,7 @@ def timelines(drawn: Mapping[str, Timeline], width: int = 960) -> str:
         parts += rows
         y += 14
     parts += _axis(span, unit, y)
-    parts += _legend(drawn.values(), width, y + 40)
+    parts += _key(drawn.values(), width, y + 40)
     return document(width, y + 58, parts, "timelines: " + ", ".join(drawn))
 
 
@@ -166,6 +288,7 @@ def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
 
 
 def _height(ranks: int) -> float:
+    """The height of a row: less for many ranks, so that a thousand of them still make one picture."""
     return max(_THIN, min(_TALL, _BLOCK / ranks))
 
 
@@ -182,6 +305,8 @@ def _group(events: Sequence[Event], unit: float) -> Iterator[list[Event]]:
 
 
 def _bar(event: Event, timeline: Timeline, y: float, row: float, unit: float) -> str:
+    """One computation: a bar with the number of its slice, where that fits, and a title that viewers show on hovering.
+    Where a microbatch is one slice, its slices would all be 0, so the bar has the number of the microbatch."""
     op, _, s = event.action
     slices = len(timeline.plan.grid[s.microbatch])
     light = lightness(s.number, slices)
@@ -214,6 +339,7 @@ def _mix(group: Sequence[Event], pending: dict[Op, float], y: float, row: float,
 
 
 def _axis(span: float, unit: float, y: float) -> list[str]:
+    """Times below the rows, with a short line upwards for each."""
     parts = []
     for at in ticks(0.0, span, 8):
         x = _LEFT + at * unit
@@ -222,22 +348,30 @@ def _axis(span: float, unit: float, y: float) -> list[str]:
     return parts
 
 
-def _legend(drawn: Collection[Timeline], width: int, y: float) -> list[str]:
+def _key(drawn: Collection[Timeline], width: int, y: float) -> list[str]:
+    """What colors and numbers mean. Only colors that occur are in it."""
     ops = {e.action.op for timeline in drawn for e in timeline.computations}
-    parts, x = [], float(_LEFT)
-    for name, fill in [(OP_NAMES[op], op_color(op)) for op in OP_HUES if op in ops] + [("idle", "url(#idle)")]:
-        parts.append(box(x, y - 10, 22, 12, fill=fill, round_=2))
-        parts.append(text(x + 30, y, name, tone="faint", size=12))
-        x += 56 + text_width(name, 12)
-    if any(_height(timeline.plan.num_ranks) >= _ROOMY for timeline in drawn):
-        parts.append(text(width - _RIGHT, y, "numbers: slices", anchor="end", tone="faint", size=12))
+    parts, _ = legend(
+        [*((OP_NAMES[op], op_color(op)) for op in OP_HUES if op in ops), ("idle", "url(#idle)")], _LEFT, y
+    )
+    plans = [timeline.plan for timeline in drawn if _height(timeline.plan.num_ranks) >= _ROOMY]
+    kinds = {"slices" if len(row) > 1 else "microbatches" for plan in plans for row in plan.lengths}
+    if kinds:
+        words = f"numbers: {' or '.join(sorted(kinds, reverse=True))}"
+        parts.append(text(width - _RIGHT, y, words, anchor="end", tone="faint", size=12))
     return parts
 
 
 def to_png(picture: str, scale: float = 2.0) -> bytes:
-    """An SVG picture as PNG, with ``scale`` pixels per SVG unit.
+    """Turns an SVG picture into a PNG. Needs the ``png`` extra, which brings its own font, so machines without fonts
+    will do.
 
-    Needs the ``png`` extra. It brings its own font, so machines without fonts will do.
+    Args:
+        picture: An SVG document, as text.
+        scale: Pixels per SVG unit. Two are sharp on most screens.
+
+    Returns:
+        The file's content.
     """
     resvg, font = _modules()
     fonts = [str(Path(font.font_directory) / f"Roboto-{weight}.ttf") for weight in ("Regular", "Bold")]
@@ -262,4 +396,5 @@ def has_png() -> bool:
 
 
 def _modules() -> list[Any]:
+    """The modules of the ``png`` extra: the renderer resvg, and the font Roboto as files."""
     return [import_extra(name, "png", "a PNG picture") for name in ("resvg_py", "font_roboto")]

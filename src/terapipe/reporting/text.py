@@ -1,4 +1,16 @@
-"""A Timeline as text, for a terminal."""
+"""A Timeline as text, for a terminal: one line per rank, one character per share of the time. One sequence in 4 slices
+on 4 ranks::
+
+    >>> print(terapipe.simulate(plan, "dgx-a100:1", model="gpt3-1b").to_text(60))
+    rank 0 │00112233·······························DDDDDDCCCCCBBBBBAAAAA│
+    rank 1 │··001122·33·······················DDDDDCCCCCBBBBBBAAAAA·····│
+    rank 2 │····001122233···············DDDDDDCCCCCBBBBBAAAAA···········│
+    rank 3 │······00001111222223333DDDDDCCCCCCBBBBBAAAAA················│
+
+A forward shows the last digit of its slice's number, a backward its letter (A is slice 0), a deferred weight gradient a
+plus, idle time a dot. Digits go up while the pipeline fills, letters come back down: backwards run from the last slice
+to the first, because a slice's keys and values get gradients from all later ones.
+"""
 
 import math
 from string import ascii_uppercase, digits
@@ -11,10 +23,17 @@ _FORWARD, _BACKWARD, _WEIGHTS, _IDLE = digits, ascii_uppercase, "+", "·"
 
 
 def draw(timeline: Timeline, width: int = 100, scale: float | None = None, rows: int = 16) -> str:
-    """One line per rank. ``scale`` is the time of the whole width, by default the timeline's makespan.
+    """Draws a timeline as text. Columns have equal time, and a column shows what runs at its middle, so an action that
+    is shorter than a column may be missing.
 
-    A forward shows the last digit of its slice's number, a backward its letter (A is slice 0), a deferred weight
-    gradient a plus, idle time dots. Of more than ``rows`` ranks, the first and the last are shown.
+    Args:
+        timeline: Simulated or measured.
+        width: Columns of the drawing, without the ranks' names.
+        scale: Seconds of the whole width, by default the timeline's makespan. Drawings with one scale can be compared.
+        rows: The most ranks to draw. Of more, the first and the last are drawn, with a line that counts the others.
+
+    Returns:
+        The lines, joined.
     """
     span = scale or timeline.makespan
     if width < 1 or rows < 2 or span <= 0:
@@ -40,12 +59,14 @@ def draw(timeline: Timeline, width: int = 100, scale: float | None = None, rows:
 
 
 def _drawn_ranks(ranks: int, rows: int) -> list[int]:
+    """All ranks if there is room, else as many of the first as of the last, where fill and drain show."""
     if ranks <= rows:
         return list(range(ranks))
     return [*range((rows + 1) // 2), *range(ranks - rows // 2, ranks)]
 
 
 def _mark(op: Op, number: int) -> str:
+    """The character of an action. Numbers beyond 9 and letters beyond Z begin again."""
     if op is Op.F:
         return _FORWARD[number % len(_FORWARD)]
     return _WEIGHTS if op is Op.W else _BACKWARD[number % len(_BACKWARD)]

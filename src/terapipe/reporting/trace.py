@@ -1,4 +1,15 @@
-"""Runs as a trace-event file for Perfetto (ui.perfetto.dev, chrome://tracing)."""
+"""Runs as a trace-event file for Perfetto (ui.perfetto.dev, chrome://tracing), where millions of events can be
+searched, measured and compared with a trace of torch's profiler.
+
+    process   predicted                          a process for each run
+      thread    rank 0             [F 0][F 1] ...        its computations
+      thread    rank 0 transfers     [send ->            its sends and receives, in as many threads as overlap
+      thread    rank 1             ->[F 0] ...           an arrow from each send to its receive
+      counter   memory of rank 0   bytes over time
+
+The format is the JSON of Chrome's tracing: a list of records, of which ``ph`` says what each is ("X" an event with a
+duration, "M" a name, "s" and "f" the ends of an arrow, "C" a counter). Times are microseconds.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,12 +27,17 @@ _LANES = 64  # thread ids per rank: one for computations, the others for transfe
 
 
 def trace(runs: Sequence[RunView]) -> str:
-    """JSON with a process per run; per rank it has a thread of computations and threads (lanes) of transfers."""
+    """Writes runs as one JSON text. Their ids are chosen so that viewers sort runs and ranks as they are.
+
+    Args:
+        runs: Each becomes a process of the trace.
+    """
     records = [record for pid, run in enumerate(runs, 1) for record in _process(pid, run)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": records}, separators=(",", ":"))
 
 
 def _process(pid: int, run: RunView) -> Iterator[Record]:
+    """All records of one run: names and order of its threads, then events, arrows and counters."""
     yield _name_event("process_name", pid, 0, run.name)
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     lanes = _lanes(run)
@@ -42,7 +58,8 @@ def _process(pid: int, run: RunView) -> Iterator[Record]:
 
 
 def _lanes(run: RunView) -> dict[Event, int]:
-    """The thread of each event. Events of a thread must not overlap, so transfers may need several threads."""
+    """The thread of each event. Viewers nest events of a thread that overlap as if one called the other, so transfers
+    that overlap get threads of their own: each takes the first that is free, and the last takes what is left over."""
     lanes: dict[Event, int] = {}
     free: dict[int, list[float]] = {}  # per rank: when each of its transfer lanes is free again
     for event in run.timeline.events:
@@ -58,6 +75,7 @@ def _lanes(run: RunView) -> dict[Event, int]:
 
 
 def _duration(pid: int, tid: int, event: Event) -> Record:
+    """An event with what a viewer shows on a click: stage, microbatch, slice, its tokens and those before it."""
     op, stage, s = event.action
     name = OP_NAMES.get(op) or TRANSFER_NAMES[op]
     return {
@@ -90,6 +108,7 @@ def _flows(pid: int, run: RunView, lanes: dict[Event, int]) -> Iterator[Record]:
 
 
 def _memory(pid: int, run: RunView) -> Iterator[Record]:
+    """A rank's bytes over time as a counter, which viewers draw as a curve."""
     for rank, steps in enumerate(run.memory):
         for at, size in steps:
             yield {
@@ -103,8 +122,10 @@ def _memory(pid: int, run: RunView) -> Iterator[Record]:
 
 
 def _name_event(kind: str, pid: int, tid: int, name: str) -> Record:
+    """The record that names a process or a thread."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _microseconds(seconds: float) -> float:
+    """Seconds in the trace's unit, to the nanosecond: more digits would only make the file longer."""
     return round(seconds * 1e6, 3)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from terapipe.modeling.stage import AuxiliaryLoss
 from terapipe.planning.slices import Plan, Slice
-from terapipe.runtime.inputs import Batch
+from terapipe.runtime.loss_head import Batch
 
 Sums = dict[str, Tensor]
 
@@ -59,14 +59,6 @@ class AuxiliaryLosses:
         self.loss: Tensor | None = None
         self.metrics: Sums = {}
 
-    def extra_size(self, s: Slice) -> int:
-        """How many numbers travel with a slice, in both directions.
-
-        Args:
-            s: which slice; only the last of a microbatch carries any.
-        """
-        return self.size if s.end == self._plan.seq_len else 0
-
     # Forwards
 
     def receive(self, k: int, s: Slice, totals: Tensor) -> None:
@@ -117,7 +109,7 @@ class AuxiliaryLosses:
 
     def complete(self, k: int, s: Slice) -> None:
         """On the last stage, after the last forward of a microbatch."""
-        if not self.size or self._batch.row_share is None:
+        if self._batch.row_share is None:  # values of tokens: nobody asks for the loss
             return
         self._gradients[s.microbatch] = torch.zeros(self.size, dtype=torch.float64, device=self._device)
         self._evaluate("microbatch", self._room(k, s), [s.microbatch])

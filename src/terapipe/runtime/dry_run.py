@@ -2,11 +2,17 @@
 
 Tensors are fake: they have a shape, a dtype and a device, and no numbers. Messages to other ranks go nowhere. What
 would read a number, and so make the host wait for the device, is an error that names the line.
+
+Under autocast a rank receives hidden states in the dtype that the stage before ends with: float32 where a residual is
+added last, half of that where a product comes last. Real ranks learn it from the tag of the first message. A dry run
+has no numbers to read, so a few tokens go through the stages before, and their outputs have the dtype::
+
+    stage 0  ->  float32  ->  stage 1  ->  float32  ->  stage 2 (this rank)     (a slice, forwards only)
 """
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,14 +29,14 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terapipe.modeling.dtensor import to_local
-from terapipe.modeling.stage import PipelineModel
+from terapipe.modeling.stage import Autocast, PipelineModel, SlicedStage, Stage
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.layout import Layout
 from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
 from terapipe.runtime.comm.mesh import TP
 from terapipe.runtime.comm.transport import NullTransport
-from terapipe.runtime.inputs import made_up_batch
+from terapipe.runtime.loss_head import Batch
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 
@@ -64,15 +70,29 @@ class DryRun:
         return asdict(self)
 
 
-def fake_device() -> torch.device:
+def fake_device(*, autocast: bool = False) -> torch.device:
     """A GPU where torch knows GPUs, even if there is none; else the CPU, whose attention kernels need a little more
-    memory."""
-    has_cuda = torch.cuda.is_available() or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    memory.
+
+    Args:
+        autocast: whether ``torch.autocast`` must work on it, which torch switches off for a GPU that is not there.
+    """
+    has_cuda = torch.cuda.is_available()
+    if not autocast:
+        has_cuda = has_cuda or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     return torch.device("cuda", 0) if has_cuda else torch.device("cpu")
 
 
 def dry_run(
-    model: PipelineModel, plan: Plan, layout: Layout, rank: int, *, state: int = 0, attention: str = "", blas: int = 0
+    model: PipelineModel,
+    plan: Plan,
+    layout: Layout,
+    rank: int,
+    *,
+    autocast: torch.dtype | None = None,
+    state: int = 0,
+    attention: str = "",
+    blas: int = 0,
 ) -> DryRun:
     """Runs two steps of one rank of the pipeline, forward and backward, on fake tensors.
 
@@ -84,6 +104,8 @@ def dry_run(
         plan: of the steps.
         layout: of all ranks; not with ``shard``.
         rank: of the pipeline.
+        autocast: the dtype of products, as for ``torch.autocast``; by default what the caller has switched on. Messages
+            are counted as from the second step on, when both ends know their dtype.
         state: bytes that the optimizer has for a parameter.
         attention: the kernel of the device that is planned for.
         blas: bytes of its cuBLAS.
@@ -93,19 +115,23 @@ def dry_run(
             "a dry run does not know sharded replicas (FSDP2); take a layout with shard=False, on the command line one "
             "without --shard"
         )
-    began, device = time.perf_counter(), fake_device()
+    began, device = time.perf_counter(), fake_device(autocast=autocast is not None)
+    cast = Autocast.current(device) if autocast is None else Autocast(device.type, autocast)
     counter = MemoryCounter(device, attention)
     waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
             transport = NullTransport(device, rank, plan.num_ranks, layout.dp, mesh)
             pipe = Pipeline(model, plan, transport=transport, verify=False)  # there are no numbers to compare
+            if cast.dtype is not None:
+                pipe._executors.message_format.learn(cast, _message_dtypes(model, plan, pipe.stages, cast, device))
         with counter:
             counter.count(pipe)
             weights = counter.current
             try:
                 for _ in range(STEPS):
-                    pipe._train(made_up_batch(plan, rank, device))  # without the checks of a batch, which read numbers
+                    with cast.on():  # without the checks of a batch, which read numbers
+                        pipe._train(Batch.made_up(plan, rank, device))
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
@@ -128,6 +154,35 @@ def _tensor_parallel(degree: int, device: torch.device) -> Iterator[DeviceMesh |
         yield init_device_mesh(device.type, (degree,), mesh_dim_names=(TP,))
     finally:
         dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _message_dtypes(
+    model: PipelineModel, plan: Plan, own: Mapping[int, Stage], autocast: Autocast, device: torch.device
+) -> dict[int, torch.dtype]:
+    """The dtype of hidden states after each stage, and of their gradients, which cross the same boundary back.
+
+    The output of a stage may be as wide as its input (a residual), so all stages up to the last of this rank take part:
+    those of other ranks are made for it, on fake tensors as everything here.
+
+    Args:
+        model: makes the stages of other ranks.
+        plan: which layers each stage has; its first slice goes through them.
+        own: the stages of this rank, which exist already.
+        autocast: under which they compute.
+        device: of the fake tensors.
+    """
+    dtypes: dict[int, torch.dtype] = {}
+    length, cuts = plan.lengths[0][0], plan.boundaries
+    for k in range(min(max(own) + 1, plan.num_stages - 1)):
+        stage = own[k] if k in own else model.stage(cuts[k], cuts[k + 1], device)
+        shape = stage.hidden_shape(1, length) if k else (1, length)
+        x = torch.zeros(shape, dtype=dtypes[k - 1] if k else torch.int64, device=device)
+        cache = stage.make_cache(1, length)
+        cache.begin(0, length)
+        with autocast.on():
+            dtypes[k] = SlicedStage(stage, fused=False).forward(x, cache).dtype
+    return dtypes
 
 
 def _line_of(error: Exception) -> str:

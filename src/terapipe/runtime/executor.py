@@ -16,30 +16,27 @@ gradients from all slices after it.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple, Self, TypeAlias
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.linear import DeferredGrad, accumulate_deferred, changed_weight
-from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.linear import changed_weight
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import Stage
+from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
+from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
+from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
-from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.inputs import Batch
-from terapipe.runtime.loss_head import LossHead
-from terapipe.runtime.messages import MessageFormat
+from terapipe.runtime.comm.channel import MessageFormat, NullFormat
+from terapipe.runtime.comm.mesh import DP
+from terapipe.runtime.comm.transport import NullTransport, Transport
+from terapipe.runtime.loss_head import Batch, LossHead
 from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
-from terapipe.scheduling.transfers import with_early_receives
-from terapipe.scheduling.validation import Shape, validated_actions
 
 Mark: TypeAlias = float | torch.cuda.Event
 
@@ -86,53 +83,6 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-Run = tuple[Action, ...]  # one action, or weight halves that are done together
-
-
-class ActionLists(NamedTuple):
-    """The actions that one rank performs, in order."""
-
-    training: tuple[Run, ...]
-    forwards: tuple[Run, ...]  # what evaluation runs
-    completing: frozenset[Action]  # the last backward of each stage, or the last of their weight halves
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int, *, early: bool) -> Self:
-        """Plans of one shape differ in the lengths of their slices only, so their lists are worked out once.
-
-        Args:
-            plan: what is to be run.
-            rank: of the pipeline.
-            early: whether receives come earlier, see ``with_early_receives``.
-
-        Raises:
-            ValueError: if the schedule is not complete or could deadlock.
-        """
-        grid = plan.grid
-        training, forwards, completing = _lists_of_shape(Shape.of(plan), rank, early)
-
-        def of_plan(run: Run) -> Run:
-            return tuple([Action(op, k, grid[s.microbatch][s.number]) for op, k, s in run])
-
-        return cls(tuple(map(of_plan, training)), tuple(map(of_plan, forwards)), frozenset(of_plan(tuple(completing))))
-
-
-@lru_cache(maxsize=64)
-def _lists_of_shape(shape: Shape, rank: int, early: bool) -> ActionLists:
-    actions = validated_actions(shape.plan(), rank)
-    listed = with_early_receives if early else tuple[Action, ...]
-    completing = {a.stage: a for a in actions if a.op in (Op.B, Op.W)}
-    forwards = [a for a in actions if a.op in FORWARD]
-    return ActionLists(_runs(listed(actions)), _runs(listed(forwards)), frozenset(completing.values()))
-
-
-def _runs(actions: Sequence[Action]) -> tuple[Run, ...]:
-    """The actions one by one, except that weight halves that follow each other on one stage are done together."""
-    numbered = enumerate(actions)
-    key = lambda item: (item[1].stage, -1) if item[1].op is Op.W else item  # noqa: E731
-    return tuple(tuple(action for _, action in group) for _, group in groupby(numbered, key))
 
 
 class CachePool:
@@ -308,7 +258,8 @@ class Executor:
     def _begin(self, batch: Batch, loss_head: LossHead, *, train: bool) -> None:
         self._reset()
         self._batch, self._loss_head, self._train = batch, loss_head, train
-        self._auxiliary.begin(batch, train=train)
+        if self._auxiliary.size:
+            self._auxiliary.begin(batch, train=train)
         self._longest = batch.longest
         self._marks.clear()
         self._clock.start()
@@ -396,11 +347,18 @@ class Executor:
         self._marks.append(((action,), start, self._clock.mark()))
 
     def _add_sums(self, k: int, s: Slice, sums: Sums) -> None:
-        self._auxiliary.add(k, s, sums)
+        """Most models have no auxiliary losses, and layers that add no sums: nothing is called for them."""
+        if sums:
+            self._auxiliary.add(k, s, sums)
         if self._train and self._modes[k, s] != "full":
             self._sums[k, s] = sums
-        if k == self._last_stage and s.end == self._plan.seq_len:
+        if k == self._last_stage and self._extra_size(s):
             self._auxiliary.complete(k, s)
+
+    def _extra_size(self, s: Slice) -> int:
+        """How many numbers for auxiliary losses travel with a slice, in both directions: only with the last slice of a
+        microbatch, whose sums are then complete."""
+        return self._auxiliary.size if s.end == self._plan.seq_len else 0
 
     def _backward(self, action: Action) -> None:
         _, k, s = action
@@ -420,7 +378,8 @@ class Executor:
         if gradient is None:
             with self._sliced[k].over(cache):
                 gradient = self._loss_head.gradient(s, out)
-        others = self._auxiliary.roots(s, self._sums.pop((k, s)))
+        sums = self._sums.pop((k, s))
+        others = self._auxiliary.roots(s, sums) if sums else []
         if out.requires_grad or others:  # a first stage may have nothing to train
             # Adds the gradients that later slices left for this slice's keys, values and states.
             self._sliced[k].backward(cache, out, gradient, others)
@@ -475,7 +434,7 @@ class Executor:
         receive = Action(Op.RECV_F, k, s)
         if receive in self._arriving:
             return self._take(receive).requires_grad_(self._train)
-        if self._auxiliary.extra_size(s):
+        if self._extra_size(s):
             self._auxiliary.receive(k, s, self._auxiliary.totals(k - 1, s))
         previous = self._outputs[k - 1, s] if self._train else self._outputs.pop((k - 1, s))
         return previous.detach().requires_grad_(self._train)  # the stage before is on this rank too
@@ -492,14 +451,14 @@ class Executor:
     # Transfers
 
     def _receive(self, action: Action) -> None:
-        extra = self._auxiliary.extra_size(action.slice)
+        extra = self._extra_size(action.slice)
         shape, dtype = self._format.layout(self._shape(action), _boundary(action), extra)
         self._arriving[action] = self._transport.channel.receive(shape, dtype, self._peer(action), action)
 
     def _take(self, receive: Action) -> Tensor:
         message, work = self._arriving.pop(receive)
         self._transport.channel.wait(work, self._peer(receive), receive)
-        size = self._auxiliary.extra_size(receive.slice)
+        size = self._extra_size(receive.slice)
         tensor, extra = self._format.unpack(message, self._shape(receive), _boundary(receive), size)
         if extra is not None and receive.op is Op.RECV_F:
             self._auxiliary.receive(receive.stage, receive.slice, extra)
@@ -533,7 +492,7 @@ class Executor:
         return action, message, self._transport.channel.send(message, self._peer(action), action)
 
     def _extra(self, send: Action) -> Tensor | None:
-        if not self._auxiliary.extra_size(send.slice):
+        if not self._extra_size(send.slice):
             return None
         is_forward = send.op is Op.SEND_F
         return self._auxiliary.totals(send.stage, send.slice) if is_forward else self._auxiliary.gradient(send.slice)
@@ -564,3 +523,118 @@ def _boundary(transfer: Action) -> int:
     """Outputs cross the boundary after their stage, gradients the one before; receives those of their peers."""
     after = transfer.op in (Op.SEND_F, Op.RECV_B)
     return transfer.stage if after else transfer.stage - 1
+
+
+PLANS = 8  # of which executors are kept
+
+
+class Executors:
+    """Makes an executor for each plan, and keeps those of the last few plans.
+
+    Args:
+        plan: the pipeline's own.
+        stages: those of this rank, by number.
+        transport: to the other ranks.
+        dtype: that of the parameters, and so of messages.
+        check: refuses plans that the model cannot follow.
+        stage_done: is told when a stage's gradients are complete.
+        fused: see ``SlicedStage``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        dtype: torch.dtype,
+        check: Callable[[Plan], None],
+        stage_done: Callable[[int], None],
+        *,
+        fused: bool = True,
+    ) -> None:
+        self._plan, self._stages, self._transport = plan, stages, transport
+        self.message_format = MessageFormat(dtype)
+        self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
+        self._check, self._stage_done = check, stage_done
+        self._recent: dict[Plan, Executor] = {}
+        self.pool = CachePool()
+        self.current = self.get(plan)
+
+    def make(self, plan: Plan, pool: CachePool | None = None) -> Executor:
+        """A new executor, which nobody keeps.
+
+        Args:
+            plan: what it runs.
+            pool: where it takes caches from; by default one of its own.
+        """
+        self._check(plan)
+        return self._executor(plan, CachePool() if pool is None else pool, self._transport, self.message_format)
+
+    def _executor(self, plan: Plan, pool: CachePool, transport: Transport, message_format: MessageFormat) -> Executor:
+        losses = next(iter(self._stages.values())).auxiliary_losses
+        auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
+        return Executor(self._sliced, plan, pool, transport, message_format, auxiliary, self._stage_done)
+
+    def run_alone(self, batch: Batch, loss_head: LossHead) -> None:
+        """Performs this rank's actions without the other ranks. Nothing of it is kept, and nothing learned from it.
+
+        Args:
+            batch: made-up numbers.
+            loss_head: what to compute at the end.
+        """
+        alone = NullTransport(self._transport.device, self._transport.rank, self._transport.size)
+        pool, null = CachePool(), NullFormat(self.dtype)
+        self._executor(batch.plan, pool, alone, null).run(batch, loss_head, train=True)
+        pool.keep_only(())  # now, not when the executor is collected
+
+    def get(self, plan: Plan) -> Executor:
+        """The executor of a plan, from now on kept, with caches of the common pool. Only the last few are kept; one for
+        another plan of the same shape is made quickly: see ``ActionLists``.
+
+        Args:
+            plan: what it runs.
+        """
+        executor = self._recent.pop(plan, None) or self.make(plan, self.pool)
+        self._recent[plan] = executor
+        while len(self._recent) > PLANS:
+            self._recent.pop(next(iter(self._recent)))
+        return executor
+
+    def for_tokens(self, plan: Plan, *, train: bool, keep: bool) -> Executor:
+        """For values of tokens.
+
+        Args:
+            plan: that of the batch.
+            train: whether backwards follow. Without them, an executor whose own backwards are still to come is left
+                alone, and another made.
+            keep: whether it is kept for another batch of this shape. That of the pipeline's own plan always is.
+        """
+        executor = self.get(plan) if keep or plan == self._plan else None
+        return self.make(plan) if executor is None or (executor.is_pending and not train) else executor
+
+    def begin(self, plan: Plan) -> Executor:
+        """The executor for a step. Only keys and values of this shape of batch stay in memory; on CPUs, where fresh
+        memory is slow to touch, those of the pipeline's own shape too.
+
+        Args:
+            plan: that of the batch.
+        """
+        self.current = self.get(plan)
+        shapes = (plan, self._plan) if self._transport.device.type == "cpu" else (plan,)
+        self.pool.keep_only({(size, own.seq_len) for own in shapes for size in own.sizes})
+        return self.current
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters."""
+        return self.message_format.parameters
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of losses and logits."""
+        return self.message_format.wide
+
+    @property
+    def recent(self) -> tuple[Executor, ...]:
+        """Those of the last few plans."""
+        return tuple(self._recent.values())

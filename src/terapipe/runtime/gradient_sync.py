@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import GradientSum, to_local
-from terapipe.modeling.main_grads import (
+from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.stage import Stage
+from terapipe.modeling.weight_grads import (
+    GradientSum,
     add_to_main_grad,
     is_half,
     main_grad,
@@ -27,9 +29,8 @@ from terapipe.modeling.main_grads import (
     round_to_grad,
     sum_in_float32,
     summed_in_float32,
+    to_local,
 )
-from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.stage import Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.mesh import DP, TP
 from terapipe.runtime.comm.transport import Transport

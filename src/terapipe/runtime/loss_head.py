@@ -16,7 +16,7 @@ needs whole sequences. ``SequenceLosses`` uses it for losses of sequences, ``tok
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,19 +25,70 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from terapipe.losses.objective import HiddenLoss, Loss, Objective, SequenceLoss, Targets, labels_in
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.slice_cache import run_backward
-from terapipe.modeling.stage import IGNORE, Stage
+from terapipe.modeling.slice_cache import longest_document, run_backward
+from terapipe.modeling.stage import IGNORE, Autocast, RandomState, Stage
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.inputs import Batch
 from terapipe.scheduling.validation import forwards_come_first
 
 Metrics = dict[str, Tensor]
 SliceLoss = Callable[[Stage, Tensor, Targets], Loss]
 PerToken: TypeAlias = Callable[[Tensor, Targets], Any]
+
+
+Documents = Sequence[Sequence[int]]
+
+
+class Batch(NamedTuple):
+    """What an executor runs. Token ids and targets are there only where they are needed."""
+
+    plan: Plan
+    input_ids: Tensor | None = None
+    targets: Targets = None
+    documents: Documents = ()
+    scale: Tensor | None = None  # what sums over tokens are multiplied by, or means over sequences by each of them
+    row_share: Tensor | None = None  # what auxiliary losses are multiplied by for each of their sequences
+    tokens: int | None = None  # of each row, if the rest is padding
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest document, without padding."""
+        return longest_document(self.documents, self.tokens or self.plan.seq_len)
+
+    @classmethod
+    def made_up(cls, plan: Plan, rank: int, device: torch.device) -> Self:
+        """Zeros, for a step that nobody learns from.
+
+        Args:
+            plan: whose shape they have.
+            rank: of the pipeline; those of the first and the last stage need tokens.
+            device: where they are made.
+        """
+        ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64, device=device)
+        one = torch.ones((), device=device)
+        return cls(plan, ids if rank == 0 else None, ids if rank == plan.last_rank else None, (), one, one)
+
+    def targets_of(self, s: Slice) -> Targets:
+        """The targets of a slice. Those with one entry for each sequence are cut by sequences only.
+
+        Args:
+            s: which slice.
+        """
+        rows, tokens = slice(s.row, s.row + s.size), slice(s.context, s.end)
+        return tree_map(lambda x: x[rows, tokens] if _is_per_token(x, self.plan) else x[rows], self.targets)
+
+    def of_rows(self, rows: slice) -> Targets:
+        """The targets of whole sequences.
+
+        Args:
+            rows: which sequences.
+        """
+        return tree_map(lambda x: x[rows], self.targets)
+
+
+def _is_per_token(x: Tensor, plan: Plan) -> bool:
+    return x.ndim > 1 and x.shape[1] == plan.seq_len
 
 
 class LossHead:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.device import FLASH
 from terapipe.planning.memory import attention_inside
 

@@ -98,25 +98,40 @@ def _whole_model_tree(stage: nn.Module) -> nn.Module:
 
 
 def _renamed_tree(stage: nn.Module, names: list[tuple[str, str]]) -> nn.Module:
-    """A tree whose modules share the parameters and buffers of the stage's; ``names`` are old and new ones."""
+    """A tree whose modules share the parameters and buffers of the stage's, under other paths::
+
+        stage                     told names                 tree
+        inner.embed  .weight      embed.weight               embed        shares the dictionaries of inner.embed
+        layers.0.mlp .weight      layers.3.mlp.weight        layers.3.mlp shares those of layers.0.mlp
+
+    Names are told by ``named_parameters``, and those of buffers by ``state_dict`` alone. Whatever the two leave open is
+    refused: weights under a guessed name would be saved, and loaded elsewhere, as other weights.
+
+    Args:
+        stage: whose ``named_parameters`` and ``state_dict`` tell whole-model names.
+        names: of its parameters, as nn.Module has them and as it tells them.
+    """
+    kind, of_parameters = type(stage).__name__, dict(names)
     old, new = nn.Module.state_dict(stage, keep_vars=True), stage.state_dict(keep_vars=True)
-    if [id(x) for x in old.values()] == [id(x) for x in new.values()]:  # tells the names of buffers, too
-        names = [*names, *zip(old, new, strict=True)]
-    elif len(old) > len(names):
+    if [id(x) for x in old.values()] != [id(x) for x in new.values()]:
         raise ValueError(
-            f"state_dict of {type(stage).__name__} must have the entries that nn.Module gives it, in its order, under "
-            f"their names in the whole model; got {len(new)} names for {len(old)} entries"
+            f"state_dict of {kind} must have the entries that nn.Module gives it, in its order, under their names in "
+            f"the whole model; got {len(new)} names for {len(old)} entries"
         )
-    tree, placed = nn.Module(), set[tuple[str, str]]()
-    for name, told in names:
-        (path, _, attribute), (wanted, _, last) = name.rpartition("."), told.rpartition(".")
-        if attribute != last:
+    tree, paths = nn.Module(), dict[str, str]()
+    for name, told in zip(old, new, strict=True):
+        if of_parameters.get(name, told) != told:
             raise ValueError(
-                f"a stage may rename modules, not what they hold, got {told} for {name} of {type(stage).__name__}"
+                f"named_parameters and state_dict of {kind} must have one name for a parameter, got "
+                f"{of_parameters[name]} and {told} for {name}"
             )
-        if (path, wanted) not in placed:
-            placed.add((path, wanted))
-            _share_state(_submodule(tree, wanted), [stage.get_submodule(path)], wanted)
+        (path, _, attribute), (wanted, _, last) = name.rpartition("."), told.rpartition(".")
+        if attribute != last or paths.setdefault(path, wanted) != wanted:
+            raise ValueError(
+                f"a stage may rename modules, not what they hold, and each as a whole: got {told} for {name} of {kind}"
+            )
+    for path, wanted in paths.items():
+        _share_state(_submodule(tree, wanted), [stage.get_submodule(path)], wanted)
     return tree
 
 

@@ -3,14 +3,13 @@
 Read ``step`` first. A call goes through four objects, in this order::
 
     preflight   is what this rank was given right, and do all ranks agree?          preflight.py
-    executors   the executor for the batch's plan                                   executors.py
+    executors   the executor for the batch's plan                                   executor.py
     executor    performs this rank's actions: receive, forward, backward, send      executor.py
     sync        sums gradients over replicas while other stages are still at work   gradient_sync.py
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,17 +21,16 @@ from torch.optim import Optimizer
 
 from terapipe.losses.objective import Objective, Targets
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.main_grads import summed_in_float32
-from terapipe.modeling.random_state import RandomState
-from terapipe.modeling.stage import IGNORE, PipelineModel, require_model
+from terapipe.modeling.stage import IGNORE, PipelineModel, RandomState, require_model
+from terapipe.modeling.weight_grads import summed_in_float32
 from terapipe.planning.slices import Plan
+from terapipe.runtime.action_lists import communicating_ranks
 from terapipe.runtime.checkpoint.frozen import FrozenBase
-from terapipe.runtime.checkpoint.state import Checkpoint, Loaded, verify_files
+from terapipe.runtime.checkpoint.state import Checkpoint, Loaded
 from terapipe.runtime.checkpoint.writer import CheckpointWriter, Saving
-from terapipe.runtime.comm.environment import device_of
 from terapipe.runtime.comm.mesh import ALL, DP, PP
-from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.executors import Executors
+from terapipe.runtime.comm.transport import Transport, transport_for
+from terapipe.runtime.executor import Executors
 from terapipe.runtime.gradient_sync import (
     TiedWeights,
     ZeroGradients,
@@ -42,11 +40,19 @@ from terapipe.runtime.gradient_sync import (
     scale_gradients,
     total_norm,
 )
-from terapipe.runtime.inputs import Batch, Documents, Inputs, Vary, Vocabulary, made_up_batch
-from terapipe.runtime.loss_head import LossHead, LossSetup, PerToken, TokenValues, logits, logits_alone
-from terapipe.runtime.messages import MessageFormat
+from terapipe.runtime.loss_head import (
+    Batch,
+    Documents,
+    LossHead,
+    LossSetup,
+    PerToken,
+    TokenValues,
+    logits,
+    logits_alone,
+)
+from terapipe.runtime.model_checks import ModelChecks
 from terapipe.runtime.module_tree import attach_stages, copy_shared_buffers, is_placeholder, persistent_buffers
-from terapipe.runtime.preflight import ModelChecks, Preflight
+from terapipe.runtime.preflight import Inputs, Preflight, Vary
 from terapipe.runtime.random_state import share_random_state
 from terapipe.runtime.token_outputs import TokenOutputs, with_backward, without_names
 from terapipe.runtime.traits import Traits, flatten, model_traits, part_traits, refuse_differences
@@ -98,7 +104,7 @@ class Pipeline(nn.Module):
             Hugging Face models are checked elsewhere.
         device: of this process; by default its GPU, or the CPU where there is none.
         timeout: the longest, in seconds, that a rank waits for another before the step fails on all of them, or before
-            those are named that do not make their Pipeline.
+            those are named that do not make their Pipeline; by default 300.
         transport: of another pipeline or a profiler in this process, in place of ``mesh``, ``device`` and ``timeout``.
     """
 
@@ -115,17 +121,13 @@ class Pipeline(nn.Module):
         fused_weight_grads: bool = True,
         verify: bool = True,
         device: torch.device | str | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
-        if transport is not None and (mesh, mesh_dims, device) != (None, None, None):
-            raise ValueError(
-                "a transport has its mesh and device, got both; pass transport.over(mesh), or no transport="
-            )
-        self.device = device_of(device) if transport is None else transport.device
-        self._transport = transport = transport or Transport.join(self.device, mesh, timeout, mesh_dims)
+        transport = transport_for(transport, device, mesh, timeout, mesh_dims)
+        self._transport, self.device = transport, transport.device
         self._is_warm, self._is_sharded = False, shard
         self.zero_gradients = ZeroGradients()
         options = {"loss_fn": loss_fn, "shard": shard, "vary": vary, "fused_weight_grads": fused_weight_grads}
@@ -136,33 +138,30 @@ class Pipeline(nn.Module):
         checks.size(plan, transport.size)
         with transport.failure.failing_together():
             checks.plan(plan)
-            transport.connect(_pairs(plan))
+            transport.connect(communicating_ranks(plan))
             checks.is_verified |= not verify
             # By number, in a dict: not children, as the tree of modules has all that is in them.
-            self.stages, self._tile = checks.make_stages(plan, transport, own_loss=loss_fn is None)
+            self.stages, tile = checks.make_stages(plan, transport, own_loss=loss_fn is None)
             checks.plan(plan)  # again: modes of recomputation may have turned out not to be exact
             layers = [(plan.boundaries[k], plan.boundaries[k + 1]) for k in self.stages]
             self._base = FrozenBase(model.weight_source(), layers, transport)
-            parts = part_traits(model, self.stages, self._tile, transport)
+            parts = part_traits(model, self.stages, tile, transport)
         refuse_differences(transport, *parts)
         with transport.failure.failing_together():
             self._sync = gradient_sync(self.stages, transport, shard=shard)
             self._tied = TiedWeights(model.tied, self.stages, plan, transport)
             attach_stages(self, self.stages.values())
             self.training = any(stage.training for stage in self.stages.values())
-            form, sync = MessageFormat(next(self.parameters()).dtype), self._sync
-            of_stages = (sync.stages, transport, form, checks.plan, sync.stage_done)
-            self._executors = Executors(plan, *of_stages, fused=fused_weight_grads)
+            sync, dtype, fused = self._sync, next(self.parameters()).dtype, fused_weight_grads
+            self._executors = Executors(plan, sync.stages, transport, dtype, checks.plan, sync.stage_done, fused=fused)
             self._loss = LossSetup(loss_fn, self.stages, plan, transport, shard)
-            self._preflight = self._make_preflight(checks, vary)
+            vocabulary = next(iter(self.stages.values())).vocabulary  # all stages say the same
+            inputs = Inputs(plan, vary, tile, self.rank, self.device, vocabulary, loss_fn)
+            of_rank = (self.stages, self._tied, self._executors, self._loss, transport)
+            self._preflight = Preflight(inputs, model, *of_rank)
             self._token_outputs = TokenOutputs(plan.last_rank, self._executors, self._sync, transport)
             if self.device.type == "cuda":  # now, not hours later: NCCL may work where gloo does not
                 CheckpointWriter.ensure(transport)
-
-    def _make_preflight(self, checks: ModelChecks, vary: Vary) -> Preflight:
-        vocabulary = Vocabulary(*next(iter(self.stages.values())).vocabulary)  # all stages say the same
-        inputs = Inputs(self.plan, vary, self._tile, self.rank, self.device, vocabulary, self._loss.objective)
-        return Preflight(inputs, checks, self.stages, self._tied, self._executors, self._loss, self._transport)
 
     # Where this process is
 
@@ -316,7 +315,7 @@ class Pipeline(nn.Module):
         Args:
             plan: of the batches to come, by default the pipeline's own.
         """
-        self._warm_up(made_up_batch(plan or self.plan, self.rank, self.device), self._loss.warm_up_head)
+        self._warm_up(Batch.made_up(plan or self.plan, self.rank, self.device), self._loss.warm_up_head)
 
     @property
     def _is_cold(self) -> bool:
@@ -560,13 +559,7 @@ class Pipeline(nn.Module):
         Returns:
             The notes, a dictionary, whose ``extra_names`` names the extra tensors that were there.
         """
-        wrong = verify_files(Path(folder), self._transport) if verify else ""
-        if wrong:
-            raise ValueError(wrong)
-        checkpoint = self._checkpoint(optimizer)
-        checkpoint.check_base(Path(folder))
-        with self.failing_together():
-            return checkpoint.load(Path(folder), extra or {})
+        return self._checkpoint(optimizer).load(Path(folder), extra or {}, verify=verify)
 
     def _checkpoint(self, optimizer: Optimizer | None) -> Checkpoint:
         buffers = persistent_buffers(self.stages.values())
@@ -647,9 +640,3 @@ class Pipeline(nn.Module):
     def share_memory(self) -> Self:
         """Refused: the optimizer and other ranks count on the parameters where they are."""
         raise ValueError("a Pipeline's parameters cannot be moved to shared memory; share the model's before")
-
-
-def _pairs(plan: Plan) -> set[tuple[int, int]]:
-    """The ranks that send each other something: those of neighboring stages, and those of the first and the last."""
-    ranks = [plan.rank_of(k) for k in range(plan.num_stages)]
-    return {*pairwise(ranks), (ranks[0], ranks[-1])}

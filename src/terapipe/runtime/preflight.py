@@ -10,136 +10,323 @@ send each other messages of the wrong shape. So every method that runs the pipel
 Where it raises, it raises on all ranks, and nothing has changed.
 """
 
+import math
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Self, TypeVar
+from itertools import pairwise
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from terapipe.losses.objective import Targets, labels_in
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE, PipelineModel, Stage, TensorParallel, require_stage
-from terapipe.modeling.verification import check_stage
-from terapipe.planning.recompute import Recompute
+from terapipe.losses.objective import Objective, SequenceLoss, Targets, labels_in
+from terapipe.modeling.slice_cache import on_device
+from terapipe.modeling.stage import IGNORE, Autocast, PipelineModel, Stage
 from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.errors import describe_error
-from terapipe.runtime.comm.mesh import ALL, TP
-from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.executor import Executor
-from terapipe.runtime.executors import Executors
+from terapipe.runtime.comm.mesh import ALL
+from terapipe.runtime.comm.transport import Transport, checksum
+from terapipe.runtime.executor import Executor, Executors
 from terapipe.runtime.gradient_sync import TiedWeights, named_parameters_of
-from terapipe.runtime.inputs import NOT_SHIFTED, Batch, Documents, Inputs, check_total, checksum, lone_checksums
-from terapipe.runtime.loss_head import LossSetup
+from terapipe.runtime.loss_head import Batch, Documents, LossSetup
 from terapipe.runtime.traits import Traits, refuse_differences
 
+NOT_SHIFTED = (
+    "labels must be the tokens to predict, got the input_ids themselves: labels[b, t] is the token after "
+    "input_ids[b, t]; make them with terapipe.next_token_labels(input_ids), and set those to leave out to -100"
+)
+
+
+Vary = Literal["refuse", "replan", "pad"]
 T = TypeVar("T")
 
 
-class ModelChecks:
-    """What a model may say of the plans and batches that it is exact with; see PipelineModel.
+# What one rank is given
+
+
+class Inputs:
+    """Checks what one rank is given, and makes batches of it.
 
     Args:
-        model: the whole model.
+        plan: the pipeline's own.
+        vary: what to do with a batch of another shape.
+        tile: slices' lengths must be multiples of it.
+        rank: this one, in the pipeline.
+        device: where batches go.
+        vocabulary: what token ids must be below, and labels; None where the model does not say.
+        objective: the ``loss_fn`` of Pipeline; it decides what targets may be.
     """
 
-    def __init__(self, model: PipelineModel) -> None:
-        self._model = model
-        self.is_verified = model.is_verified  # before stages change the model's modules
-        self._refused_modes: dict[Recompute, str] = {}  # of recomputation, and why
-        self._whole_only = False  # whether slices were never checked
-
-    def size(self, plan: Plan, ranks: int) -> None:
-        """Refuses a plan of another number of layers or ranks.
-
-        Args:
-            plan: the same on all ranks, so that all refuse it alike.
-            ranks: those of the pipeline.
-        """
-        if plan.num_layers != self._model.num_layers:
+    def __init__(
+        self,
+        plan: Plan,
+        vary: Vary,
+        tile: int,
+        rank: int,
+        device: torch.device,
+        vocabulary: tuple[int | None, int | None] = (None, None),
+        objective: Objective | None = None,
+    ) -> None:
+        self._plan, self._vary, self._tile, self._rank, self._device = plan, vary, tile, rank, device
+        self._input_vocabulary, self._label_vocabulary = vocabulary
+        self.takes_labels = rank == plan.last_rank  # whether the last stage is on this rank
+        self.pads = vary == "pad"  # whether batches may be filled up
+        self._objective = objective
+        if objective is not None and vary == "pad":
             raise ValueError(
-                f"the plan splits {plan.num_layers} layers, the model has {self._model.num_layers}; "
-                "the last of the plan's boundaries must be the number of layers"
-            )
-        if ranks != plan.num_ranks:
-            raise ValueError(
-                f"the plan is for {plan.num_ranks} ranks ({plan.num_stages} stages, {plan.chunks} per rank), got "
-                f"{ranks} processes; start {plan.num_ranks} (torchrun --nproc-per-node {plan.num_ranks}) or make "
-                "another plan"
+                "vary='pad' fills up labels with -100, and does not know what an objective's own targets are filled up "
+                "with; take vary='replan', or fill up batches yourself"
             )
 
-    def make_stages(self, plan: Plan, transport: Transport, *, own_loss: bool) -> tuple[dict[int, Stage], int]:
-        """Makes the stages of this rank, and checks them. Where operators are split, the check runs on whole stages
-        before.
+    def take(self, input_ids: Tensor | None, targets: Targets, documents: Documents | None, plan: Plan | None) -> Batch:
+        """A batch for a step.
 
         Args:
-            plan: which layers they have.
-            transport: tells which stages are this rank's, and by how many devices each operator is shared.
-            own_loss: whether the last stage's own loss is used.
-
-        Returns:
-            The stages by number, and the number that slice lengths must be multiples of.
+            input_ids: (batch, tokens), needed where the first stage is.
+            targets: labels, or what the objective wants, needed where the last stage is.
+            documents: where they begin in each row.
+            plan: the batch's own, if it has one.
         """
-        cuts, parts, device = plan.boundaries, transport.tp_size, transport.device
-        tp: tuple[TensorParallel, ...] = ()
-        tile = 1
-        if parts > 1:
-            even = all(length % parts == 0 for lengths in plan.lengths for length in lengths)
-            tp = (TensorParallel(transport.ranks.submesh(TP), sequence_parallel=even),)
-            tile = parts if even else 1
-        stages = {}
-        for k in plan.stages_of(transport.rank):
-            if tp and not self.is_verified:
-                whole = require_stage(self._model.stage(cuts[k], cuts[k + 1], device))
-                self.stage(whole, k, plan, own_loss=own_loss)
-            stages[k] = require_stage(self._model.stage(cuts[k], cuts[k + 1], device, *tp))
-            if not tp:
-                self.stage(stages[k], k, plan, own_loss=own_loss)
-        return stages, tile
-
-    def stage(self, stage: Stage, k: int, plan: Plan, *, own_loss: bool) -> None:
-        """Runs a few made-up tokens through a stage of a model that nobody has verified yet. Raises ValueError if it
-        would train wrongly.
-
-        Args:
-            stage: whole, not split over devices.
-            k: its number.
-            plan: whose slice lengths are tried.
-            own_loss: whether the last stage's own loss is used.
-        """
-        if self.is_verified:
-            return
-        self._whole_only = all(len(row) == 1 for row in plan.lengths)
-        first, last = k == 0, k == plan.num_stages - 1
-        self._refused_modes |= check_stage(
-            self._model, stage, first=first, last=last, own_loss=own_loss, plan_lengths=plan.lengths
+        labels = labels_in(targets)
+        plan = self._plan_for(input_ids if input_ids is not None else labels) if plan is None else self._own_plan(plan)
+        first, last = self._rank == 0, self._rank == plan.last_rank
+        if input_ids is not None and labels is not None:
+            _refuse_unshifted(input_ids, labels)
+        return Batch(
+            plan,
+            self._tokens("input_ids", input_ids, plan, 0, self._input_vocabulary) if first else None,
+            self._targets(targets, plan) if last else None,
+            self._starts(documents, plan),
         )
 
-    def plan(self, plan: Plan) -> None:
-        """Refuses slices and modes of recomputation that the model is not exact with.
-
-        Args:
-            plan: of a pipeline or of one batch.
-        """
-        for mode, reason in self._refused_modes.items():
-            if mode in plan.recompute_modes:
-                raise ValueError(f"this model cannot be trained with recompute={mode!r}: {reason}; take another mode")
-        if self._whole_only and any(len(row) > 1 for row in plan.lengths):
+    def _targets(self, targets: Targets, plan: Plan) -> Targets:
+        """Targets on the device, if they have the shape that the objective wants: (batch, seq_len, ...) for a function
+        of logits, (batch, ...) for one of sequences. Without an objective they are labels, tokens of the vocabulary."""
+        if self._objective is None:
+            return self._tokens("labels", targets, plan, IGNORE, self._label_vocabulary)
+        shape: tuple[int, ...] = (plan.batch_size, plan.seq_len)
+        rule = "(batch, seq_len, ...)"
+        if isinstance(self._objective, SequenceLoss):
+            shape, rule = shape[:1], "(batch, ...)"
+        named = tree_flatten_with_path(targets)[0] if targets is not None else []
+        for path, x in named:
+            if not isinstance(x, Tensor) or x.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"targets must be tensors that begin with {shape}, {rule} of the plan, got {_describe(x)}"
+                    f"{f' at {keystr(path)}' if path else ''} on rank {self._rank}"
+                )
+        if not named:
             raise ValueError(
-                "slices of this model were not checked, because the pipeline's own plan cuts no sequence; make the "
-                "Pipeline with a plan that has slices"
+                f"the objective needs targets where the last stage is, got {targets!r} on rank {self._rank}"
             )
-        self._model.check_plan(plan)
+        labels, own = labels_in(targets), not isinstance(self._objective, SequenceLoss)
+        if labels is not None:  # a function of one's own may leave out places by any negative number
+            ignored = labels.clamp(min=0) if own else labels
+            _refuse_unknown("labels", ignored, self._label_vocabulary, 0 if own else IGNORE)
+        return tree_map(lambda x: on_device(x, self._device), targets)
 
-    def step(self, documents: Documents, *, training: bool, padded: bool) -> None:
-        """Refuses a batch that the model is not exact with.
+    def count(self, targets: Targets, plan: Plan) -> int:
+        """How many tokens count, or for an objective of sequences how many sequences. Of targets as they were given:
+        those on the device would have to be waited for.
 
         Args:
-            documents: where they begin in each row.
-            training: whether any stage is in training mode.
-            padded: whether rows may have been filled up.
+            targets: as the caller passed them.
+            plan: that of the batch.
         """
-        several = any(len(row) > 1 for row in documents)
-        self._model.check_step(documents=several, training=training, padded=padded)
+        if isinstance(self._objective, SequenceLoss):
+            return plan.batch_size
+        labels = labels_in(targets)
+        return plan.batch_size * plan.seq_len if labels is None else int((labels != IGNORE).sum())
+
+    def _own_plan(self, plan: Plan) -> Plan:
+        """A batch's own plan, which must leave the stages where they are: weights do not move between steps."""
+        if plan.placement != self._plan.placement:
+            raise ValueError(
+                f"a batch's own plan must leave the stages on their ranks: the pipeline has boundaries "
+                f"{self._plan.boundaries}, chunks {self._plan.chunks} and order {self._plan.order!r}, got "
+                f"{plan.boundaries}, {plan.chunks} and {plan.order!r}"
+            )
+        if any(length % self._tile for row in plan.lengths for length in row):
+            raise ValueError(
+                f"tokens are shared out: slice lengths must be multiples of {self._tile}, got {plan.lengths}"
+            )
+        return plan
+
+    def _plan_for(self, data: Tensor | None) -> Plan:
+        """The plan of a batch, by the shape of its token ids or labels alone: other ranks are not asked, and come to
+        the same plan because they are given a batch of the same shape."""
+        if self._vary != "replan" or (
+            data is not None and data.shape[:2] == (self._plan.batch_size, self._plan.seq_len)
+        ):
+            return self._plan
+        if data is None or data.ndim < 2:
+            raise ValueError(
+                f"with vary='replan' every rank must be given input_ids or labels, (batch, tokens), rank {self._rank} "
+                f"got {None if data is None else tuple(data.shape)}"
+            )
+        return self._plan.resize(data.shape[0], data.shape[1], self._tile)
+
+    def _tokens(self, name: str, tensor: Any, plan: Plan, filler: int, vocabulary: int | None) -> Tensor:
+        """Token ids or labels on the device: int64, of the plan's shape, below ``vocabulary``. With ``vary="pad"``
+        they are filled up to that shape first. ``name`` is that of the argument, for messages."""
+        shape = (plan.batch_size, plan.seq_len)
+        if self.pads and isinstance(tensor, Tensor) and tensor.ndim == 2:
+            missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
+            tensor = F.pad(tensor, (0, max(0, missing[1]), 0, max(0, missing[0])), value=filler)
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != torch.int64:
+            hint = "; other targets need an objective, Pipeline(..., loss_fn=...)" if name == "labels" else ""
+            raise ValueError(
+                f"{name} on rank {self._rank} must be {shape} of torch.int64, (batch, tokens) of the plan, got "
+                f"{_describe(tensor)}{hint}"
+            )
+        _refuse_unknown(name, tensor, vocabulary, filler)
+        return on_device(tensor, self._device)
+
+    def tokens(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        documents: Documents | None,
+        *,
+        labeled: bool,
+        resize: bool,
+    ) -> Batch:
+        """A batch whose tokens get values.
+
+        Args:
+            input_ids: (rows, tokens), where the first stage is.
+            labels: of the same shape, where the last stage is.
+            documents: where they begin in each row.
+            labeled: whether labels are needed. Where they are missing and need not be there, targets are empty.
+            resize: whether any shape may come. It is then cut as the plan cuts its own, and filled up to a multiple of
+                the tile.
+        """
+        either = input_ids if input_ids is not None else labels
+        plan, rest = self._plan, 0
+        if resize and either is not None and either.ndim == 2 and either.shape != (plan.batch_size, plan.seq_len):
+            rest = -either.shape[1] % self._tile
+            plan = plan.resize(either.shape[0], either.shape[1] + rest, self._tile)
+            input_ids = None if input_ids is None else F.pad(input_ids, (0, rest))
+            labels = None if labels is None else F.pad(labels, (0, rest), value=IGNORE)
+        if input_ids is not None and labels is not None:
+            _refuse_unshifted(input_ids, labels)
+        targets: Targets = None
+        if self._rank == plan.last_rank:
+            targets = (
+                {}
+                if labels is None and not labeled
+                else self._tokens("labels", labels, plan, IGNORE, self._label_vocabulary)
+            )
+        return Batch(
+            plan,
+            self._tokens("input_ids", input_ids, plan, 0, self._input_vocabulary) if self._rank == 0 else None,
+            targets,
+            self._starts(documents, plan),
+            tokens=plan.seq_len - rest if rest else None,
+        )
+
+    def prompt(self, input_ids: Tensor | None) -> Batch:
+        """Sequences that text is to follow, in one slice and filled up to a multiple of the tile: no place sees those
+        after it.
+
+        Args:
+            input_ids: (rows, tokens), on every rank.
+        """
+        if input_ids is None or input_ids.ndim != 2 or input_ids.dtype != torch.int64 or not input_ids.numel():
+            raise ValueError(
+                f"input_ids must be (rows, tokens) of torch.int64, at least one, on every rank; rank {self._rank} "
+                f"got {_describe(input_ids)}"
+            )
+        _refuse_unknown("input_ids", input_ids, self._input_vocabulary)
+        rows, tokens = input_ids.shape
+        rest, own = -tokens % self._tile, self._plan
+        plan = Plan((rows,), ((tokens + rest,),), own.boundaries, own.order, own.chunks)
+        ids = F.pad(on_device(input_ids, self._device), (0, rest)) if self._rank == 0 else None
+        return Batch(plan, ids, {} if self._rank == plan.last_rank else None, tokens=tokens if rest else None)
+
+    def _starts(self, documents: Documents | None, plan: Plan) -> Documents:
+        """Where documents begin, a tuple for each row. Every rank cuts attention there, so every rank must be told."""
+        try:
+            rows = () if documents is None else tuple(tuple(row) for row in documents)
+            ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
+        except TypeError:  # not numbers, or not lists of them
+            rows, ordered = ((),), False
+        if self.pads:
+            rows += ((0,),) * (plan.batch_size - len(rows) if rows else 0)
+        if rows and (len(rows) != plan.batch_size or not ordered or any(row[-1] >= plan.seq_len for row in rows)):
+            raise ValueError(
+                f"documents must be, for each of the {plan.batch_size} sequences, the rising places below "
+                f"{plan.seq_len} where documents begin, 0 first, got {documents}"
+            )
+        return rows
+
+
+def _describe(x: Any) -> str:
+    return f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else "None" if x is None else type(x).__name__
+
+
+def _refuse_unknown(name: str, ids: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
+    if vocabulary is None:
+        return
+    unknown = ((ids < 0) | (ids >= vocabulary)) & (ids != ignored)
+    if unknown.any():
+        row, place = unknown.nonzero()[0].tolist()
+        also = f", or {ignored} to leave a place out" if ignored < 0 else ""
+        raise ValueError(
+            f"{name} must be tokens of the model's vocabulary, 0 to {vocabulary - 1}{also}, got "
+            f"{int(ids[row, place])} at row {row}, place {place}; is the tokenizer the model's?"
+        )
+
+
+def check_total(total: float | Tensor | None) -> float | None:
+    """The ``total`` of a step as a number.
+
+    Args:
+        total: what the caller passed.
+    """
+    number = total.item() if isinstance(total, Tensor) and total.numel() == 1 else total
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
+        raise ValueError(
+            f"total must be a positive finite number, what to divide the sum of losses by, got {total!r}; leave it out "
+            "to divide by the number of labels that count"
+        )
+    return number
+
+
+def lone_checksums(input_ids: Tensor | None, labels: Tensor | None) -> tuple[int, int]:
+    """Checksums for ranks that have one of the two only, so that labels which are the token ids themselves are noticed
+    although no rank has both. Labels that are all alike in a row may well be shifted ones.
+
+    Args:
+        input_ids: those of this rank.
+        labels: those of this rank.
+    """
+    if (input_ids is None) == (labels is None):
+        return 0, 0
+    if labels is None:
+        assert input_ids is not None
+        return checksum(input_ids), 0
+    return 0, 0 if bool((labels[:, 1:] == labels[:, :-1]).all()) else checksum(labels)
+
+
+def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:
+    """Shifted labels never look like this: where they equal the token at their place, it is also the one after it."""
+    if input_ids.shape != labels.shape or input_ids.ndim != 2:
+        return
+    ids, targets = input_ids.to(labels.device), labels
+    counted = targets != IGNORE
+    if bool(((targets == ids) | ~counted).all()):
+        later = torch.roll(ids, -1, dims=1)
+        shifted = counted.clone()
+        shifted[:, -1] = False  # nobody knows the token after the last
+        if bool(((targets != later) & shifted).any()):
+            raise ValueError(NOT_SHIFTED)
+
+
+# What all ranks agree on
 
 
 class ParameterFlags(NamedTuple):
@@ -158,16 +345,16 @@ class ParameterFlags(NamedTuple):
 class StepTerms(NamedTuple):
     """What one rank tells the others before a step, each number within an int64. Zero where it has nothing to say."""
 
-    refused: int
-    replica: int
     work: int = 0  # checksum of what all ranks of a pipeline must be given alike
     ids: int = 0  # checksum of token ids, and ...
     labels: int = 0  # ... of labels, where a rank has only one of the two
     counted: int = 0  # labels that are not ignored
     rows: int = 0  # sequences
+    refused: int = 0  # whether this rank cannot run what it was given
+    replica: int = 0  # of the pipeline that this rank is in
+    place: int = 0  # in the pipeline: ranks of the same place hold the same stages
     tied: int = 0  # copies of the parameter that the first and the last stage share, and ...
     trained: int = 0  # ... how many of them are not frozen
-    place: int = 0  # in the pipeline: ranks of the same place hold the same stages
     frozen: int = 0  # checksum of which parameters are frozen
     hooks: int = 0  # how many parameters have hooks for their gradients
 
@@ -177,10 +364,7 @@ class Proposal(NamedTuple, Generic[T]):
 
     value: T
     work: str  # in words; must be the same on all ranks of a pipeline
-    ids: int = 0  # as in StepTerms
-    labels: int = 0
-    counted: int = 0
-    rows: int = 0
+    terms: StepTerms  # those about the batch; ``agree_on`` fills in the work and those about this rank
 
 
 class Preflight:
@@ -188,7 +372,7 @@ class Preflight:
 
     Args:
         inputs: checks what this rank was given.
-        checks: what the model says.
+        model: the whole model, which may refuse a batch.
         stages: those of this rank.
         tied: the parameter that the first and the last stage share.
         executors: run the batches.
@@ -199,14 +383,14 @@ class Preflight:
     def __init__(
         self,
         inputs: Inputs,
-        checks: ModelChecks,
+        model: PipelineModel,
         stages: dict[int, Stage],
         tied: TiedWeights,
         executors: Executors,
         loss: LossSetup,
         transport: Transport,
     ) -> None:
-        self._inputs, self._checks, self._stages, self._tied = inputs, checks, stages, tied
+        self._inputs, self._model, self._stages, self._tied = inputs, model, stages, tied
         self._executors, self._loss, self._transport = executors, loss, transport
         self.compares_data = False  # whether all ranks of a pipeline are given all data, and must be given the same
         self.await_hooks = False  # whether any rank has hooks for gradients, which all wait for at the end of a step
@@ -227,32 +411,24 @@ class Preflight:
         except Exception as refusal:  # whatever is wrong, the other ranks must hear of it
             error = refusal
         flags, transport = ParameterFlags.of(module), self._transport
-        mine = StepTerms(
+        terms, work = (proposal.terms, proposal.work) if proposal is not None else (StepTerms(), "")
+        mine = terms._replace(
+            work=checksum(work) if work else 0,
             refused=error is not None,
             replica=transport.dp_rank,
+            place=transport.rank,
             tied=len(self._tied.parameters),
             trained=self._tied.trained,
-            place=transport.rank,
             frozen=checksum(str(flags.frozen)),
             hooks=flags.hooks,
         )
-        work = ""
-        if proposal is not None:
-            work = proposal.work
-            mine = mine._replace(
-                work=checksum(work),
-                ids=proposal.ids,
-                labels=proposal.labels,
-                counted=proposal.counted,
-                rows=proposal.rows,
-            )
-        terms = agree(transport, mine, error, work)
-        if len({(t.place, t.frozen) for t in terms}) > len({t.place for t in terms}):
+        everyone = agree(transport, mine, error, work)
+        if len({(t.place, t.frozen) for t in everyone}) > len({t.place for t in everyone}):
             refuse_differences(transport, Traits(flags.frozen, transport.rank))
-        self._tied.check_frozen(sum(t.trained for t in terms), sum(t.tied for t in terms))
-        self.await_hooks = any(t.hooks for t in terms)
+        self._tied.check_frozen(sum(t.trained for t in everyone), sum(t.tied for t in everyone))
+        self.await_hooks = any(t.hooks for t in everyone)
         assert proposal is not None
-        return proposal.value, terms
+        return proposal.value, everyone
 
     def batch(
         self,
@@ -275,7 +451,7 @@ class Preflight:
 
         def build() -> Proposal[tuple[Batch, float | None]]:
             batch = self._inputs.take(input_ids, targets, documents, plan)
-            self._checks.step(batch.documents, training=self._is_training, padded=self._inputs.pads)
+            self._check_model(batch, training=self._is_training, padded=self._inputs.pads)
             if train:
                 _refuse_float16(self._executors.dtype, self._autocast)
             divisor = check_total(total) if self._inputs.takes_labels else None
@@ -286,8 +462,8 @@ class Preflight:
                 self._loss.try_out(batch, self._executors.dtype, train=train)
                 if self._transport.tp_rank == 0:
                     counted, rows = self._inputs.count(targets, batch.plan), batch.plan.batch_size
-            sums = lone_checksums(input_ids, labels_in(targets))
-            return Proposal((batch, divisor), self._describe(method, batch, input_ids, targets), *sums, counted, rows)
+            terms = StepTerms(0, *lone_checksums(input_ids, labels_in(targets)), counted, rows)
+            return Proposal((batch, divisor), self._describe(method, batch, input_ids, targets), terms)
 
         (batch, divisor), terms = self.agree_on(module, build)
         return self._weigh(batch, terms, divisor)
@@ -320,16 +496,20 @@ class Preflight:
                 labeled = method == "log_probs"
                 batch = self._inputs.tokens(input_ids, labels, documents, labeled=labeled, resize=resize)
             padded = differentiable and batch.tokens is not None
-            self._checks.step(batch.documents, training=differentiable and self._is_training, padded=padded)
+            self._check_model(batch, training=differentiable and self._is_training, padded=padded)
             if train:
                 _refuse_float16(self._executors.dtype, self._autocast)
                 self._loss.check_outputs(batch.plan)
             executor = self._executors.for_tokens(batch.plan, train=train, keep=differentiable)
             work = self._describe(method, batch, input_ids, labels) + (", with gradients" if train else "")
             sums = lone_checksums(input_ids, labels) if resize and not is_prompt else (0, 0)
-            return Proposal((batch, executor), work, *sums)
+            return Proposal((batch, executor), work, StepTerms(0, *sums))
 
         return self.agree_on(module, build)[0]
+
+    def _check_model(self, batch: Batch, *, training: bool, padded: bool) -> None:
+        several = any(len(row) > 1 for row in batch.documents)
+        self._model.check_step(documents=several, training=training, padded=padded)
 
     def _describe(self, method: str, batch: Batch, *data: Targets) -> str:
         """What all ranks of a pipeline must be given alike, in words."""

@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from terapipe.modeling.autocast import Autocast
 from terapipe.modeling.gpt import GPT
-from terapipe.modeling.kernels import KernelRequest, kernel_for
-from terapipe.modeling.linear import accumulate_deferred
-from terapipe.modeling.main_grads import drop_main_grads
+from terapipe.modeling.kernel_choice import kernel_for
+from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import PipelineModel, Stage
+from terapipe.modeling.stage import Autocast, PipelineModel, SlicedStage, Stage
+from terapipe.modeling.weight_grads import accumulate_deferred, drop_main_grads
 from terapipe.planning.device import blas_workspaces
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
@@ -73,10 +71,10 @@ class Profiler:
         max_tokens: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.device = local_device()
+        self.transport = transport or Transport.join(local_device())
+        self.device = self.transport.device
         self._timed = Stopwatch(self.device)
         self._clock: Clock = self._timed
-        self.transport = transport or Transport.join(self.device)
         self.transport.connect(list(pairwise(range(self.transport.size))))
         self._reserved = reserved_memory(self.device)
         self._autocast = Autocast.current(self.device)

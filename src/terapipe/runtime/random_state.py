@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from terapipe.modeling.random_state import RandomState
+from terapipe.modeling.stage import RandomState
 from terapipe.runtime.comm.mesh import TP
 from terapipe.runtime.comm.transport import Transport
 

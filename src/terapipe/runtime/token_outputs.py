@@ -16,11 +16,9 @@ from torch import Tensor
 
 from terapipe.modeling.stage import Stage
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.executor import Executor
-from terapipe.runtime.executors import Executors
+from terapipe.runtime.executor import Executor, Executors
 from terapipe.runtime.gradient_sync import GradientSync
-from terapipe.runtime.inputs import Batch
-from terapipe.runtime.loss_head import PerToken, TokenValues
+from terapipe.runtime.loss_head import Batch, PerToken, TokenValues
 from terapipe.runtime.module_states import ModuleStates
 from terapipe.runtime.random_state import share_random_state
 
@@ -79,9 +77,12 @@ class TokenOutputs:
                 share_random_state(self._transport)
             executor.forwards(batch, head)
             return
-        with self._executors.once(executor):
+        last, self._executors.current = self._executors.current, executor  # which tells where this rank stands
+        try:
             executor.run(batch, head, train=False)
-        if not any(other.is_pending for other in self._executors.kept):  # their backwards need whole parameters
+        finally:
+            self._executors.current = last
+        if not any(other.is_pending for other in self._executors.recent):  # their backwards need whole parameters
             self._sync.finish()
 
     def backwards(self, batch: Batch, executor: Executor, head: TokenValues, gradients: dict[str, Tensor]) -> None:

@@ -21,8 +21,7 @@ from torch import nn
 from terapipe.modeling.stage import PipelineModel, Stage
 from terapipe.runtime.checkpoint.frozen import local_sums
 from terapipe.runtime.comm.mesh import ALL, DP
-from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.inputs import checksum
+from terapipe.runtime.comm.transport import Transport, checksum
 
 SHOWN, WIDTH = 3, 200  # differences that a message names, and characters of each
 DEPTH = 6  # of nested configurations

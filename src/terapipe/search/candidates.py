@@ -152,7 +152,7 @@ def _orders(evaluator: PlanEvaluator, count: int) -> Iterator[tuple[Order, int]]
         if request.order is None and ((order.unsliced_twin and count == 1) or (pp == 1 and not order.one_rank)):
             continue
         for chunks in _chunks(order, request):
-            if pp * chunks <= evaluator.source.layers and (chunks == 1 or pp > 1):
+            if pp * chunks <= evaluator.source.layers + 2 * request.bare_ends and (chunks == 1 or pp > 1):
                 yield order, chunks
 
 

@@ -178,14 +178,16 @@ class PlanEvaluator:
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
         """Stages balanced by time, including embedding and head."""
-        return _balance(self.source.layers, self.layout.pp * chunks, *self._parts)
+        return _balance(self.source.layers, self.layout.pp * chunks, *self._parts, self.request.bare_ends)
 
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
         """Ranks balanced by time, each with all of its stages."""
         if chunks == 1:
             return self.boundaries()
         stages = Plan((1,), ((1,),), tuple(range(self.layout.pp * chunks + 1)), order, chunks)
-        return _balance_ranks(self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts)
+        return _balance_ranks(
+            self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts, self.request.bare_ends
+        )
 
     @cached_property
     def _parts(self) -> tuple[float, float, float]:
@@ -266,10 +268,12 @@ class PlanEvaluator:
 
 
 @lru_cache(maxsize=1024)
-def _balance(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
-    return balance([layer] * layers, stages, first=first, last=last)
+def _balance(layers: int, stages: int, layer: float, first: float, last: float, bare_ends: bool) -> tuple[int, ...]:
+    return balance([layer] * layers, stages, first=first, last=last, bare_ends=bare_ends)
 
 
 @lru_cache(maxsize=1024)
-def _balance_ranks(layers: int, ranks: tuple[int, ...], layer: float, first: float, last: float) -> tuple[int, ...]:
-    return balance_ranks(layers, ranks, layer, first=first, last=last)
+def _balance_ranks(
+    layers: int, ranks: tuple[int, ...], layer: float, first: float, last: float, bare_ends: bool
+) -> tuple[int, ...]:
+    return balance_ranks(layers, ranks, layer, first=first, last=last, bare_ends=bare_ends)

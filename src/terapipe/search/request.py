@@ -22,12 +22,14 @@ class Request(PlanOptions):
         seq_len: Tokens per sequence.
         min_slice: Tokens in the shortest slice with which the model is exact.
         recompute_modes: Modes of recomputation that the model supports.
+        bare_ends: Whether the first stage may be the embedding alone, and the last the head alone.
     """
 
     batch_size: int
     seq_len: int
     min_slice: int = 1
     recompute_modes: tuple[Recompute, ...] = MODES
+    bare_ends: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

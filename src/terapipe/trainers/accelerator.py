@@ -46,10 +46,12 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
+        """Replicas."""
         return self.layout.dp
 
     @property
     def process_index(self) -> int:
+        """The number of this rank's replica."""
         return self.replica
 
     def prepare_model(
@@ -61,10 +63,12 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, device_placement=placed, evaluation_mode=True)  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """By the norm over all stages; accelerate's would clip each stage by its own."""
         assert self.pipelined is not None
         return self.pipelined.pipe.clip_grad_norm_(max_norm, norm_type)
 
     def gather(self, tensor: Any) -> Any:
+        """Tensors of all replicas, one after the other along the first dimension; also in nested lists and dicts."""
         if self._group is None:
             return tensor
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)

@@ -72,7 +72,14 @@ class PipelineConfig(PlanOptions):
             raise ValueError(f"the plan says {' and '.join(twice)} already; leave them out, or change the plan")
 
     def layout(self, processes: int) -> Layout:
-        """The layout of so many processes."""
+        """How replicas, stages and tensor-parallel ranks share the processes.
+
+        Args:
+            processes: That torchrun started; 1 without it.
+
+        Raises:
+            ValueError: ``dp``, ``pp`` and ``tp``, or the plan, need another number.
+        """
         pp = self.pp
         if isinstance(self.plan, Plan):
             pp = self.plan.num_ranks

@@ -1,4 +1,17 @@
-"""A Hugging Face model whose forward runs through a pipeline: called, trained and saved like any other."""
+"""A Hugging Face model whose forward runs through a pipeline: called, trained and saved like any other.
+
+``pipelined`` makes stages of a model and puts a forward of ours into the model itself. Whoever calls the model (a loop,
+a Trainer, TRL) gets what the model would have returned, and gradients by ``loss.backward()``:
+
+    model(input_ids, labels)
+      call_of             what the caller passed, as token ids, shifted labels and documents, or refused    calls.py
+      pipe.token_outputs  forwards of all slices; values of each token, with a gradient function
+      loss                from these values, as the model itself computes it
+    loss.backward()       asks the gradient function for the backwards of all slices
+
+That works with orders in which all forwards come first. A step of plain cross-entropy needs no such detour: ``step``
+runs forwards and backwards in the plan's order, and is what ``PipelineTrainer`` calls where it can.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +33,7 @@ from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import is_classifier
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
-from terapipe.modeling.autocast import Autocast
-from terapipe.modeling.stage import IGNORE
+from terapipe.modeling.stage import IGNORE, Autocast
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
@@ -31,10 +43,9 @@ from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.module_states import configurations
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
-from terapipe.trainers.calls import Call, call_of
+from terapipe.trainers.calls import Call, PipelineOutput, call_of, classify, fused_head
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model_record import ModelRecord
-from terapipe.trainers.outputs import PipelineOutput, classify, fused_head
 from terapipe.trainers.refusals import refuse_other_losses
 
 CLASSIFYING = ("labels", "margin")  # what a classifier may be called with beside its tokens; TRL passes margins
@@ -109,7 +120,7 @@ class PipelinedModel:
     still runs in the model itself, which needs all weights as they are now: ``gather`` brings them.
 
         outer (peft's, or the model itself)
-          model --forward--> call_of --> pipe.token_outputs, pipe.step --> outputs.py --> what the caller expects
+          model --forward--> call_of --> pipe.token_outputs, pipe.step --> calls.py --> what the caller expects
              |                              |
              +-- same parameters -- stages -+
 
@@ -138,7 +149,12 @@ class PipelinedModel:
         self._install()
 
     def _adopt(self, pipe: Pipeline, router_losses: bool) -> None:
-        """A pipeline that was made of the model as it is now."""
+        """Takes a pipeline that was made of the model as it is now.
+
+        Args:
+            pipe: With stages that share the model's parameters, if they are on the same device.
+            router_losses: Whether the model's loss has losses of routers beside cross-entropy.
+        """
         self.pipe, self.router_losses, self._loss_checked = pipe, router_losses, False
         own = {*self.model.parameters()}
         self._shares_all = self.layout.pp == 1 and all(p in own for p in pipe.parameters())
@@ -150,6 +166,9 @@ class PipelinedModel:
             pipe.compare_data()
 
     def _install(self) -> None:
+        """Replaces ``forward`` of the model and ``zero_grad`` of what is around it, on these two objects only: copies
+        of them (``copy.deepcopy`` for a reference model) have methods of their own class again."""
+
         @functools.wraps(type(self.model).forward)
         def forward(owner: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
             if owner is not self.model:  # a copy of the model has no pipeline
@@ -172,7 +191,7 @@ class PipelinedModel:
         self.outer.zero_grad = MethodType(zero_grad, self.outer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """The model is as before; its weights are those of the pipeline."""
+        """Makes the model as it was before; its weights are those of the pipeline. All ranks must call it together."""
         self.gather()
         self.model.__dict__.pop("forward", None)
         self.outer.__dict__.pop("zero_grad", None)
@@ -181,10 +200,12 @@ class PipelinedModel:
 
     @staticmethod
     def _is_generation(named: Mapping[str, Any]) -> bool:
+        """Whether ``generate`` calls: with a cache, or for the last logits only, and without gradients."""
         cached = named.get("past_key_values") is not None or bool(named.get("use_cache")) or "logits_to_keep" in named
         return cached and not torch.is_grad_enabled()
 
     def _generate(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Answers a call of ``generate`` by the model itself, on this rank: a token at a time has no slices."""
         if not self._whole:
             raise ValueError(
                 "this rank has only its stage's weights as they are now; call gather() of the PipelinedModel on all "
@@ -194,6 +215,7 @@ class PipelinedModel:
 
     @staticmethod
     def _by_name(arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name; one by position is ``input_ids`` in every model of transformers."""
         if len(arguments) > 1:
             raise ValueError("call the model with named arguments: input_ids=..., attention_mask=..., labels=...")
         return {**({"input_ids": arguments[0]} if arguments else {}), **named}
@@ -204,6 +226,14 @@ class PipelinedModel:
         return getattr(self.model.config, name, None) if value is None else value
 
     def forward(self, inputs: dict[str, Any]) -> PipelineOutput:
+        """What the model returns, through the pipeline. All ranks must call it together, with the same batch.
+
+        With gradients and labels there is a loss but no logits: nobody looks at them in training, and they are the
+        largest tensor of a step. Evaluation returns both, at the price of a second forward.
+
+        Args:
+            inputs: What the model was called with, by name.
+        """
         self._follow()
         for name in ("output_hidden_states", "output_attentions"):
             if self._option(name, inputs):
@@ -226,20 +256,35 @@ class PipelinedModel:
         return PipelineOutput(loss=loss, logits=self._values(call, raw_logits))
 
     def _classify(self, inputs: dict[str, Any]) -> PipelineOutput:
-        """Labels are of sequences, (rows, ...), and no token's."""
+        """What a sequence classifier returns. Labels are of sequences, (rows, ...), and no token's."""
         call = call_of(self.model, {name: value for name, value in inputs.items() if name not in CLASSIFYING})
         output = classify(self.model, self._values(call, scores), inputs)
         return PipelineOutput(loss=output.get("loss"), logits=output["logits"])
 
     def _values(self, call: Call, per_token: Callable[..., Any]) -> Any:
-        """Of each token, at the places of the caller's input. Losses are means over replicas."""
+        """Values of each token, at the places of the caller's input, with gradients to the parameters.
+
+        Losses are means over replicas in the loops that call this, but pipelines sum over replicas: so gradients are
+        divided by their number on the way back.
+
+        Args:
+            call: What ``call_of`` returned.
+            per_token: Takes logits (rows, tokens of a slice, vocabulary) and labels of the same tokens, and returns a
+                tensor (rows, tokens, ...), or several by name.
+        """
         values = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
         if isinstance(values, Tensor):
             return call.shift_back(_mean_over(self.layout.dp, values))
         return {name: call.shift_back(_mean_over(self.layout.dp, value)) for name, value in values.items()}
 
     def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
-        """As transformers' models for causal LMs compute it."""
+        """The loss, as transformers' models for causal LMs compute it.
+
+        Args:
+            call: With labels.
+            items: What to divide the sum by, if the caller counted over accumulated batches; else the number of labels
+                that count here.
+        """
         assert call.labels is not None
         self._check_loss(call)
         if self.router_losses and not torch.is_grad_enabled():
@@ -251,6 +296,7 @@ class PipelinedModel:
 
     @functools.cached_property
     def _fused_head(self) -> Callable[..., Any]:
+        """What TRL's fused head computes for each token, read from the forward that TRL had put into the model."""
         return fused_head(self._replaced)
 
     def _score(self, call: Call, inputs: dict[str, Any]) -> PipelineOutput:
@@ -267,8 +313,17 @@ class PipelinedModel:
         return PipelineOutput(loss=-values["log_probs"].sum() / total, **values)
 
     def step(self, inputs: dict[str, Any], total: Callable[[int], float]) -> Tensor:
-        """A whole training step of cross-entropy, in any order. ``total`` is what to divide the sum over tokens by, of
-        the number of labels that count here."""
+        """A whole training step of cross-entropy, forwards and backwards in the plan's order. Gradients are added to
+        ``.grad``, as ``backward`` does.
+
+        Args:
+            inputs: A batch with labels, by name.
+            total: Takes the number of labels that count in this batch, and returns what to divide the sum over tokens
+                by.
+
+        Returns:
+            The loss, on all ranks.
+        """
         self._follow()
         self.note_update()
         call = call_of(self.model, inputs)
@@ -292,7 +347,7 @@ class PipelinedModel:
     # What is done to the model after the stages were made of it
 
     def _follow(self) -> None:
-        """Brings stages up to date with the model, or refuses what was changed."""
+        """Brings stages up to date with the model, or refuses what was changed. Called before every call and step."""
         change = self._record.follow()
         if change:
             self._refuse_new_stages(change)
@@ -320,11 +375,14 @@ class PipelinedModel:
     # Weights
 
     def note_update(self) -> None:
-        """Other stages' weights in the model itself are old from now on."""
+        """Notes that an optimizer may change weights: those of other stages in the model itself are old from now on."""
         self._whole = self._shares_all
 
     def gather(self) -> None:
-        """Brings the weights of all stages into the model itself, on every rank. All ranks must call it together."""
+        """Brings the weights of all stages into the model itself, on every rank. All ranks must call it together.
+
+        Costs nothing if no step was taken since, or if the stages share all parameters with the model.
+        """
         if self._whole:
             return
         gather_weights(self.pipe, self.model)
@@ -332,6 +390,7 @@ class PipelinedModel:
 
 
 def raw_logits(logits: Tensor, labels: Any) -> Tensor:
+    """For ``_values``: the logits themselves."""
     return logits
 
 
@@ -344,7 +403,12 @@ def _mean_over(number: int, x: Tensor) -> Tensor:
 
 @contextmanager
 def unpatched(model: PreTrainedModel) -> Iterator[None]:
-    """Without what others put in place of its forward, which copies of the model would call: TRL's fused head."""
+    """Inside, the model is without what others put in place of its forward: TRL's fused head, which stages, as copies
+    of the model, would call.
+
+    Args:
+        model: The model itself, not a wrapper of peft.
+    """
     patched = model.__dict__.pop("forward", None)
     try:
         yield
@@ -380,7 +444,14 @@ def _returning_dicts(model: PreTrainedModel) -> Iterator[None]:
 
 def agree_on_weights(model: nn.Module, device: torch.device) -> None:
     """Where processes made models with different random weights, all get those of the first, as with
-    DistributedDataParallel. All processes must call it together."""
+    DistributedDataParallel. All processes must call it together.
+
+    Only digests are exchanged, so a model that is equal everywhere costs no traffic.
+
+    Args:
+        model: Whose parameters and buffers are compared by name; weights on the meta device are left out.
+        device: Of this process, through which weights are sent.
+    """
     named = dict(chain(model.named_parameters(), model.named_buffers()))
     real = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
     mine = {name: digest_of(tensor) for name, tensor in real.items()}
@@ -404,7 +475,7 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _take_over(tensor: Tensor, device: torch.device) -> None:
-    """By way of the device: NCCL sends nothing else."""
+    """Overwrites a tensor with that of the first process. By way of the device: NCCL sends nothing else."""
     there = tensor.detach().to(device).contiguous()
     dist.broadcast(there, 0)
     tensor.data.copy_(there)
@@ -412,7 +483,15 @@ def _take_over(tensor: Tensor, device: torch.device) -> None:
 
 @torch.no_grad()
 def gather_weights(pipe: Pipeline, model: nn.Module) -> None:
-    """Copies the weights of all stages into the whole model, on every rank. All ranks must call it together."""
+    """Copies the weights of all stages into the whole model, on every rank. All ranks must call it together.
+
+    One weight after the other goes from the rank that has it to all ranks of its pipeline, so the devices hold one
+    whole weight at a time beside their own.
+
+    Args:
+        pipe: The pipeline.
+        model: With the same names of parameters; on the CPU or on the device.
+    """
     target = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     own = dict(pipe.named_parameters()) | dict(persistent_buffers(pipe.stages.values()))
     with pipe.failing_together():

@@ -4,6 +4,14 @@ Stages have copies of the model's modules, which share its tensors. Whatever som
 that (modes, adapters, hooks, other modules) does not reach the copies. So before each call the model is compared with
 this record. What a module was told by a plain attribute is passed on to its copies; for anything else the stages must
 be made anew.
+
+    model.eval()                                 training of each module: passed on
+    model.config.pad_token_id = 0                without effect on what stages compute: nothing to do
+    model.model.layers[0].mlp.dropout.p = 0.2    a plain attribute of a module: passed on
+    model.add_adapter(...)                       other modules: new stages on one device, refused on several
+
+A step compares a few hundred modules, so it must be cheap: ``Snapshot.is_current`` (runtime/module_states.py) compares
+all attributes of a module by one ``==``, and only where that fails are they looked at one by one.
 """
 
 import copy
@@ -42,7 +50,14 @@ CONFIG_WITHOUT_EFFECT = {
 
 @dataclass
 class Entry:
-    """A module of the model. ``copies``: of it, in the stages of this rank."""
+    """A module of the model.
+
+    Args:
+        name: In the model; the first one, if it has several.
+        module: The module itself.
+        copies: Of it, in the stages of this rank: none if another rank has it, two if two stages here do.
+        snapshot: Its attributes as the copies have them.
+    """
 
     name: str
     module: nn.Module
@@ -68,13 +83,19 @@ class ModelRecord:
         def copies_of(module: nn.Module) -> list[nn.Module]:
             return list(dict.fromkeys(own[name] for own in named for name in names[module] if name in own))
 
+        # A module that the model has under several names has one entry; its copies may be under any of the names.
         self._entries = [Entry(names[m][0], m, copies_of(m), Snapshot(m)) for m in names]
         self._configs = [Snapshot(config) for config in configurations(names)]
         self._moved = [moved for entry in self._entries for moved in _moved_buffers(entry)]
 
     def follow(self) -> str:
-        """Passes on what was changed since, as far as it can be. Returns, in words, the first change that asks for new
-        stages, empty if there is none."""
+        """Passes on what was changed since, as far as it can be.
+
+        Buffers that a stage has on another device are compared by torch's count of changes in place, and copied over.
+
+        Returns:
+            In words, the first change that asks for new stages; empty if there is none.
+        """
         if change := next(filter(None, map(_config_change, self._configs)), ""):
             return change
         for entry in self._entries:
@@ -89,15 +110,21 @@ class ModelRecord:
 
     @property
     def is_training(self) -> bool:
-        """Whether any module is in training mode."""
+        """Whether any module of the model is in training mode: the pipeline's mode, which says what a step may do."""
         return any(entry.module.training for entry in self._entries)
 
     def set_modes(self) -> None:
+        """Gives copies the mode, training or evaluation, of their modules, one by one: frozen parts may stay in
+        evaluation mode while the rest is trained."""
         for entry in self._entries:
             for module in entry.copies:
                 module.training = entry.module.training
 
     def _follow(self, entry: Entry) -> str:
+        """Brings the copies of one module up to date. Returns why that cannot be, empty if it was done.
+
+        The snapshot is updated attribute by attribute, so that what was passed on once is not a difference any more.
+        """
         if type(entry.module) is not entry.snapshot.kind:
             return f"{_title(entry.name)} has become a {type(entry.module).__name__}"
         for name in entry.snapshot.differences():
@@ -107,6 +134,7 @@ class ModelRecord:
         return ""
 
     def _follow_attribute(self, entry: Entry, name: str) -> str:
+        """The same for one attribute. What has no effect is ignored, plain values are copied, all else is a reason."""
         old, new = (owned.get(name, ABSENT) for owned in (entry.snapshot.attributes, entry.module.__dict__))
         is_root = entry.module is self._model
         if name in WITHOUT_EFFECT or (is_root and (name in OUTSIDE or (old is ABSENT and name != LOSS))):
@@ -124,6 +152,7 @@ class ModelRecord:
         return ""
 
     def _follow_buffers(self, entry: Entry, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+        """Buffers that were replaced by others are shared with the copies again, or moved to their device."""
         kinds = [{name: isinstance(x, Tensor) for name, x in buffers.items()} for buffers in (old, new)]
         if kinds[0] != kinds[1]:
             return _words(entry.name, "_buffers", old, new)
@@ -139,6 +168,8 @@ class ModelRecord:
 
 
 def _config_change(snapshot: Snapshot) -> str:
+    """What was changed in a configuration, in words; empty if nothing that has an effect. Never passed on: models read
+    most values when they are made."""
     if snapshot.is_current():
         return ""
     for name in snapshot.differences():
@@ -149,13 +180,15 @@ def _config_change(snapshot: Snapshot) -> str:
 
 
 def _hooks_with_effect(hooks: Any) -> Any:
+    """A module's hooks without those that gradient checkpointing puts on embeddings."""
     if not isinstance(hooks, dict):
         return hooks
     return {key: hook for key, hook in hooks.items() if getattr(hook, "__name__", "") not in HOOKS_WITHOUT_EFFECT}
 
 
 def _moved_buffers(entry: Entry) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Buffers that stages on another device do not share, with the count of changes in place so far."""
+    """Buffers that stages on another device do not share: the model's, the stage's, and in a list of one number, which
+    ``follow`` updates, torch's count of changes in place so far."""
     for name, theirs in entry.module._buffers.items():
         if theirs is None or theirs.is_meta or theirs.is_inference():
             continue
@@ -170,6 +203,7 @@ def _title(name: str) -> str:
 
 
 def _words(module: str, name: str, old: Any, new: Any) -> str:
+    """Says what was changed in a module, for the message of a refusal."""
     what = {"_modules": "modules", "_parameters": "parameters", "_buffers": "buffers"}.get(name)
     if what is not None:
         changed = ", ".join(key for key in {**old, **new} if old.get(key) is not new.get(key)) or "their order"

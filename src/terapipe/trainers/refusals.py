@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
 from terapipe.hf.routers import with_router_logits
@@ -22,7 +22,16 @@ PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update
 
 
 def refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
-    """What a pipeline would ignore or get wrong, before training."""
+    """Refuses arguments of a trainer that a pipeline would ignore or get wrong, before training.
+
+    A table of name, remedy and whether it is asked for; docs/trainers.md has the same table for users. Each is refused
+    for one of three reasons: something else does it here (fsdp, deepspeed, recomputation), it changes the forward in a
+    way that stages do not see (NEFTune, Liger kernels, torch.compile), or it counts ranks of a pipeline as replicas.
+
+    Args:
+        trainer: Which has read its arguments, but made no pipeline yet.
+        ranks_per_replica: Ranks that have the same batch; some arguments are refused only if there are several.
+    """
     several = ranks_per_replica > 1
     args = trainer.args
     generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
@@ -57,7 +66,11 @@ def refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
 
 
 def refuse_untrainable(model: PreTrainedModel) -> None:
-    """Refuses weights and dropout with which no step would be right, before anything is made of the model."""
+    """Refuses weights and dropout with which no step would be right, before anything is made of the model.
+
+    Args:
+        model: The model itself, not a wrapper of peft.
+    """
     refuse_unfit(model)
     name = type(model).__name__
     halves = [weight for weight, p in model.named_parameters() if p.dtype == torch.float16]
@@ -71,12 +84,22 @@ def refuse_untrainable(model: PreTrainedModel) -> None:
 
 
 def recompute_of(args: Any) -> Recompute:
-    """What gradient checkpointing becomes, unless the configuration of the pipeline says it."""
+    """What gradient checkpointing becomes, unless the configuration of the pipeline says it.
+
+    Args:
+        args: The trainer's ``TrainingArguments``.
+    """
     return "full" if args.gradient_checkpointing else "none"
 
 
 def refuse_recomputation(decoder: Decoder, config: PipelineConfig, args: Any) -> None:
-    """Refuses recomputation that the model cannot do; ``args`` are those of the trainer."""
+    """Refuses recomputation that the model cannot do: one that is cut through its own cache would change it twice.
+
+    Args:
+        decoder: The model.
+        config: Which may say a mode, or a plan that has one.
+        args: The trainer's ``TrainingArguments``, whose ``gradient_checkpointing`` is taken for full recomputation.
+    """
     recompute = config.recompute or recompute_of(args)
     if config.plan is None and recompute not in decoder.recompute_modes:
         asked = "recompute" if config.recompute else "gradient_checkpointing"
@@ -119,7 +142,12 @@ def refuse_router_losses(trainer: Any, *, in_model: bool, is_plain: bool, replic
 def refuse_other_losses(model: PreTrainedModel) -> None:
     """Refuses a model whose loss from labels is not the cross-entropy of next tokens.
 
-    The two are compared on a small copy, which does not have a loss that was given to the model itself.
+    The two are compared on a small copy, which does not have a loss that was given to the model itself: so that is
+    refused before. Called at the first step with labels, as only that asks for the model's loss: TRL's trainers compute
+    theirs from values of tokens.
+
+    Args:
+        model: The model itself, not a wrapper of peft.
     """
     if "_loss_function" in model.__dict__:
         raise UnsupportedModelError(

@@ -14,6 +14,20 @@ The Trainer keeps its own loop, callbacks, arguments, logs and folders. What is 
 - who shares out data and gathers results: ``PipelineAccelerator``, in ``create_accelerator_and_postprocess``;
 - steps of plain cross-entropy: ``training_step``, in any order of the plan;
 - what is saved: ``save_model`` and, of private methods, those under "Private methods of Trainer" below.
+
+When Trainer calls what, and what is done here:
+
+    trainer = PipelineTrainer(...)
+      create_accelerator_and_postprocess   process groups are made; the Accelerator counts replicas, not ranks
+      (end of __init__)                    arguments and model are checked on a small copy: refused here, not later
+    trainer.train()
+      create_optimizer                     the pipeline is made; the optimizer gets this rank's parameters
+      training_step                        plain cross-entropy: one Pipeline.step; else Trainer's own step, through the
+                                           model's forward
+      _save_optimizer_and_scheduler        Pipeline.save into the checkpoint's folder, for any layout
+      _finalize_training                   all weights are gathered into the model
+
+On every rank of a replica the same Trainer runs with the same batches, so whatever it does is done alike on all.
 """
 
 import os
@@ -28,7 +42,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import Trainer
 
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import switch_checkpointing, without_wrapper
 from terapipe.hf.structure import is_classifier
@@ -37,9 +51,9 @@ from terapipe.planning.recompute import Recompute
 from terapipe.runtime.comm.environment import rank_and_size
 from terapipe.runtime.comm.mesh import DP, device_mesh
 from terapipe.trainers.accelerator import PipelineAccelerator
+from terapipe.trainers.calls import TESTED
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model import PipelinedModel, pipelined, unpatched
-from terapipe.trainers.outputs import TESTED
 from terapipe.trainers.refusals import (
     recompute_of,
     refuse_arguments,
@@ -59,18 +73,33 @@ PRIVATE = (
 
 
 class ResumeThroughAPipelineTrainer:
-    """In the place of an optimizer's state in a checkpoint's folder: that is in the folder ``pipeline``. The plain
-    Trainer would go on without it if the file were missing; of this, it says the name and stops."""
+    """In the place of an optimizer's state in a checkpoint's folder: that is in the folder ``pipeline``.
+
+    The plain Trainer would go on without it if the file were missing, with an optimizer that begins anew. It refuses to
+    unpickle a class that it does not know, and says its name: so the name is the message.
+    """
 
 
 class PipelineMixin:
     """Trains through a pipeline, in front of a Trainer class: ``class Mine(PipelineMixin, MyTrainer): ...``.
+
+    The model that is passed stays the trainer's model. Its forward goes through the pipeline, so a ``compute_loss`` of
+    one's own works as before; what it costs is that all forwards of a step come first.
 
     Args:
         *arguments: Those of the Trainer class.
         **named: Those of the Trainer class.
         pipeline: How to split the model and its sequences.
         slices: Short for ``pipeline=PipelineConfig(num_slices=...)``.
+
+    Attributes:
+        pipeline_config: What was passed as ``pipeline``, or made of ``slices``.
+        pipelined: The model through a pipeline; None before ``make_pipeline``.
+        layout: Replicas, stages and tensor-parallel ranks.
+
+    Raises:
+        ValueError: An argument, the model or its loss does not go with a pipeline.
+        RuntimeError: This transformers has not the private methods of Trainer that are replaced here.
     """
 
     def __init__(
@@ -98,12 +127,17 @@ class PipelineMixin:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that have the same batch."""
+        """Ranks that have the same batch: stages times tensor-parallel ranks."""
         return self.layout.devices // self.layout.dp
 
     # The pipeline
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's, called in its ``__init__``; then makes the mesh of all ranks, and the Accelerator one of replicas.
+
+        The mesh must be there before data are shared out, and long before the pipeline: Trainer asks its Accelerator
+        for the number of processes as soon as it has one.
+        """
         args = self._trainer.args
         args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel
         if args.accelerator_config.dispatch_batches is None:
@@ -116,7 +150,11 @@ class PipelineMixin:
         PipelineAccelerator.adopt(self._trainer.accelerator, self.layout, group)
 
     def make_pipeline(self) -> PipelinedModel:
-        """The model through a pipeline, made once; anew if ``model_init`` made another model."""
+        """The model through a pipeline, made once; anew if ``model_init`` made another model.
+
+        Every method that needs it calls this, as users may begin anywhere: with ``train``, ``evaluate``, ``predict``,
+        ``save_model`` or a single ``training_step``. All ranks must make it together.
+        """
         if self.pipelined is None or self.pipelined.outer is not self._trainer.model:
             trainer, args = self._trainer, self._trainer.args
             outer = cast(nn.Module, trainer.model)
@@ -158,6 +196,7 @@ class PipelineMixin:
 
     @property
     def _timeout(self) -> float:
+        """Seconds that a rank waits for another, if the configuration of the pipeline says nothing."""
         return float(self._trainer.args.ddp_timeout)
 
     @property
@@ -184,11 +223,21 @@ class PipelineMixin:
             switch_checkpointing(without_wrapper(self._trainer.model), False)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Of this rank's parameters, under their names in the whole model."""
+        """Trainer's optimizer, of this rank's parameters. They have their names in the whole model, by which Trainer
+        chooses those without weight decay.
+
+        Args:
+            model: Ignored: the pipeline takes its place.
+        """
         self._stop_checkpointing()
         return super().create_optimizer(self.make_pipeline().pipe)  # type: ignore[misc,no-any-return]
 
     def get_total_train_batch_size(self, args: Any) -> int:
+        """Sequences of a step over all replicas; Trainer would count every rank.
+
+        Args:
+            args: The trainer's ``TrainingArguments``.
+        """
         return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * self.layout.dp)
 
     # Steps
@@ -196,6 +245,20 @@ class PipelineMixin:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
+        """One forward and backward, of one accumulated batch. Gradients are added to ``.grad``.
+
+        With plain cross-entropy by ``Pipeline.step``, in the plan's own order: forwards and backwards alternate, so
+        fewer slices are in memory than through the model's forward. Otherwise Trainer's own step, which calls
+        ``compute_loss``.
+
+        Args:
+            model: The trainer's model, as Trainer wrapped it.
+            inputs: The batch, the same on all ranks of a replica.
+            num_items_in_batch: Labels that count in all accumulated batches, if Trainer counted them.
+
+        Returns:
+            The loss, detached.
+        """
         pipelined = self.make_pipeline()  # a step may come before train()
         if not self._is_plain():
             return cast(Tensor, super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
@@ -209,7 +272,8 @@ class PipelineMixin:
             return pipelined.step(inputs, lambda counted: self._total(counted, num_items_in_batch)).detach()
 
     def _is_plain(self) -> bool:
-        """Whether a step is Trainer's own, and its loss the model's own cross-entropy."""
+        """Whether a step is Trainer's own, and its loss the model's own cross-entropy: nobody overrides
+        ``compute_loss`` or ``training_step``, or passed a loss function, and labels are not smoothed."""
         trainer, following = self._trainer, cast(Any, super())
         own = trainer.compute_loss.__func__ is Trainer.compute_loss
         own &= following.training_step.__func__ is Trainer.training_step
@@ -228,6 +292,14 @@ class PipelineMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
+        """Trainer's step of an evaluation. Logits are not computed if nobody asks for them.
+
+        Args:
+            model: The trainer's model.
+            inputs: The batch.
+            prediction_loss_only: Whether the loss is all that is wanted.
+            ignore_keys: Of outputs, see Trainer.
+        """
         pipelined = self.make_pipeline()
         pipelined.loss_only, self._predicting = prediction_loss_only, True
         try:
@@ -236,14 +308,25 @@ class PipelineMixin:
             pipelined.loss_only = self._predicting = False
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        """The norm of gradients is read from the device here anyway, so this is where zeros are noticed."""
+        """Trainer's, after a look at the norm of gradients: it is read from the device here anyway, so this is where
+        gradients of zero are noticed, and warned of.
+
+        Args:
+            logs: What is logged.
+            *arguments: Others of Trainer.
+            **named: Others of Trainer.
+        """
         norm = logs.get("grad_norm")  # None without clipping
         if norm is not None and self.pipelined is not None and self._trainer.is_world_process_zero():
             self.pipelined.pipe.zero_gradients.check_norm(float(norm))
         super().log(logs, *arguments, **named)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of this process; transformers adds them up."""
+        """Trainer's count for a batch, divided among the ranks that compute it; transformers adds up all processes.
+
+        Args:
+            inputs: The batch.
+        """
         return int(super().floating_point_ops(inputs)) // self.ranks_per_replica  # type: ignore[misc]
 
     def _generate_on_first(self, outer: Any) -> None:
@@ -268,16 +351,24 @@ class PipelineMixin:
     # What is saved
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """All ranks must call it together: the whole model is gathered, and the first rank writes it."""
+        """Writes the whole model as transformers does. All ranks must call it together: the weights of all stages are
+        gathered on every rank, and the first one writes.
+
+        Args:
+            output_dir: By default the trainer's.
+            _internal_call: See Trainer.
+        """
         self.make_pipeline().gather()
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside accelerate's wrapper."""
         return cast(torch.optim.Optimizer, getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer))
 
     # Private methods of Trainer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Wraps nothing around the model: no DistributedDataParallel, as the pipeline sums over replicas itself."""
         self.make_pipeline()
         return model
 
@@ -285,6 +376,7 @@ class PipelineMixin:
         """Stages are moved when they are made, each to its rank's device."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Each rank writes its part of weights and optimizer; a layout of other ranks can read them."""
         trainer = self._trainer
         self.make_pipeline().pipe.save(Path(output_dir) / STATE, self._optimizer())
         if trainer.args.should_save:
@@ -294,6 +386,7 @@ class PipelineMixin:
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Reads weights, too: Trainer loaded them into the whole model, of which stages on other devices are copies."""
         if checkpoint is None:
             return
         if not (Path(checkpoint) / STATE).is_dir():
@@ -309,6 +402,7 @@ class PipelineMixin:
             group["lr"] = rate  # Pipeline.load leaves it as it is
 
     def _load_best_model(self) -> None:
+        """Into the stages, and from there into the model."""
         pipelined = self.make_pipeline()
         pipelined.pipe.load(Path(str(self._trainer.state.best_model_checkpoint)) / STATE)
         pipelined.note_update()

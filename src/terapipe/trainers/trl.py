@@ -26,6 +26,9 @@ from trl import (  # type: ignore[attr-defined]
 
 from terapipe.trainers.trainer import PipelineMixin
 
+# What is replaced in each class is found in PipelineMixin: SFT and reward models need no more than that. Classes with a
+# reference model precompute through the pipeline; those that generate text do it on the first rank of each replica.
+
 
 class PipelineSFTTrainer(PipelineMixin, SFTTrainer):
     """Supervised fine-tuning, packing and masks of completions included."""
@@ -40,7 +43,15 @@ class _WithReference(PipelineMixin):
     ``precompute_ref_log_probs=True``, or an adapter, needs none."""
 
     def _precompute_ref_logps(self, dataset: Any, *arguments: Any) -> Any:
-        """By the pipeline, if the model is its own reference. The first rank writes what all then read."""
+        """Log-probabilities of the reference for a whole dataset, before training.
+
+        By the pipeline, if the model is its own reference. The first rank writes what all then read. A rank that fails
+        tells the others, who would otherwise wait for its batches.
+
+        Args:
+            dataset: Of training or evaluation.
+            *arguments: What TRL passes besides: a name, and the batch size.
+        """
         pipe = self.make_pipeline().pipe
         if not dataset.cache_files:
             _share_cache(dataset, self._trainer.args.output_dir)

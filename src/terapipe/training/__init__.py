@@ -1,6 +1,7 @@
-"""Training runs: data, optimizer, checkpoints, logging, the loop.
+"""Training runs: data, optimizer, checkpoints, logging, the loop. README.md says which file to read first.
 
-Its public names are loaded when first used, so that importing ``terapipe.training.config`` does not load torch.
+Its public names are loaded when first used, so that importing `terapipe.training.config` does not load torch: `terapipe
+train --help` and `--print-config` answer at once.
 """
 
 from importlib import import_module
@@ -17,6 +18,7 @@ _MODULES = {"Run": "run", "run_rank": "run", "read_metrics": "logging.metrics"}
 
 
 def __getattr__(name: str) -> Any:
+    """Imports a public name from its module."""
     if name not in __all__:
         raise AttributeError(f"module 'terapipe.training' has no attribute {name!r}")
     module = import_module(f"terapipe.training.{_MODULES.get(name, 'checkpoint_folder')}")

@@ -3,6 +3,24 @@ it is read, and what is refused.
 
     text --tomllib--> tables --overrides--> sections, key by key --check--> RunConfig --to_toml--> text
 
+=============  =======================================  ==================================================
+section        who reads it                             a change when a run goes on
+=============  =======================================  ==================================================
+[model]        model.py                                 refused, but for dtype, seed, recompute, compile
+[data]         data/prepare.py, data/loader.py          packing, seq_len, tokenizer refused; others told
+[objective]    objective.py                             refused
+[plan]         run_plan.py                              another plan
+[optimizer]    optimizer.py, trainer.py                 told
+[lr]           optimizer.py                             told
+[checkpoints]  checkpoint_folder.py, export.py          not compared
+[evaluation]   evaluation.py                            not compared
+[logging]      logging/                                 not compared; another folder is another run
+[failures]     run.py, trainer.py                       not compared
+=============  =======================================  ==================================================
+
+The docstring of a section is printed above it by `--print-config`, and `key(...)` has what is printed above a key. So
+what only a reader of this code wants to know stands in comments.
+
 Only what the file alone tells is checked here, so that reading it does not load torch. Other rules are checked where
 the values are used, before the first step.
 """
@@ -50,6 +68,8 @@ def key(
     return field(default=default, metadata=told)
 
 
+# `recompute` is a key of this section only: `run_plan.from_profile` hands it to the planner, and [plan] has none.
+# Presets get vocabulary and positions from the data, unless their shape sets them.
 @dataclass(frozen=True)
 class ModelConfig:
     """The model to train. Set exactly one of preset, config, folder and factory."""
@@ -71,6 +91,9 @@ class ModelConfig:
     compile: bool = key(False, "apply torch.compile to the layers")
 
 
+# Two groups of keys. Tokens depend on the first (train, eval, eval_share, field, tokenizer, vocab): if one changes, the
+# token files are written again. The others say how tokens become batches, and cost nothing to change.
+# `batch_size` is that of the whole run, not of a replica, so that a run goes on alike on another layout.
 @dataclass(frozen=True)
 class DataConfig:
     """The texts to train on."""
@@ -108,6 +131,7 @@ class DataConfig:
 OBJECTIVES = ("cross_entropy", "dpo", "distill")
 
 
+# `kinds` of a key says which objectives it is for. With another one it is refused, because it would have no effect.
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What the model is trained for."""
@@ -148,6 +172,9 @@ class ObjectiveConfig:
     router_z_loss: float = key(0.0, "coefficient of the z-loss of its routers")
 
 
+# Knobs of the planner are inherited: PlanOptions has each of them once, for this file, the command line and Python.
+# What is added here is what only a run has: where costs come from, and what to do when they turn out to be wrong.
+# `tp` has another default than in PlanOptions, 1: a run does not choose tensor parallelism unasked.
 @dataclass(frozen=True)
 class PlanConfig(PlanOptions):
     """How the model is split into stages and a batch into slices. Keys that are left out are chosen by the planner.
@@ -174,6 +201,8 @@ class PlanConfig(PlanOptions):
     recompute: None = field(default=None, init=False)  # no key: model.recompute says it
 
 
+# beta2 is 0.95, not torch's 0.999, as is usual for language models. `accumulate` counts batches of [data]; slices and
+# microbatches are the plan's business and change no result.
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW."""
@@ -189,6 +218,7 @@ class OptimizerConfig:
     fused: Literal["auto", "on", "off"] = key("auto", "use torch's fused AdamW; auto: if it supports all parameters")
 
 
+# `optimizer.learning_rate` draws it. Steps are those of [optimizer]; with a longer run the whole curve is stretched.
 @dataclass(frozen=True)
 class LRConfig:
     """The learning rate schedule: a linear warm-up, then the decay that kind names."""
@@ -201,6 +231,9 @@ class LRConfig:
     min_lr_ratio: float = key(0.1, "final learning rate as a share of the peak")
 
 
+# A checkpoint is also saved, between two that are due, at an evaluation that is the best so far (if `best`), when the
+# run is asked to stop, and at the end. `keep` counts the latest; the best one comes on top.
+# `export` is written once, at the end, from the last step, not from the best one.
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints and the exported model."""
@@ -217,7 +250,14 @@ class CheckpointConfig:
     verify: bool = key(True, "before resuming, verify the checksums of all files of the checkpoint")
     export: str = key("", "at the end, write the model and its tokenizer to this folder in the Hugging Face format")
 
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint of another run to begin with, while the run has none of its own."""
+        return None if self.resume in ("auto", "off") else Path(self.resume)
 
+
+# Evaluation uses the plan of training, and whole batches of it, on the same ranks. So `batches` times data.batch_size
+# sequences are evaluated, and training waits for them.
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation during training, by the same pipeline."""
@@ -229,6 +269,7 @@ class EvaluationConfig:
     temperature: float = key(0.8, "sampling temperature of the generated text; 0: greedy")
 
 
+# The folder is the run: whoever starts with the same folder goes on with what is there (training/README.md shows it).
 @dataclass(frozen=True)
 class LoggingConfig:
     """The run's folder, its output and experiment trackers."""
@@ -244,6 +285,8 @@ class LoggingConfig:
     trackio: str = key("", "trackio project to log to; empty: none")
 
 
+# `timeout` is for a rank that is silent, stuck in a kernel or on a machine that was cut off. A rank that dies or raises
+# is noticed at once, and does not take that long. Under torchrun, `restarts` is torchrun's (--max-restarts).
 @dataclass(frozen=True)
 class FailureConfig:
     """What to do when something fails."""
@@ -258,7 +301,21 @@ class FailureConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All sections of run.toml."""
+    """All sections of run.toml. Defaults make a whole configuration, but for the model and the texts, which `check`
+    asks for.
+
+    Args:
+        model: What to train.
+        data: On which texts, by which tokenizer, in which sequences and batches.
+        objective: For which loss.
+        plan: Cut how, on how many ranks.
+        optimizer: AdamW, and how many steps.
+        lr: How the learning rate rises and falls.
+        checkpoints: When to save, what to keep, where to begin.
+        evaluation: When and on how much.
+        logging: The run's folder, and who else is told.
+        failures: How long to wait for a rank, how often to start again, what to do about NaN.
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -277,12 +334,17 @@ class RunConfig:
         return Path(self.logging.folder)
 
     def to_toml(self) -> str:
-        """Every key with its value and its documentation. ``parse`` reads it back."""
+        """Returns every key with its value and its documentation, as `--print-config` prints it and the run's folder
+        keeps it. `parse` reads it back."""
         return "\n".join(line for part in fields(self) for line in _section_lines(part.name, getattr(self, part.name)))
 
 
 def keys_of(section: Any) -> list[Field[Any]]:
-    """The fields of a section, or of its class, that are keys of the file."""
+    """Returns the fields of a section that are keys of the file. Others are fixed by the class.
+
+    Args:
+        section: An object of a section's class, or the class.
+    """
     return [entry for entry in fields(section) if entry.init]
 
 
@@ -290,6 +352,15 @@ def keys_of(section: Any) -> list[Field[Any]]:
 
 
 def _section_lines(name: str, section: Any) -> list[str]:
+    """One section of the file: its documentation and that of every key as comments, then the values.
+
+    ::
+
+        # AdamW.                        the docstring of the section's class
+        [optimizer]
+        # peak learning rate            the doc of the key
+        lr = 0.0003
+    """
     lines = [f"# {line.strip()}" for line in section.__doc__.strip().splitlines()] + [f"[{name}]"]
     for entry in keys_of(section):
         lines += textwrap.wrap(_text_of(entry), 100, initial_indent="# ", subsequent_indent="#   ")
@@ -313,10 +384,13 @@ NOTHING: dict[type, Any] = {int: 0, str: "", tuple: ()}  # TOML has no None: the
 
 
 def _without_none(entry: Field[Any], value: Any) -> Any:
+    """The value, or what stands for None in the file."""
     return NOTHING[kind_of(entry.type)] if value is None else value
 
 
 def _toml(value: Any) -> str:
+    """A value as TOML writes it. Floats by repr, which gives the same float back; strings and booleans are as in
+    JSON."""
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value) if isinstance(value, float) else json.dumps(value)  # strings and booleans are as in JSON
@@ -331,6 +405,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Args:
         path: The file.
         overrides: What replaces single keys, each as ``optimizer.lr=1e-4``.
+
+    Raises:
+        ValueError: It is no TOML, has an unknown key, or breaks a rule. The message names the key and what it may be.
+        OSError: It cannot be read.
     """
     return parse(read(path), overrides, str(path))
 
@@ -338,9 +416,17 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> RunConfig:
     """Reads the text of a run.toml.
 
+    ::
+
+        "lr = 1"            tomllib     {"optimizer": {"lr": 1}}
+        optimizer.lr=2      override    {"optimizer": {"lr": 2}}
+                            _section    OptimizerConfig(lr=2.0)          unknown keys and wrong types are refused
+                            check       ranges, and keys that do not go together
+                            defaults    that depend on other keys: the model's tokenizer, pairs in one microbatch
+
     Args:
         text: The text.
-        overrides: As for ``load``.
+        overrides: As for `load`.
         name: What messages call the file.
     """
     try:
@@ -360,7 +446,8 @@ def parse(text: str, overrides: Iterable[str] = (), name: str = "run.toml") -> R
 
 
 def _with_model_tokenizer(config: RunConfig) -> RunConfig:
-    """A Hugging Face model uses the tokenizer in its own folder."""
+    """A Hugging Face model uses the tokenizer in its own folder. Only if the key is left out: "bytes" that is spelled
+    out is meant."""
     model = config.model
     if not model.folder and not model.config:
         return config
@@ -370,6 +457,8 @@ def _with_model_tokenizer(config: RunConfig) -> RunConfig:
 
 
 def _override(data: dict[str, Any], text: str) -> None:
+    """Replaces one key in the tables, before they are checked, so that a value from the command line is checked like
+    any other."""
     place, equals, value = text.partition("=")
     section, dot, name = place.strip().partition(".")
     if not equals or not dot or not section or not name:
@@ -389,6 +478,8 @@ def _value(text: str) -> Any:
 
 
 def _section(kind: type[Section], data: Any, section: str, name: str) -> Section:
+    """One section as an object of its class. Values that stand for None (0, "", []) are left out where None is the
+    default, so that a file that `to_toml` wrote reads back the same."""
     if not isinstance(data, dict):
         raise ValueError(f"{name}: [{section}] must be a table of keys, got {data!r}")
     entries, hints = {entry.name: entry for entry in keys_of(kind)}, get_type_hints(kind)
@@ -401,7 +492,10 @@ def _section(kind: type[Section], data: Any, section: str, name: str) -> Section
 
 
 def _value_of_type(kind: Any, value: Any, where: str) -> Any:
-    """The value if it has the type of its key, with single values as lists and whole numbers as floats where needed."""
+    """The value if it has the type of its key, with single values as lists and whole numbers as floats where needed.
+
+    Strict otherwise: "8" is no 8, and true is no 1. A file is read once and trained on for days.
+    """
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, got {value!r}")
@@ -426,7 +520,9 @@ _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: 
 
 
 def refuse_unknown(data: Mapping[str, Any], names: Iterable[str], message: str) -> None:
-    """Raises ValueError for a key of ``data`` that is none of ``names``, with the one that is meant most likely.
+    """Raises ValueError for a key of `data` that is none of `names`, with the one that is meant most likely.
+
+    A key that is misspelled would otherwise be a default that nobody wanted, for days.
 
     Args:
         data: What the file says.
@@ -441,7 +537,13 @@ def refuse_unknown(data: Mapping[str, Any], names: Iterable[str], message: str) 
 
 
 def check(config: RunConfig, name: str) -> None:
-    """Rules that need nothing but the file. Others are checked where the values are used, before the first step."""
+    """Applies the rules that need nothing but the file. Others are checked where the values are used, before the first
+    step.
+
+    Args:
+        config: All sections.
+        name: What messages call the file.
+    """
     for part in fields(config):
         section = getattr(config, part.name)
         for entry in keys_of(section):
@@ -467,6 +569,7 @@ def check(config: RunConfig, name: str) -> None:
 
 
 def _check_range(value: Any, entry: Field[Any], where: str) -> None:
+    """Refuses negative numbers, and those beyond what the key's metadata says. A list is checked item by item."""
     told = entry.metadata
     if "positive" not in told:
         return  # a knob, which PlanOptions has checked
@@ -483,6 +586,11 @@ def _check_range(value: Any, entry: Field[Any], where: str) -> None:
 
 
 def _check_objective(config: RunConfig, name: str) -> None:
+    """Refuses keys of another objective, which would have no effect, and data that the objective cannot use.
+
+    Pairs and weights belong to documents. So documents must not be joined without borders (concat), and evaluation data
+    must be given: the last share of all tokens could begin between the two texts of a pair.
+    """
     objective, data = config.objective, config.data
     if ":" not in objective.kind:
         refuse_unknown({objective.kind: None}, OBJECTIVES, f"{name}: unknown objective.kind {{!r}}")
@@ -513,6 +621,8 @@ def _check_objective(config: RunConfig, name: str) -> None:
 
 
 def _check_plan(plan: PlanConfig, seq_len: int, name: str) -> None:
+    """Slices must cover the sequence, and each must have a token. What depends on the number of ranks is checked by
+    `run_plan`."""
     if plan.num_slices is not None and plan.num_slices > seq_len:
         raise ValueError(f"{name}: plan.num_slices must be at most data.seq_len {seq_len}, got {plan.num_slices}")
     if plan.slice_lengths is not None and sum(plan.slice_lengths) != seq_len:

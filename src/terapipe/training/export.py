@@ -1,4 +1,13 @@
-"""Export to the Hugging Face format: Hugging Face models as they are, our GPT as a GPT-2."""
+"""Export to the Hugging Face format: Hugging Face models as they are, our GPT as a GPT-2.
+
+Our GPT computes what GPT-2 computes, with other names and another order of two tensors::
+
+    ours                                  GPT-2
+    layers.3.attention.qkv.weight         transformer.h.3.attn.c_attn.weight
+      (out, in)                             (in, out): `Conv1D`, transposed
+      rows: head 0 q k v, head 1 q k v ...  columns: q of all heads, then k, then v
+
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from terapipe.extras import import_extra
-from terapipe.files import put_in_place, recover
+from terapipe.files import recover, replace_folder
 from terapipe.modeling.gpt import GPT
 from terapipe.planning.presets import GPTConfig
 from terapipe.runtime.checkpoint import Reader, TensorsOnly, damage, without_dist_warning
@@ -17,7 +26,12 @@ from terapipe.training.config import RunConfig
 
 
 def check_export(config: RunConfig, shape: GPTConfig | None) -> None:
-    """Refuse an impossible checkpoints.export before training. ``shape`` is that of a preset."""
+    """Refuses an impossible checkpoints.export before training.
+
+    Args:
+        config: Of the run.
+        shape: That of a preset; None for other models.
+    """
     if not config.checkpoints.export:
         return
     if config.model.factory:
@@ -36,6 +50,11 @@ def check_export(config: RunConfig, shape: GPTConfig | None) -> None:
 
 
 def check_gpt(shape: GPTConfig) -> None:
+    """Refuses a shape that GPT-2 does not have, and an installation without transformers, which writes it.
+
+    Args:
+        shape: Of the preset.
+    """
     if shape.num_kv_heads != shape.heads:
         raise ValueError(
             "checkpoints.export writes a preset as a GPT-2, which has keys and values for every head, got "
@@ -47,8 +66,19 @@ def check_gpt(shape: GPTConfig) -> None:
 def export_gpt(
     checkpoint: Path, shape: GPTConfig, dtype: torch.dtype, end: int, folder: Path, finish: Callable[[Path], None]
 ) -> None:
-    """From a checkpoint, in one process that has memory for the whole model. ``finish`` adds files before the folder is
-    put in place. Other files in the folder stay."""
+    """Writes a GPT-2 from a checkpoint, in one process that has memory for the whole model. Other files in the folder
+    stay.
+
+    From the files, not from the pipeline: so other ranks need not take part, and what is exported is what was saved.
+
+    Args:
+        checkpoint: Its folder, of any layout.
+        shape: Of the model.
+        dtype: To write.
+        end: The tokenizer's end token, which GPT-2 also begins with.
+        folder: Is replaced as a whole, when the new one is complete.
+        finish: Adds files, the tokenizer's, before the folder is put in place.
+    """
     from terapipe.hf.save import write_beside
 
     problems = damage(checkpoint)
@@ -63,10 +93,18 @@ def export_gpt(
         load({"model": state}, storage_reader=Reader(checkpoint), planner=TensorsOnly(), no_dist=True)
     folder = folder.resolve()
     recover(folder)
-    put_in_place(folder, write_beside(folder, as_gpt2(state, shape, dtype, end), finish))
+    replace_folder(folder, write_beside(folder, as_gpt2(state, shape, dtype, end), finish))
 
 
 def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end: int) -> Any:
+    """Returns a `GPT2LMHeadModel` with these weights. It has no dropout: our GPT was trained without.
+
+    Args:
+        state: Names and tensors of our GPT.
+        shape: Of the model.
+        dtype: Of its weights.
+        end: The id that begins and ends a text.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -91,6 +129,7 @@ def as_gpt2(state: dict[str, Tensor], shape: GPTConfig, dtype: torch.dtype, end:
     return model
 
 
+# Our module names, without the number of the layer, and those of GPT-2.
 _NAMES = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
@@ -107,6 +146,11 @@ _TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 st
 
 
 def _rename(state: dict[str, Tensor], shape: GPTConfig) -> list[tuple[str, Tensor]]:
+    """Names and tensors of GPT-2, as drawn above.
+
+    Queries, keys and values of each head lie together in ours: a rank of tensor parallelism takes whole heads, and so
+    takes neighboring rows.
+    """
     renamed = []
     for name, tensor in state.items():
         module, _, kind = name.rpartition(".")

@@ -1,4 +1,17 @@
-"""What a checkpoint was trained with: model, tokenizer, data and settings. Compared when a run resumes from it."""
+"""What a checkpoint was trained with: model, tokenizer, data and settings. Compared when a run resumes from it.
+
+::
+
+    part        what it says                           if it has changed
+    ----------  -------------------------------------  -------------------------------------------
+    model       the configuration of the model         refused, but for dropout and the like
+    tokenizer   vocabulary, end token, hash of files   refused: token ids mean something else
+    objective   the [objective] section, packing       refused in the run's own folder, else told
+    data        counts and checksums of token files    told: a run may go on with more data
+    keys        optimizer, learning rate, seeds        told
+
+Tensors of two models may have the same names and shapes, four heads of 16 or two of 32: loading alone does not notice.
+"""
 
 import hashlib
 import json
@@ -29,8 +42,14 @@ Identity = dict[str, dict[str, Any]]
 
 
 def identity(config: RunConfig, data: Data, model: RunModel) -> Identity:
-    """As it is after a round trip through JSON, so that it can be compared with the notes."""
-    flat = {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
+    """Describes what is trained, as it is after a round trip through JSON, so that it can be compared with the notes.
+
+    Args:
+        config: Of the run.
+        data: Its token files.
+        model: Its model.
+    """
+    flat = flatten(config)
     keys = {key: value for key, value in flat.items() if key in _KEYS or key.split(".")[0] in _SECTIONS}
     parts = {
         MODEL: model.identity,
@@ -47,8 +66,18 @@ def identity(config: RunConfig, data: Data, model: RunModel) -> Identity:
     return result
 
 
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Returns all settings by the names that messages and trackers call them, such as ``optimizer.lr``.
+
+    Args:
+        config: Of the run.
+    """
+    return {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
+
+
 def _tokenizer_hash(folder: Path) -> str:
-    """A hash of the tokenizer's files that determine how text is tokenized."""
+    """A hash of the tokenizer's files that determine how text is tokenized; tokenizer.json alone does, if it is
+    there."""
     whole = folder / "tokenizer" / "tokenizer.json"
     files = [whole] if whole.is_file() else [folder / "tokenizer" / name for name in TOKENIZER_FILES]
     digest = hashlib.sha256()
@@ -58,14 +87,28 @@ def _tokenizer_hash(folder: Path) -> str:
 
 
 def _fingerprint(file: TokenFile) -> dict[str, Any]:
+    """What tells token files apart, from their manifest: no token is read."""
     sums = read_manifest(file.folder)
     contents = [sums[name].crc32 for name in (TOKENS, STARTS, NUMBERS) if name in sums]
     return {"tokens": file.num_tokens, "documents": file.num_documents, "contents": contents}
 
 
 def compare(before: Mapping[str, Any], now: Identity, place: Path, *, own: bool) -> list[str]:
-    """The changes to announce. Another model or tokenizer is refused; another objective only if ``own``, that is if the
-    checkpoint belongs to this run. ``before`` are the notes of the checkpoint in ``place``."""
+    """Compares a checkpoint with the run that is to go on from it.
+
+    Args:
+        before: The notes of the checkpoint.
+        now: The run.
+        place: The checkpoint's folder, for messages.
+        own: Whether it belongs to this run. From another run's checkpoint one may begin with another objective: that is
+            fine-tuning.
+
+    Returns:
+        The changes to announce.
+
+    Raises:
+        ValueError: Another model or tokenizer, or in the run's own folder another objective.
+    """
     was = before.get(NOTE)
     if not isinstance(was, dict) or not all(isinstance(was.get(part), dict) for part in now):
         return ["it does not say what it was trained as, so nothing was compared"]
@@ -86,7 +129,12 @@ def compare(before: Mapping[str, Any], now: Identity, place: Path, *, own: bool)
 
 
 def same_rows(before: Mapping[str, Any], now: Identity) -> bool:
-    """Whether the place in the data means the same: rows of pairs are others than rows of documents."""
+    """Tells whether the position in the data means the same: rows of pairs are others than rows of documents.
+
+    Args:
+        before: The notes of the checkpoint.
+        now: The run.
+    """
     was = before.get(NOTE)
     if not isinstance(was, dict):
         return True
@@ -95,13 +143,19 @@ def same_rows(before: Mapping[str, Any], now: Identity) -> bool:
 
 
 def same_evaluation(before: Mapping[str, Any], now: Identity) -> bool:
-    """Whether evaluation losses before and now are of the same data, as far as is known."""
+    """Tells whether evaluation losses before and now are of the same data, as far as the notes say.
+
+    Args:
+        before: The notes of the checkpoint.
+        now: The run.
+    """
     was = before.get(NOTE)
     return not isinstance(was, dict) or was.get(DATA, {}).get("eval") == now[DATA]["eval"]
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any], part: str) -> Iterator[str]:
-    """For a model only keys that both have: another version of transformers may have other keys."""
+    """Yields what differs. For a model only keys that both have: another version of transformers may have other
+    keys."""
     keys = was.keys() & now.keys() if part == MODEL else {*was, *now}
     for key in sorted(keys):
         old, new = was.get(key), now.get(key)
@@ -123,5 +177,6 @@ def _size_of(file: Mapping[str, Any] | None) -> str:
 
 
 def _same_size(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
+    """Files of equal size with other contents: without this the message would say that nothing has changed."""
     alike = old and new and (old["tokens"], old["documents"]) == (new["tokens"], new["documents"])
     return ", others than before" if alike else ""

@@ -1,4 +1,15 @@
-"""One run per folder: rank 0 locks a file in it, which names the process. Runs that share a cache take turns."""
+"""One run per folder: rank 0 locks a file in it, which names the process. Runs that share a cache take turns.
+
+::
+
+    start A   lock run.lock ok                -> writes "host, pid, start time, job" into it, trains
+    start B   lock refused                    -> reads who has it, and says so
+    A is killed                               -> the kernel releases the lock
+    start C   lock ok                         -> the name in the file is of a dead process: goes on from its checkpoint
+
+`filelock` is not used. It would replace `_try_lock` and nothing else: most of this module tells who has the lock, and
+whether a process of another host that has not released it still lives.
+"""
 
 import errno
 import fcntl
@@ -13,26 +24,37 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from terapipe.files import naming
+from terapipe.files import with_path
 from terapipe.runtime import job, restarts
 
 FILE = "run.lock"
+# Another file: a run that prepares data in its own folder has locked that one already.
 TURNS = "turns.lock"
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock. ``ticks``, its start time, tells it from a later process with the same pid."""
+    """The process that has a lock.
+
+    Args:
+        host: Its name.
+        pid: On that host.
+        ticks: Its start time, which tells it from a later process with the same pid.
+        since: When it took the lock, for people.
+        job: torchrun's id of the run; empty without torchrun.
+        restarts: How many times torchrun had restarted it.
+    """
 
     host: str
     pid: int
     ticks: str
     since: str
-    job: str  # torchrun's id of the run, and the number of restarts
+    job: str
     restarts: int
 
     @classmethod
     def this(cls) -> "Holder":
+        """Describes this process."""
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         return cls(platform.node(), os.getpid(), _ticks(os.getpid()), since, job(), restarts())
 
@@ -40,7 +62,8 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def is_gone(self) -> bool:
-        """As far as this host can tell. A process of another host is gone if torchrun has restarted its run."""
+        """Tells whether the process has ended, as far as this host can tell. Of a process of another host it knows only
+        this: if torchrun has restarted the run since, it ended all processes of the start before."""
         if self.host == platform.node():
             return _ticks(self.pid) != self.ticks
         return bool(self.job) and self.job == job() and restarts() > self.restarts
@@ -51,6 +74,9 @@ class Lock:
 
     The kernel releases the lock however the process ends, also over NFS and between containers. On file systems without
     locks, and for locks of another host, the contents of the file decide.
+
+    Args:
+        folder: Of the run; made if it is not there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,6 +96,7 @@ class Lock:
         return self
 
     def _refuse_second(self, locked: bool | None, holder: Holder | None) -> None:
+        """Decides by the lock, and by the name in the file where there is no lock, or it is of another host."""
         elsewhere = holder is not None and holder.host != platform.node()
         alive = holder is not None and (locked is None or elsewhere) and not holder.is_gone()
         if locked is False or alive:
@@ -88,7 +115,7 @@ class Lock:
     def _write(self, text: str) -> None:
         """In place: the lock is on this inode, and a new file of the same name would not be locked."""
         assert self._file is not None
-        with naming(self._path):
+        with with_path(self._path):
             self._file.seek(0)
             self._file.truncate()
             self._file.write(text.encode())
@@ -96,7 +123,11 @@ class Lock:
 
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
-    """Waits for other processes that do the same with this folder; on file systems without locks it does not wait."""
+    """Waits for other processes that do the same with this folder; on file systems without locks it does not wait.
+
+    Args:
+        folder: Made if it is not there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / TURNS).open("ab") as file:
         with suppress(OSError):
@@ -116,6 +147,7 @@ def _try_lock(file: BinaryIO) -> bool | None:
 
 
 def _holder(file: BinaryIO) -> Holder | None:
+    """Who is named in the file; None if nobody is, or it is torn."""
     try:
         return Holder(**json.loads(file.read()))
     except (ValueError, TypeError):

@@ -1,4 +1,14 @@
-"""The model of a run, from its configuration. It is on the meta device: each rank materializes only its stages."""
+"""The model of a run, from its configuration. It is on the meta device: each rank materializes only its stages.
+
+::
+
+    key              class                        weights                    can be measured and planned
+    ---------------  ---------------------------  -------------------------  --------------------------
+    model.preset     `GPT`                        random, by model.seed      yes
+    model.config     `hf.Decoder`                 random, by model.seed      yes
+    model.folder     `hf.Decoder`                 those of the folder        yes
+    model.factory    your own `PipelineModel`     as your function makes it  no: equal slices
+"""
 
 import importlib
 import importlib.util
@@ -27,18 +37,35 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True)
 class RunModel:
-    """A model, and what the planner knows of it."""
+    """A model, and what the planner knows of it.
+
+    Args:
+        model: To be cut into stages; on the meta device.
+        shape: Sizes that costs and memory are computed from; None: nothing is known, and it cannot be measured.
+        split: Returns the boundaries of so many stages, by their costs if these are known.
+        identity: Its configuration: another one is another model, whatever its weights. Checkpoints carry it.
+        min_slice: Tokens that a slice must have at least.
+        recompute_modes: That the model supports.
+    """
 
     model: PipelineModel
     shape: GPTConfig | None  # None: nothing is known, and it cannot be measured
     split: Callable[[int], tuple[int, ...]]  # boundaries of so many stages
     identity: dict[str, Any]  # its configuration: another one is another model, whatever its weights
-    shortest: int = 1  # tokens that a slice must have
+    min_slice: int = 1  # tokens that a slice must have
     recompute_modes: tuple[Recompute, ...] = MODES  # that the model supports
 
 
 def check_model(config: ModelConfig, data: DataConfig) -> GPTConfig | None:
-    """Refuses a model that is not there, without building it. The shape of a preset, None for other models."""
+    """Refuses a model that is not there, without building it: `terapipe train` calls it before it starts ranks.
+
+    Args:
+        config: Names the model.
+        data: Its tokenizer and sequences must fit a preset.
+
+    Returns:
+        The shape of a preset; None for other models, whose shape only building them would tell.
+    """
     if config.preset:
         return preset_shape(config, data, ByteTokenizer.vocab if data.tokenizer == "bytes" else 1)
     if config.factory:
@@ -65,6 +92,14 @@ def check_model(config: ModelConfig, data: DataConfig) -> GPTConfig | None:
 
 
 def make_model(config: ModelConfig, data: DataConfig, vocab: int, objective: ObjectiveConfig | None = None) -> RunModel:
+    """Makes the model of a run. Every rank makes it, on the meta device, which takes no memory.
+
+    Args:
+        config: Names the model.
+        data: How long sequences are.
+        vocab: Tokens of the tokenizer.
+        objective: Settings of the routers of a mixture of experts; None: the default.
+    """
     if config.preset:
         return _preset(config, data, vocab)
     if config.factory:
@@ -73,6 +108,7 @@ def make_model(config: ModelConfig, data: DataConfig, vocab: int, objective: Obj
 
 
 def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
+    """Stages are cut by the costs of their layers at this sequence length, with the embedding and the head."""
     shape = preset_shape(config, data, vocab)
     with torch.device("meta"):
         gpt = GPT(shape, seed=config.seed).to(dtype_of(config))
@@ -81,7 +117,14 @@ def _preset(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
 
 
 def preset_shape(config: ModelConfig, data: DataConfig, vocab: int) -> GPTConfig:
-    """Vocabulary and positions are those that the data needs, unless the shape sets them."""
+    """Returns the shape of a preset. Vocabulary and positions are those that the data needs, unless the shape sets
+    them.
+
+    Args:
+        config: Has the preset: a name, or a shape such as ``layers=4,hidden=64,heads=4``.
+        data: How long sequences are.
+        vocab: Tokens of the tokenizer.
+    """
     shape = gpt_config(config.preset)
     keys = {item.partition("=")[0].strip() for item in config.preset.split(",")}
     if "vocab" not in keys:
@@ -98,6 +141,7 @@ def preset_shape(config: ModelConfig, data: DataConfig, vocab: int) -> GPTConfig
 
 
 def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
+    """A token beyond the model's vocabulary would be an index error in the embedding, in the middle of training."""
     if model < tokenizer:
         raise ValueError(
             f"the model must know every token of the tokenizer, got a model of {model} and a tokenizer of {tokenizer}; "
@@ -106,6 +150,8 @@ def _check_vocab(model: int, tokenizer: int, remedy: str) -> None:
 
 
 def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -> RunModel:
+    """A decoder of transformers. A recomputation mode that it does not support is refused here, not at the first plan:
+    `auto` would choose another."""
     try:
         import transformers
 
@@ -137,6 +183,7 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:
+    """The function is given those of vocab, seq_len, seed and dtype that it takes as arguments."""
     function = import_object(config.factory, "model.factory")
     if not callable(function):
         raise ValueError(f"model.factory: {config.factory} is no function")
@@ -152,7 +199,15 @@ def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel
 
 
 def check_place(place: str, key: str) -> tuple[str, str]:
-    """Source and name of ``module:name`` or ``file.py:name``, of which a file must exist."""
+    """Checks ``module:name`` or ``file.py:name``, of which a file must exist.
+
+    Args:
+        place: What the configuration says.
+        key: Which key says it, for messages.
+
+    Returns:
+        The source and the name.
+    """
     source, colon, name = place.rpartition(":")
     if not colon:
         raise ValueError(f"{key} is module:function or file.py:function, got {place!r}")
@@ -162,7 +217,12 @@ def check_place(place: str, key: str) -> tuple[str, str]:
 
 
 def import_object(place: str, key: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names; ``key`` is that of the configuration."""
+    """Imports what ``module:name`` or ``file.py:name`` names. This runs the user's code, on every rank.
+
+    Args:
+        place: What the configuration says.
+        key: Which key says it, for messages.
+    """
     source, name = check_place(place, key)
     if source.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(source).stem, source)
@@ -181,4 +241,9 @@ def import_object(place: str, key: str) -> Any:
 
 
 def dtype_of(config: ModelConfig) -> torch.dtype:
+    """Returns torch's dtype of parameters and computation.
+
+    Args:
+        config: Names it.
+    """
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[config.dtype]

@@ -1,4 +1,16 @@
-"""The objective of a run: its loss function, and what that needs beside tokens."""
+"""The objective of a run: its loss function, and what that needs beside tokens.
+
+::
+
+    objective      targets of a step               where they come from
+    -------------  ------------------------------  ----------------------------------------------------
+    cross_entropy  labels, perhaps weights         the token file
+    dpo            labels, log-probs of reference  a pass over all pairs before training, kept in a file
+    distill        labels, teacher's hidden        a second pipeline on the same ranks, before each step
+    your own       labels                          the token file
+
+The losses themselves are in `terapipe.losses`; this module only feeds them.
+"""
 
 import hashlib
 import io
@@ -27,7 +39,11 @@ REFERENCE = "reference-{}.npz"  # log-probabilities by the model as training beg
 
 
 def check_objective(objective: ObjectiveConfig) -> None:
-    """Refuses files and folders that are not there."""
+    """Refuses files and folders that are not there.
+
+    Args:
+        objective: Names a teacher, or a loss function of one's own.
+    """
     if ":" in objective.kind:
         check_place(objective.kind, "objective.kind")
     if objective.kind == "distill" and not Path(objective.teacher).is_dir():
@@ -35,7 +51,12 @@ def check_objective(objective: ObjectiveConfig) -> None:
 
 
 class RunObjective:
-    """Made on every rank, before the pipeline."""
+    """The objective of a run on one rank. Made before the pipeline, which takes its loss function.
+
+    Args:
+        config: Of the run.
+        model: Its vocabulary and identity; a teacher must match the one, a saved reference the other.
+    """
 
     def __init__(self, config: RunConfig, model: RunModel) -> None:
         self._config, self._objective, self._model = config, config.objective, model
@@ -45,6 +66,7 @@ class RunObjective:
         self.loss_fn = self._loss_fn()
 
     def _loss_fn(self) -> Objective | None:
+        """None stands for the pipeline's own cross-entropy, whose targets are labels alone."""
         o = self._objective
         if ":" in o.kind:
             objective = import_object(o.kind, "objective.kind")
@@ -61,10 +83,12 @@ class RunObjective:
 
     @property
     def rows(self) -> Rows:
+        """What a row of a batch is. The loader reads it accordingly."""
         return "pairs" if self._objective.kind == "dpo" else "weighted" if self._objective.weights else "documents"
 
     @property
     def is_of_sequences(self) -> bool:
+        """Whether losses are summed over sequences, not over tokens: then batches must not be filled up."""
         return isinstance(self.loss_fn, SequenceLoss)
 
     @property
@@ -73,6 +97,11 @@ class RunObjective:
         return self.loss_fn is not None or self._model.model.has_auxiliary_losses
 
     def check(self, plan: Plan) -> None:
+        """Refuses a plan that the objective cannot train with.
+
+        Args:
+            plan: The two texts of a pair are compared, so they must be in one microbatch.
+        """
         if self.rows == "pairs" and any(size % 2 for size in plan.sizes):
             raise ValueError(
                 f"the two texts of a pair must be in one microbatch, got microbatches of {plan.sizes} sequences; set "
@@ -82,9 +111,14 @@ class RunObjective:
     # What the loss function is given
 
     def prepare(self, pipe: Pipeline, data: Data, start: Callable[[], object] = lambda: None) -> None:
-        """Before a checkpoint is loaded: the reference is the model as training begins, which ``start`` loads if that
-        is not the model as it was made."""
-        self.check(pipe.plan)
+        """Computes what is needed before the first step. All ranks call it together, before a checkpoint is loaded.
+
+        Args:
+            pipe: The pipeline to train, with the weights that the model was made with.
+            data: The token files.
+            start: Loads the weights that training begins with, where they are others: those of another run's
+                checkpoint. The reference of dpo is the model as training begins, not as it is when the run goes on.
+        """
         if self._objective.kind == "distill":
             self._teacher = self._make_teacher(pipe)
         if self._objective.kind == "dpo":
@@ -92,7 +126,15 @@ class RunObjective:
                 self._reference[file.folder] = self._reference_log_probs(pipe, file, start)
 
     def targets(self, batch: Batch, file: TokenFile) -> Targets:
-        """All ranks call it, right before the step."""
+        """Returns what `Pipeline.step` takes as targets. All ranks call it, right before the step.
+
+        Args:
+            batch: This rank's part.
+            file: That it was read from: the training or the evaluation data.
+
+        Returns:
+            None on ranks that do not compute the loss.
+        """
         if self._teacher is not None:
             hidden = self._teacher.hidden_states(batch.ids, batch.documents)
             return None if hidden is None else {"labels": batch.labels, "teacher_hidden": hidden}
@@ -103,10 +145,15 @@ class RunObjective:
         return {"labels": batch.labels, "weights": batch.weights} if self.rows == "weighted" else batch.labels
 
     def _rows_of(self, batch: Batch, file: TokenFile) -> NDArray[np.float64]:
-        return self._reference[file.folder][list(batch.numbers)]
+        return self._reference[file.folder][list(batch.indices)]
 
     def total(self, loader: BatchLoader, batches: Iterable[Batch]) -> float:
-        """What losses of these batches are divided by: labels, or sequences over all replicas."""
+        """Returns what the losses of some batches are divided by: labels, or sequences over all replicas.
+
+        Args:
+            loader: Counts labels.
+            batches: This rank's parts of them.
+        """
         if self.is_of_sequences:
             return sum(1 for _ in batches) * self._config.data.batch_size
         return loader.count_labels(batches)
@@ -114,7 +161,12 @@ class RunObjective:
     # The reference model
 
     def _reference_log_probs(self, pipe: Pipeline, file: TokenFile, start: Callable[[], object]) -> NDArray[np.float64]:
-        """The log-probability of each text's labels, by the model as it is now, or as an earlier start saved it."""
+        """The log-probability of each text's labels, by the model as training begins.
+
+        A whole pass over the data, so it is kept in the run's folder, and used again as long as nothing that it depends
+        on has changed. With it no second copy of the model is in memory while training. All ranks have all values: 8
+        bytes a text.
+        """
         path = self._config.folder / REFERENCE.format(file.folder.name)
         mark = self._mark(file)
         saved = pipe.transport.gather(_load_reference(path, mark) if pipe.transport.global_rank == 0 else None, ALL)[0]
@@ -126,26 +178,28 @@ class RunObjective:
         pipe.eval()
         for batch in loader.everything():
             sums = pipe.log_probs(batch.ids, batch.labels).double().sum(1).cpu().numpy()
-            for numbers, values in pipe.transport.gather((batch.numbers, sums[: len(batch.numbers)]), ALL):
-                if numbers:  # none on ranks between the first and the last stage
-                    log_probs[list(numbers)] = values
+            for indices, values in pipe.transport.gather((batch.indices, sums[: len(batch.indices)]), ALL):
+                if indices:  # none on ranks between the first and the last stage
+                    log_probs[list(indices)] = values
         pipe.train()
         if pipe.transport.global_rank == 0:
             files.write(path, _pack_reference(log_probs, mark))
         return log_probs
 
     def _mark(self, file: TokenFile) -> str:
-        """Of all that it depends on."""
+        """A hash of all that the reference depends on: model, weights to begin with, tokens and their length."""
         config = self._config.model
         model = {"identity": self._model.identity, "folder": config.folder, "seed": config.seed, "dtype": config.dtype}
-        start = self._config.checkpoints.resume
-        begun = "" if start in ("auto", "off") else str(Path(start).resolve())
+        start = self._config.checkpoints.start
+        begun = str(start.resolve()) if start else ""
         parts = [file.origin.sources, file.origin.tokenizer, self._config.data.seq_len, model, begun]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     # The teacher
 
     def _make_teacher(self, pipe: Pipeline) -> Pipeline:
+        """A second pipeline over the same ranks, with the student's slices and its own layers, which may be more or
+        wider. It gets no gradients."""
         from terapipe import hf
 
         decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=next(pipe.parameters()).dtype)
@@ -158,16 +212,19 @@ class RunObjective:
         model: PipelineModel = decoder
         cuts = balance([1.0] * model.num_layers, pipe.plan.num_stages)
         plan = Plan(pipe.plan.sizes, pipe.plan.lengths, tuple(cuts), pipe.plan.order, pipe.plan.chunks)
-        made = Pipeline(model, plan, transport=pipe.transport)
-        made.requires_grad_(False)
-        return made.eval()
+        teacher_pipe = Pipeline(model, plan, transport=pipe.transport)
+        teacher_pipe.requires_grad_(False)
+        return teacher_pipe.eval()
 
     def _teacher_logits(self, hidden: Any) -> Any:
+        """Called by the loss on the last stage, slice by slice: hidden states are kept, not logits, which are far
+        larger."""
         assert self._teacher is not None
         return self._teacher.logits(hidden)
 
 
 def _load_reference(path: Path, mark: str) -> NDArray[np.float64] | None:
+    """The values that an earlier start saved; None if there are none, or of something else, or they are damaged."""
     try:
         with np.load(path) as saved:
             return saved["log_probs"] if str(saved["mark"]) == mark else None
@@ -176,6 +233,7 @@ def _load_reference(path: Path, mark: str) -> NDArray[np.float64] | None:
 
 
 def _pack_reference(values: NDArray[np.float64], mark: str) -> bytes:
+    """The file as bytes, so that it can be written like any other: beside its place, then renamed."""
     content = io.BytesIO()
     np.savez(content, log_probs=values, mark=mark)
     return content.getvalue()

@@ -1,4 +1,13 @@
-"""AdamW for the parameters of one rank, with float32 master weights for half precision; and the learning rate."""
+"""AdamW for the parameters of one rank, with float32 master weights for half precision; and the learning rate.
+
+A parameter in bfloat16 has 8 significant bits: an update of less than 1/256 of its value rounds to nothing, and most
+updates are smaller. So its optimizer state has a float32 copy, which is updated, and rounded to the parameter::
+
+    p (bfloat16) <--round-- master (float32) <--update-- exp_avg, exp_avg_sq (float32) <--- p.grad (any dtype)
+
+The alternative, float32 parameters under `torch.autocast`, keeps the hidden states between layers, and so the messages
+between stages, in float32.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,14 +20,24 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from terapipe.modeling.dtensor import to_local
+from terapipe.modeling.weight_grads import to_local
 from terapipe.training.config import LRConfig, OptimizerConfig
 
 CHUNK = 1 << 26  # maximum number of gradient values converted to float32 at a time
 
 
 def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
-    """Weight decay applies to matrices, not to biases and norms. Frozen parameters are left out."""
+    """Makes the optimizer of this rank.
+
+    Weight decay applies to matrices, not to biases and norms. Frozen parameters are left out.
+
+    Args:
+        named_parameters: Of this rank's stages. There may be none: a stage whose layers are all frozen.
+        config: Learning rate, betas and so on.
+
+    Returns:
+        torch's AdamW; `MasterAdamW` if a parameter is in half precision.
+    """
     trained = [p for _, p in named_parameters if p.requires_grad]
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for p in trained:  # torch's foreach kernels do not accept tensors and DTensors together
@@ -37,14 +56,33 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Sets the learning rate of the next step.
+
+    Args:
+        optimizer: Of this rank.
+        lr: For all groups.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def learning_rate(step: int, config: LRConfig, optimizer: OptimizerConfig) -> float:
-    """A pure function of the step, counted from 0, so that a resumed run needs no scheduler state.
+    r"""Returns the learning rate of a step.
 
-    Peaks at the last warm-up step, ends at ``min_lr_ratio``.
+    ::
+
+        lr    /-----\______        warm-up: linear, peaks at its last step
+             /             \       then by `kind`: cosine, linear, constant, or wsd (stable, then linear)
+            /               `--    ends at min_lr_ratio of the peak
+           0  warmup   ...   steps
+
+    A pure function of the step, so that a resumed run needs no scheduler state, and a run with more steps than before
+    gets the schedule of its new length.
+
+    Args:
+        step: Counted from 0.
+        config: The schedule.
+        optimizer: Has the peak and the number of steps.
     """
     if step < 0:
         raise ValueError(f"steps are counted from 0, got {step}")
@@ -66,7 +104,7 @@ def _height(step: int, config: LRConfig, steps: int) -> float:
 
 
 def _choose_fused(parameters: list[nn.Parameter], config: OptimizerConfig, dtensors: bool) -> bool | None:
-    """With None, torch chooses another implementation."""
+    """True if torch's fused kernel takes all parameters. With None, torch chooses another implementation."""
     if config.fused == "off":
         return None
     kinds = {(p.device.type, _wide(p), dtensors and isinstance(p, DTensor)): p for p in parameters}
@@ -82,7 +120,7 @@ def _choose_fused(parameters: list[nn.Parameter], config: OptimizerConfig, dtens
 
 
 def _has_fused(like: nn.Parameter, is_dtensor: bool) -> bool:
-    """Whether torch has the fused kernel. There is no query for it, so this runs one step."""
+    """Whether torch has the fused kernel. There is no query for it, so this runs one step on two numbers."""
     x = torch.zeros(2, dtype=_wide(like), device=like.device)
     if is_dtensor and isinstance(like, DTensor):
         x = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
@@ -101,8 +139,19 @@ def _wide(p: Tensor) -> torch.dtype:
 
 
 class MasterAdamW(AdamW):
-    """AdamW for parameters in half precision, where rounding would lose most updates. Updates are applied to float32
-    copies, ``master`` in the state; the parameters are rounded from them. Code that changes one must change both."""
+    """AdamW for parameters in half precision, where rounding would lose most updates.
+
+    Updates are applied to float32 copies, `master` in the state; the parameters are rounded from them. Code that
+    changes one must change both.
+
+    Args:
+        params: Parameters or groups, as for `torch.optim.AdamW`. Those in float32 or more get no copy.
+        lr: Learning rate.
+        betas: Decay rates of the running means.
+        eps: Added to the denominator.
+        weight_decay: Of groups that do not set their own.
+        fused: As for AdamW.
+    """
 
     def __init__(
         self,
@@ -118,6 +167,11 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: As for AdamW; `terapipe train` passes none.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +182,8 @@ class MasterAdamW(AdamW):
         return loss
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """On local shards: AdamW is elementwise."""
+        """Calls torch's functional AdamW on the masters, instead of the parameters. On local shards: AdamW is
+        elementwise, so no rank needs the values of another."""
         states = [self._state_of(p, group) for p in parameters]
         masters = [to_local(state.get("master", p)) for p, state in zip(parameters, states, strict=True)]
         adamw(
@@ -153,6 +208,7 @@ class MasterAdamW(AdamW):
                 to_local(p).copy_(master)
 
     def _state_of(self, p: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, made at its first step, as torch's AdamW does."""
         state: dict[str, Any] = self.state[p]
         if not state:
             master = p.detach().to(_wide(p))
@@ -164,8 +220,13 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state, also one of torch's AdamW, which has no masters: then they begin as the parameters are.
+
+        Args:
+            state_dict: As `state_dict` returns it.
+        """
         super().load_state_dict(state_dict)
-        # super() has converted the state to the dtype of the parameters.
+        # super() has converted the state to the dtype of the parameters: take it from the original again, in float32.
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
         for name, p in zip(names, mine, strict=True):
@@ -178,6 +239,7 @@ class MasterAdamW(AdamW):
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
+    """The gradient in float32, with the placements of its parameter: a sum that is still pending is carried out."""
     grad = p.grad
     assert grad is not None
     if isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements != p.placements:
@@ -186,6 +248,8 @@ def _gradient(p: nn.Parameter) -> Tensor:
 
 
 def _chunks(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters, some at a time: at most CHUNK values, or one parameter. All gradients in float32 at once would take
+    as much memory as all masters."""
     chunk: list[nn.Parameter] = []
     size = 0
     for p in parameters:

@@ -1,4 +1,8 @@
-"""What can be known to be wrong with a run before any rank is started: found once, by the process that starts them."""
+"""What can be known to be wrong with a run before any rank is started: looked for once, by the process that starts
+them.
+
+Ranks would notice all of it, too, but each by itself, after they have loaded torch, and with a stack of messages.
+"""
 
 import json
 from pathlib import Path
@@ -19,11 +23,16 @@ from terapipe.training.run import ENDED
 def check_run(config: RunConfig, ranks: int) -> None:
     """Raises ValueError or OSError for files, folders and names of the configuration that cannot be used.
 
-    What depends on the tokens, or on a model that must be built first, is found by the ranks.
+    What depends on the tokens, or on a model that must be built first, is noticed by the ranks.
+
+    Args:
+        config: Of the run.
+        ranks: How many processes are to be started.
     """
     shape = check_model(config.model, config.data)
     check_sources(config.data, config.objective)
     check_objective(config.objective)
+    # A plan's file sets the layout; otherwise it follows from the keys, and the planner may still change it.
     if config.plan.file:
         run_plan.from_file(config, ranks)
     else:
@@ -42,25 +51,33 @@ def check_run(config: RunConfig, ranks: int) -> None:
 
 
 def _check_start(config: RunConfig) -> None:
-    """The checkpoint of another run that this one begins with."""
-    start = config.checkpoints.resume
-    if start in ("auto", "off") or steps(folder_of(config)):
-        return
-    if not (Path(start) / INDEX).is_file():
+    """The checkpoint of another run that this one begins with must be there, while the run has none of its own."""
+    start = config.checkpoints.start
+    if start and not steps(folder_of(config)) and not (start / INDEX).is_file():
         raise ValueError(
-            f"checkpoints.resume must be auto, off or the folder of a checkpoint, got {start!r}, which holds none"
+            f"checkpoints.resume must be auto, off or the folder of a checkpoint, got {config.checkpoints.resume!r}, "
+            "which holds none"
         )
 
 
 def finished_at(config: RunConfig) -> int | None:
-    """The step at which this run has finished, if nothing is left to do: all steps are made, the last checkpoint is
-    there, and so is the exported model. None if model, data or objective are others than those it was trained with."""
+    """Tells at which step this run has finished, if nothing is left to do: all steps are taken, the last checkpoint is
+    there, and so is the exported model.
+
+    Args:
+        config: Of the run.
+
+    Returns:
+        The step; None if there is something to do, or if model, data or objective are others than those it was trained
+            with: then the ranks say what has changed.
+    """
     try:
         ended = json.loads(files.read(config.folder / ENDED))
         before = load(config.folder / "config.toml")
         how, step = ended["how"], int(ended["step"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
+    # What the ranks compare when they resume, as far as the file alone tells.
     same = all(getattr(before, part) == getattr(config, part) for part in ("model", "data", "objective"))
     export = config.checkpoints.export
     saved = steps(folder_of(config))

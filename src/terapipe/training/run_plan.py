@@ -1,4 +1,15 @@
-"""The plan of a run: given, chosen by measurements, or equal slices; kept in the run's folder for when it goes on."""
+"""The plan of a run: given, chosen by measurements, or equal slices; saved in the run's folder for when it goes on.
+
+::
+
+    plan.file set?               -> from_file      what `terapipe plan --save` wrote
+    plan.json of the same keys?  -> resume         a run that goes on keeps its plan, whatever a new measurement says
+    plan.profile set?            -> from_profile   the fastest by simulation
+    plan.seconds > 0?            -> measure, from_profile
+    otherwise                    -> equal_slices   also for models of one's own, which cannot be measured
+
+Results are `PlanResult`: the plan, its layout, what was predicted and from which costs.
+"""
 
 import json
 from dataclasses import asdict
@@ -20,13 +31,17 @@ from terapipe.search.result import PlanResult
 from terapipe.training.config import PlanConfig, RunConfig
 from terapipe.training.model import RunModel
 
-LEAST = 64  # tokens of a slice, where nothing is known of its cost
+LEAST = 64  # tokens of a slice, where its cost was not measured
 FILE = "plan.json"  # in the run's folder
 LAYOUT = ("dp", "pp", "tp", "shard")
 
 
 def ranks_wanted(config: PlanConfig) -> int:
-    """How many processes a run starts by itself."""
+    """Returns how many processes a run starts by itself: those that are asked for, or that the plan's layout has.
+
+    Args:
+        config: The [plan] section.
+    """
     if config.ranks:
         return config.ranks
     if config.file:
@@ -35,8 +50,8 @@ def ranks_wanted(config: PlanConfig) -> int:
 
 
 def _load(config: PlanConfig, ranks: int | None) -> PlanResult:
-    """The plan of plan.file. Keys of [plan] may repeat what it says, not change it. Of a bare plan they, and the number
-    of ranks if it is known, say the layout."""
+    """The plan of plan.file. Keys of [plan] may repeat what it says, not change it: a key without effect is a mistake
+    that nobody would notice. Of a bare plan they, and the number of ranks if there is one, say the layout."""
     fixed = ["profile", *(name for name in names_of(PlanOptions) if name not in (*LAYOUT, "tile"))]
     if ignored := [f"plan.{name}" for name in fixed if getattr(config, name)]:
         raise ValueError(f"{' and '.join(ignored)} would have no effect beside plan.file; leave out one or the other")
@@ -59,7 +74,14 @@ def _load(config: PlanConfig, ranks: int | None) -> PlanResult:
 
 
 def layout_of(config: PlanConfig, ranks: int, pp: int | None) -> Layout:
-    """What is fixed, and the rest so that all ranks have work."""
+    """Returns the layout: what is fixed, and the rest so that all ranks have work. Stages come before replicas: a
+    pipeline is what this is about.
+
+    Args:
+        config: The [plan] section; dp and tp of it.
+        ranks: How many processes there are.
+        pp: Stages, by plan.pp or by a plan; None: as many as there are ranks for.
+    """
     fixed = (config.dp or 1) * (pp or 1) * config.tp
     if ranks % fixed:
         raise ValueError(
@@ -74,7 +96,15 @@ def layout_of(config: PlanConfig, ranks: int, pp: int | None) -> Layout:
 
 
 def from_file(config: RunConfig, ranks: int) -> PlanResult | None:
-    """The plan of plan.file. Its prediction is left out, because it may be of another machine."""
+    """Loads the plan of plan.file. Its prediction is left out, because it may be of another machine.
+
+    Args:
+        config: Of the run; batch and sequence length must be those of the plan.
+        ranks: How many processes there are.
+
+    Returns:
+        None if the configuration names no file.
+    """
     if not config.plan.file:
         return None
     saved = _load(config.plan, ranks)
@@ -91,7 +121,16 @@ def from_file(config: RunConfig, ranks: int) -> PlanResult | None:
 
 
 def resume(config: RunConfig, ranks: int) -> PlanResult | None:
-    """The plan that this run had before: what goes on after a stop goes on alike, unless something else is asked."""
+    """Loads the plan that this run had before, from plan.json: what goes on after a stop goes on alike, unless
+    something else is asked.
+
+    Args:
+        config: Of the run.
+        ranks: How many processes there are.
+
+    Returns:
+        None if there is none, or it was chosen for other keys.
+    """
     try:
         result = PlanResult.load(config.folder / FILE)
     except (OSError, ValueError):
@@ -100,13 +139,24 @@ def resume(config: RunConfig, ranks: int) -> PlanResult | None:
 
 
 def save(config: RunConfig, ranks: int, result: PlanResult) -> None:
-    """Writes the plan to the run's folder, with what it was chosen for."""
+    """Writes the plan to the run's folder, with what it was chosen for.
+
+    Args:
+        config: Of the run.
+        ranks: How many processes there are.
+        result: The plan.
+    """
     profile = config.plan.profile or config.folder / "profile.json"
     result.save(config.folder / FILE, profile=profile, asked=request_key(config, ranks))
 
 
 def request_key(config: RunConfig, ranks: int) -> dict[str, Any]:
-    """All that a choice depends on, as JSON gives it back."""
+    """Returns all that the choice of a plan depends on, as JSON gives it back, to be compared with plan.json.
+
+    Args:
+        config: Of the run.
+        ranks: How many processes there are.
+    """
     sections = {"plan": asdict(config.plan), "model": asdict(config.model)}
     del sections["plan"]["per_batch"]  # whether batches are cut anew changes nothing of the plan
     asked = {**sections, "tokens": config.data.seq_len, "batch": config.data.batch_size, "ranks": ranks}
@@ -115,7 +165,13 @@ def request_key(config: RunConfig, ranks: int) -> dict[str, Any]:
 
 
 def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> PlanResult:
-    """Equal slices: where nothing is known of their costs."""
+    """Makes a plan of equal slices: where nothing is known of their costs.
+
+    Args:
+        config: Of the run. Keys of [plan] that are set hold; the others get a guess.
+        model: Says where layers may be cut.
+        ranks: How many processes there are.
+    """
     wanted, tokens = config.plan, config.data.seq_len
     layout = layout_of(wanted, ranks, wanted.pp)
     order = order_named(wanted.order or "terapipe-1f1b")
@@ -123,26 +179,36 @@ def equal_slices(config: RunConfig, model: RunModel, ranks: int) -> PlanResult:
     batch = config.data.batch_size // layout.dp
     size = wanted.microbatch_size or 1
     sizes = tuple(min(size, batch - row) for row in range(0, batch, size))
-    lengths = _lengths(wanted, tokens, layout, model.shortest) if order.sliced else (tokens,)
+    lengths = _lengths(wanted, tokens, layout, model.min_slice) if order.sliced else (tokens,)
     mode = "none" if config.model.recompute == "auto" else config.model.recompute
     plan = Plan(sizes, (lengths,) * len(sizes), model.split(layout.pp * chunks), order.name, chunks, mode)
     return PlanResult.of_plan(plan, layout, dtype=config.model.dtype)
 
 
-def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, shortest: int) -> tuple[int, ...]:
+def _lengths(wanted: PlanConfig, tokens: int, layout: Layout, min_slice: int) -> tuple[int, ...]:
+    """Four slices for each stage, but none shorter than LEAST tokens: with N slices and P stages about (P - 1) / (N + P
+    - 1) of the time is idle, less than a fifth at N = 4 P, and shorter slices use a device badly."""
     if wanted.slice_lengths:
         return tuple(wanted.slice_lengths)
     count = wanted.num_slices or max(1, min(4 * layout.pp, tokens // LEAST))
-    tile = _tile(wanted, layout, tokens, shortest)
+    tile = _tile(wanted, layout, tokens, min_slice)
     return even_lengths(tokens, count, tile if tokens >= tile * count else 1)
 
 
-def _tile(wanted: PlanConfig, layout: Layout, tokens: int, shortest: int) -> int:
-    return Request(1, tokens, min_slice=shortest).tile_for(tile=wanted.tile, tp=layout.tp)
+def _tile(wanted: PlanConfig, layout: Layout, tokens: int, min_slice: int) -> int:
+    """What lengths of slices are multiples of, so that kernels get even shapes and tensor-parallel ranks equal
+    parts."""
+    return Request(1, tokens, min_slice=min_slice).tile_for(tile=wanted.tile, tp=layout.tp)
 
 
 def measure(config: RunConfig, model: RunModel, world: Transport) -> Profile:
-    """All ranks together; each gets the first one's account."""
+    """Profiles the model on this machine. All ranks call it together; each gets the first one's account.
+
+    Args:
+        config: How long to measure, and for which sequences.
+        model: To measure.
+        world: Connects the ranks.
+    """
     sizes = (config.plan.microbatch_size,) if config.plan.microbatch_size else _sizes(config)
     seq_len, seconds = config.data.seq_len, config.plan.seconds
     # Of larger microbatches only short slices are measured: those gain by merging.
@@ -158,15 +224,23 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
 
 
 def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
-    """Linear layers of a GPT stay outside of what is compiled; those of other models are compiled with their layers."""
+    """What the planner must know of the model. Linear layers of a GPT stay outside of what is compiled; those of other
+    models are compiled with their layers."""
     if model.shape is None:
         return None
     fused = isinstance(model.model, GPT) or not config.model.compile
-    return ModelSpec(model.shape, model.shortest, model.recompute_modes, fused)
+    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused, model.model.has_bare_ends)
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:
-    """The fastest by simulation that the model can run."""
+    """Searches the fastest plan, by simulation, that the model can run.
+
+    Args:
+        config: Of the run; keys of [plan] that are set narrow the search.
+        model: What it can do.
+        profile: Measured costs.
+        ranks: How many processes there are.
+    """
     wanted = config.plan
     if ranks % wanted.tp:
         raise ValueError(f"plan.tp must divide the number of processes, got {wanted.tp} and {ranks}")
@@ -178,7 +252,16 @@ def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: in
 
 
 def document_planner(config: RunConfig, model: RunModel, run_plan: PlanResult) -> tuple[DocumentPlanner | None, str]:
-    """What cuts every batch by its documents, or None if all are cut alike; and which of the two, in words."""
+    """Makes what cuts every batch by its documents, if that is possible.
+
+    Args:
+        config: Of the run.
+        model: Its shape gives costs where the plan has none.
+        run_plan: The plan of whole sequences.
+
+    Returns:
+        The planner, None if all batches are cut alike; and which of the two and why, in words for the log.
+    """
     wanted, plan = config.plan, run_plan.plan
     if config.data.packing != "packed" or not wanted.per_batch or max(map(len, plan.lengths)) == 1:
         return None, ""
@@ -192,7 +275,7 @@ def document_planner(config: RunConfig, model: RunModel, run_plan: PlanResult) -
     for reason in (reason for reason, holds in reasons.items() if holds):
         return None, f"all batches are cut alike, whatever their documents: {reason}"
     assert costs is not None
-    planner = DocumentPlanner(plan, costs, tile=_tile(wanted, run_plan.layout, plan.seq_len, model.shortest))
+    planner = DocumentPlanner(plan, costs, tile=_tile(wanted, run_plan.layout, plan.seq_len, model.min_slice))
     most, fewest = max(planner.counts[0]), max(planner.counts[-1])
     return planner, (
         f"every batch is cut by the costs of its own documents, a sequence into {fewest} to {most} slices; "

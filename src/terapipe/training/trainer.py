@@ -1,4 +1,26 @@
-"""The training loop: steps, evaluations and checkpoints, until all steps are done or a stop is requested."""
+"""The training loop: steps, evaluations and checkpoints, until all steps are done or a stop is requested.
+
+The life of a step::
+
+    BatchLoader.at(position)   rows of this replica, from the memory map; `accumulate` batches
+      |
+    DocumentPlanner.plan_for   how to cut this batch into slices (packed documents only)
+      |
+    Pipeline.step              forward and backward of all slices; the gradients stay in `.grad`
+      |
+    clip_grad_norm_            over all ranks; here NaN is noticed, on all ranks alike
+      |
+    optimizer.step             left out if the loss or the norm is not finite
+      |
+    RunLog.row                 metrics.jsonl, display; every few steps timeline.json and memory
+      |
+    Evaluator.run              if due
+      |
+    CheckpointFolder.save      if due, or if the evaluation was the best so far
+
+The state (`RunState`) counts a step before its row is written, and a checkpoint is saved between steps only. So a kill
+loses at most the steps since the last checkpoint; they are repeated on the same batches, and their rows replaced.
+"""
 
 import math
 import os
@@ -14,36 +36,38 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from terapipe import files
-from terapipe.modeling.main_grads import is_half
-from terapipe.planning.documents import DocumentPlanner
-from terapipe.runtime import ALL, Pipeline, rng_state, seed_rng, set_rng_state
-from terapipe.search.result import PlanResult
+from terapipe.modeling.weight_grads import is_half
+from terapipe.runtime import ALL
 from terapipe.training.checkpoint_folder import CheckpointFolder, folder_of
-from terapipe.training.config import PlanConfig, RunConfig
+from terapipe.training.config import PlanConfig
 from terapipe.training.data.loader import BatchLoader
-from terapipe.training.data.token_file import Data
 from terapipe.training.evaluation import Evaluator
-from terapipe.training.identity import NOTE, Identity, same_evaluation, same_rows
 from terapipe.training.logging.display import RunLog
-from terapipe.training.objective import RunObjective
 from terapipe.training.optimizer import learning_rate, set_lr
+from terapipe.training.state import RunContext, RunState
 
 
 class StopSignal:
-    """The first signal asks the run to stop, the second ends this process at once."""
+    """Notes SIGINT and SIGTERM. The first one asks the run to finish its step, save and end; the second ends this
+    process at once.
+
+    Signals do not raise here: an exception in the middle of a step would leave the other ranks waiting, and the step
+    half done.
+
+    Args:
+        before_exit: Called before the second signal ends the process, to leave the terminal as it was.
+    """
 
     def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
-        """``before_exit`` is called before the second signal ends the process."""
         self.received = ""  # the name of the signal
         self._before_exit = before_exit
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs between two bytecodes of the main thread, so it does next to nothing."""
         if self.received:
             self._before_exit()
             os._exit(128 + number)
@@ -51,6 +75,8 @@ class StopSignal:
 
 
 class Outcome(Enum):
+    """How `Trainer.run` ended. REPLAN: everything is saved, and the caller builds a pipeline for another plan."""
+
     FINISHED = "finished"
     STOPPED = "stopped"
     REPLAN = "replan"
@@ -61,18 +87,37 @@ class NotFiniteError(ArithmeticError):
 
 
 class StepResult(NamedTuple):
+    """The numbers of one step, equal on all ranks.
+
+    Args:
+        loss: Mean over all labels of the step (or over sequences, if that is what the objective counts), before the
+            update.
+        grad_norm: The norm of all gradients together, over all ranks, before clipping.
+        lr: The learning rate of the update.
+        metrics: What the objective or the model's routers report beside the loss.
+    """
+
     loss: float
     grad_norm: float
     lr: float
-    metrics: Mapping[str, float] = {}  # what the objective found beside the loss
+    metrics: Mapping[str, float] = {}
 
     @property
     def finite(self) -> bool:
+        """Whether to update the parameters. A norm is infinite if one gradient is, so it stands for them all."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class StepTimeMonitor:
-    """Compares step times with the prediction of the plan. It reports once: only a new plan could change the result."""
+    """Compares step times with the prediction of the plan. It reports once: only a new plan could change the result.
+
+    The median of a window is compared, not each step: one step in a hundred waits for a checkpoint or for another
+    process of the machine.
+
+    Args:
+        predicted: Seconds of a step, by simulation; None if nothing was measured.
+        config: Says which ratio is worth a report.
+    """
 
     WINDOW = 20  # steps whose median is compared, and steps between comparisons
     WARMUP = 3  # first steps, which are slower and do not count
@@ -84,7 +129,14 @@ class StepTimeMonitor:
         self.reported = False
 
     def add(self, seconds: float) -> bool:
-        """Add the time of a step. Returns whether to compare now, the same on all ranks."""
+        """Adds the time of a step.
+
+        Args:
+            seconds: By this rank's clock.
+
+        Returns:
+            Whether to compare now. It depends on counts only, so all ranks agree without asking.
+        """
         self._steps += 1
         if self._steps > self.WARMUP:
             self._times.append(seconds)
@@ -93,12 +145,16 @@ class StepTimeMonitor:
 
     @property
     def ratio(self) -> float:
-        """Measured to predicted time."""
+        """Measured to predicted time, by the latest window of this rank."""
         assert self._predicted is not None
         return median(self._times) / self._predicted
 
     def report(self, ratio: float) -> str:
-        """A message if the ratio is out of bounds."""
+        """Returns a message if the ratio is out of bounds, otherwise nothing.
+
+        Args:
+            ratio: That of rank 0, on all ranks: clocks differ, and what follows (planning again) must not.
+        """
         if abs(ratio - 1.0) <= self._config.drift:
             return ""
         self.reported = True
@@ -109,45 +165,43 @@ class StepTimeMonitor:
 
 
 class Trainer:
-    """One rank of a training run. All ranks call the same methods in the same order."""
+    """The loop of one rank. All ranks call the same methods in the same order, and decide alike: whatever ranks could
+    see differently (a signal, a step's time) is agreed on first.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        pipe: Pipeline,
-        optimizer: Optimizer,
-        data: Data,
-        objective: RunObjective,
-        run_plan: PlanResult,
-        planner: DocumentPlanner | None,
-        log: RunLog,
-        random: dict[str, Tensor],
-        identity: Identity,
-    ) -> None:
-        """``planner`` cuts batches by their documents. ``random`` are the tensors that random states are saved from and
-        restored to; ``identity`` is saved, too."""
-        self._config, self._pipe, self._optimizer = config, pipe, optimizer
-        self._objective, self._file = objective, data.train
-        self._run_plan, self._planner = run_plan, planner
-        self._log, self._random, self._identity = log, random, identity
-        # It is of sequences of one document each. Others take less time, each batch its own.
+    Args:
+        context: The run.
+        state: Where to begin; changed by every step.
+        log: Takes rows. Those of other ranks than 0 go nowhere.
+    """
+
+    def __init__(self, context: RunContext, state: RunState, log: RunLog) -> None:
+        config = context.config
+        self._context, self._config, self._state, self._log = context, config, state, log
+        self._pipe, self._objective, self._file = state.pipe, context.objective, context.data.train
+        # The prediction is of sequences of one document each. Others take less time, each batch its own.
         packed = config.data.packing == "packed"
-        self._predicted = None if packed else run_plan.step_time_of(config.optimizer.accumulate)
-        self._loader = BatchLoader(data.train, config.data, pipe, shuffle=config.data.shuffle, rows=objective.rows)
-        self._evaluator = Evaluator(config, pipe, data, objective, log)
+        self._predicted = None if packed else state.run_plan.step_time_of(config.optimizer.accumulate)
+        shuffle, rows = config.data.shuffle, context.objective.rows
+        self._loader = BatchLoader(self._file, config.data, self._pipe, shuffle=shuffle, rows=rows)
+        self._evaluator = Evaluator(context, self._pipe, log)
         self._checkpoints = CheckpointFolder(folder_of(config), config.checkpoints, log.is_main, self.say)
         self._step_times = StepTimeMonitor(self._predicted, config.plan)
-        self.step = self._first_step = 0
-        self._position = 0  # sequences since the start of training
-        self._skipped = 0  # steps in a row that were not finite
-        self._best = math.inf
-        self._eval_loss: float | None = None
+        self._first_step = state.step
 
     @property
-    def _rank(self) -> int:
-        return self._pipe.transport.global_rank
+    def has_trained(self) -> bool:
+        """Whether there was a step since this trainer was made: if not, there is nothing new to save."""
+        return self._state.step > self._first_step
 
     def run(self, stop: StopSignal) -> Outcome:
+        """Takes steps until all are done, a stop is requested, or a new plan is due.
+
+        Args:
+            stop: Asked after each step. One rank that was signaled stops all of them, after the same step.
+
+        Returns:
+            How it ended. Whatever it is, a checkpoint of the last step is on the disk.
+        """
         try:
             return self._run(stop)
         except Exception as error:
@@ -155,52 +209,58 @@ class Trainer:
             raise
 
     def _run(self, stop: StopSignal) -> Outcome:
+        """The order after a step matters: evaluate before saving, so that the checkpoint knows its evaluation loss;
+        finish an older save before starting another, so that at most one copy of the state waits in memory; and ask for
+        a stop before a regular save, because the end saves anyway."""
         steps, every = self._config.optimizer.steps, self._config.checkpoints.every
         self._pipe.train()
-        while self.step < steps:
+        while self._state.step < steps:
             self._one_step()
-            due = bool(every) and self.step % every == 0
+            due = bool(every) and self._state.step % every == 0
             improved = self._evaluate_if_due()
             self._checkpoints.poll()
             if self._any(bool(stop.received)):
                 self.say("stopped", f"asked to stop{f' by {stop.received}' if stop.received else ''}; saving")
                 return self._end(Outcome.STOPPED)
-            if self.step < steps and (due or (improved and self._config.checkpoints.best)):
+            if self._state.step < steps and (due or (improved and self._config.checkpoints.best)):
                 replan = due and self._step_times.reported and self._config.plan.replan
                 if self._save(wait=replan) and replan:
                     return Outcome.REPLAN
         return self._end(Outcome.FINISHED)
 
     def _end(self, outcome: Outcome) -> Outcome:
+        """Saves the last step and waits for it. Here, and only here, a failed save is an error: nobody would notice a
+        message after the process has ended."""
         self._checkpoints.finish()
-        if self.step > self._first_step and not self._save(wait=True):
+        if self.has_trained and not self._save(wait=True):
             raise OSError(
-                f"the run is at step {self.step}, which could not be saved in {self._checkpoints.folder}; make room "
-                "and start it again"
+                f"the run is at step {self._state.step}, which could not be saved in {self._checkpoints.folder}; make "
+                "room and start it again"
             )
         return outcome
 
     def _any(self, local: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Whether it is true on any rank. One integer is reduced in every step; a signal may reach one rank only."""
         flag = torch.tensor(int(local), device=self._pipe.device)
         return bool(self._pipe.transport.all_reduce(flag, ALL))
 
     # One step
 
     def _one_step(self) -> None:
+        """Takes one step and writes its row. A row has what there is: keys without a value are left out."""
         began = time.perf_counter()
         result = self._optimize()
-        self._skipped = 0 if result.finite else self._skipped + 1
-        self.step += 1
+        self._state.skipped = 0 if result.finite else self._state.skipped + 1
+        self._state.step += 1
         seconds = time.perf_counter() - began
         tokens = self._config.data.batch_size * self._config.data.seq_len * self._config.optimizer.accumulate
         row: dict[str, Any] = {
-            "step": self.step,
+            "step": self._state.step,
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "seconds": seconds,
-            "tokens": self._position * self._config.data.seq_len,
+            "tokens": self._state.position * self._config.data.seq_len,
             "tokens_per_second": tokens / seconds,
         }
         if result.metrics:
@@ -209,7 +269,7 @@ class Trainer:
             row["skipped"] = True
         if self._predicted is not None:
             row["predicted"] = self._predicted
-        if self.step % self._config.logging.every == 0:
+        if self._state.step % self._config.logging.every == 0:
             row |= self._inspect()
         self._log.row(row)
         if not result.finite:
@@ -217,24 +277,29 @@ class Trainer:
         self._check_step_time(seconds)
 
     def _optimize(self) -> StepResult:
-        """Accumulate and clip the gradients of a step, then update the parameters if they are finite."""
+        """Accumulates and clips the gradients of a step, then updates the parameters if they are finite.
+
+        All batches of a step are divided by the same total, the labels of all of them: with `accumulate` 4 the update
+        is that of one batch four times as large, not the mean of four means, which would weigh labels of short
+        documents more.
+        """
         config, loader = self._config.optimizer, self._loader
-        batches = [loader.at(self._position + i * self._config.data.batch_size) for i in range(config.accumulate)]
+        batches = [loader.at(self._state.position + i * self._config.data.batch_size) for i in range(config.accumulate)]
         total = self._objective.total(loader, batches)  # every label of the step has the same weight
         losses, metrics = [], Counter[str]()
         for batch in batches:
             targets = self._objective.targets(batch, self._file)
-            plan = self._planner.plan_for(batch.documents) if self._planner else None
+            plan = self._state.planner.plan_for(batch.documents) if self._state.planner else None
             losses.append(self._pipe.step(batch.ids, targets, batch.documents, plan=plan, total=total).double())
             if self._objective.has_metrics:
                 metrics.update(self._pipe.metrics())
-        self._position += config.accumulate * self._config.data.batch_size
+        self._state.position += config.accumulate * self._config.data.batch_size
         norm = self._pipe.clip_grad_norm_(config.max_grad_norm) if config.max_grad_norm else self._pipe.grad_norm()
-        lr = learning_rate(self.step, self._config.lr, config)
+        lr = learning_rate(self._state.step, self._config.lr, config)
         result = StepResult(float(sum(losses)), float(norm), lr, dict(metrics))
         if result.finite:
-            set_lr(self._optimizer, lr)
-            self._optimizer.step()
+            set_lr(self._state.optimizer, lr)
+            self._state.optimizer.step()
         self._pipe.zero_grad(set_to_none=not self._keeps_gradients)
         return result
 
@@ -242,17 +307,17 @@ class Trainer:
     def _keeps_gradients(self) -> bool:
         """Whether zeros are kept for the next step: fresh memory of a CPU is slow to touch. Not where a step computes
         new gradients and adds the old ones: with replicas that are not sharded, and in half precision."""
-        layout, half = self._run_plan.layout, any(map(is_half, self._pipe.parameters()))
+        layout, half = self._state.run_plan.layout, any(map(is_half, self._pipe.parameters()))
         return self._pipe.device.type == "cpu" and not half and (layout.dp == 1 or layout.shard)
 
     def _handle_not_finite(self, result: StepResult) -> None:
-        """Stop or report the skipped step. All ranks decide alike, because they have the same numbers."""
-        problem = f"loss {result.loss} and gradient norm {result.grad_norm} at step {self.step} are not finite"
+        """Stops, or reports the skipped step. All ranks decide alike, because they have the same numbers."""
+        problem = f"loss {result.loss} and gradient norm {result.grad_norm} at step {self._state.step} are not finite"
         failures = self._config.failures
-        if failures.on_nan == "skip" and self._skipped < failures.max_skipped:
+        if failures.on_nan == "skip" and self._state.skipped < failures.max_skipped:
             self.say("nan", f"{problem}; the step is left out")
             return
-        many = f", {self._skipped} steps in a row" if self._skipped > 1 else ""
+        many = f", {self._state.skipped} steps in a row" if self._state.skipped > 1 else ""
         remedy = (
             "leave such steps out with failures.on_nan = 'skip'"
             if failures.on_nan == "stop"
@@ -266,7 +331,11 @@ class Trainer:
     # Logging
 
     def _inspect(self) -> dict[str, Any]:
-        """Write the timeline of the step; idle share and peak memory of all ranks, on rank 0."""
+        """Writes the timeline of the step, and returns its idle share and the peak memory of all ranks.
+
+        Only every logging.every steps: events of all ranks are collected, and the file replaced. Other ranks than 0
+        take part and return nothing.
+        """
         timeline = self._pipe.timeline_on_first()
         memory = self._pipe.transport.collect(_peak_memory(self._pipe.device), ALL)
         if not self._log.is_main or timeline is None:
@@ -276,6 +345,7 @@ class Trainer:
         return {"idle": timeline.idle, "memory": memory}
 
     def _check_step_time(self, seconds: float) -> None:
+        """Compares by the clock of rank 0, so that all ranks report and plan again in the same step."""
         if self._step_times.add(seconds):
             ratio_on_first = self._pipe.transport.gather(self._step_times.ratio, ALL)[0]
             message = self._step_times.report(ratio_on_first)
@@ -283,49 +353,33 @@ class Trainer:
                 self.say("drift", message)
 
     def say(self, event: str, message: str, step: int | None = None) -> None:
-        self._log.row({"step": self.step if step is None else step, "event": event, "message": message})
+        """Writes an event to the log.
+
+        Args:
+            event: Its kind, such as "checkpoint"; the display and the report choose by it.
+            message: What to tell.
+            step: Which step it is about, if not the current one: a save in the background ends some steps later.
+        """
+        self._log.row({"step": self._state.step if step is None else step, "event": event, "message": message})
 
     def _evaluate_if_due(self) -> bool:
         """Whether the loss is the lowest so far. The last step is always evaluated: a run ends with its result."""
-        every, is_last = self._config.evaluation.every, self.step == self._config.optimizer.steps
-        due = bool(every) and (is_last or self.step % every == 0)
-        self._eval_loss = self._evaluator.run(self.step) if due else None
-        if self._eval_loss is None or not self._eval_loss < self._best:  # also false for NaN
+        every, is_last = self._config.evaluation.every, self._state.step == self._config.optimizer.steps
+        due = bool(every) and (is_last or self._state.step % every == 0)
+        self._state.eval_loss = self._evaluator.run(self._state.step) if due else None
+        if self._state.eval_loss is None or not self._state.eval_loss < self._state.best:  # also false for NaN
             return False
-        self._best = self._eval_loss
+        self._state.best = self._state.eval_loss
         return True
 
-    # Saving and resuming
-
     def _save(self, *, wait: bool) -> bool:
-        notes = {
-            "step": self.step,
-            "position": self._position,
-            "skipped": self._skipped,
-            "best": self._best if math.isfinite(self._best) else None,
-            "eval_loss": self._eval_loss if math.isfinite(self._eval_loss or 0.0) else None,
-            "layout": str(self._run_plan.layout),
-            NOTE: self._identity,
-        }
-        for name, state in rng_state(self._rank).items():
-            self._random[name].copy_(state)
-        return self._checkpoints.save(self._pipe, self._optimizer, self._random, notes, wait)
-
-    def resume(self, notes: Mapping[str, Any]) -> None:
-        """Called after a checkpoint has been loaded into parameters, optimizer and ``random``."""
-        self.step = self._first_step = notes["step"]
-        self._position, self._skipped = notes["position"], notes["skipped"]
-        if not same_rows(notes, self._identity):  # of another run, with another kind of data
-            self._position = 0
-        comparable = notes["best"] is not None and same_evaluation(notes, self._identity)
-        self._best = notes["best"] if comparable else math.inf
-        if notes["layout"] == str(self._run_plan.layout):
-            set_rng_state(self._random, self._rank)
-        else:  # the layout has changed, so the saved states do not apply
-            seed_rng(self._config.data.seed + self.step, self._rank)
+        """Saves the state. False if that failed; training goes on, and the next save tries again."""
+        notes = self._state.take_notes(self._context.identity)
+        return self._checkpoints.save(self._state, notes, wait)
 
 
 def _peak_memory(device: torch.device) -> int:
+    """Bytes at the peak since the process began: what torch allocated on a GPU, or what the process occupied."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,9 +7,9 @@ import pytest
 from transformers import LlamaConfig
 
 from terapipe.cli import main
-from terapipe.cli.verify_types import config_of
 from terapipe.hf.verify import small_model as shrink
-from terapipe.hf.verify.small_model import small_config
+from terapipe.hf.verify.small_model import config_of
+from tests.support.hf_models import small_config
 
 
 def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_the_loss_of_routers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from terapipe.hf.verify.small_model import small_config
+    from tests.support.hf_models import small_config
 
     small_config("gemma2").save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json"):
@@ -81,7 +81,7 @@ def test_all_types_are_counted_and_confirmed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``verify --all`` never ran documents."""
-    monkeypatch.setattr("terapipe.cli.verify_types.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
+    monkeypatch.setattr("terapipe.hf.verify.small_model.causal_lm_types", lambda: ["bart", "bloom", "mistral", "rwkv"])
     assert main(["verify", "--all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["whole"] == {"exact": 3, "refused": 1, "wrong": 0}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from terapipe.doctor.diagnosis import Finding, Status, diagnose, satisfies, worst
-from terapipe.doctor.facts import Examination, Facts, Link
+from terapipe.doctor.examination import Examination, Facts, Link
 
 ONE = Facts(
     rank=0,
@@ -174,18 +174,6 @@ def test_what_is_the_same_on_all_hosts_is_said_once() -> None:
     assert (alike.message, alike.details) == ("on 2 hosts: at most 4096", ())
     (unlike,) = found(apart({}, {"files": 8192}), "open files")
     assert (unlike.message, unlike.details) == ("on 2 hosts", ("a: at most 4096", "b: at most 8192"))
-
-
-def test_numbers_of_hosts_show_only_where_names_do_not_differ() -> None:
-    rows = [{**vars(ONE), "host": f"{name} (node {n})", "rank": n} for n, name in enumerate("ab")]
-    assert list(Examination.from_dict({"size": 2, "ranks": rows}).hosts) == ["a", "b"]
-    rows[1]["host"] = "a (node 1)"
-    assert list(Examination.from_dict({"size": 2, "ranks": rows}).hosts) == ["a (node 0)", "a (node 1)"]
-
-
-def test_a_field_of_a_later_release_is_passed_over() -> None:
-    made = Examination.from_dict({"size": 1, "ranks": [{**vars(ONE), "cores": [0, 1], "color": "blue"}]})
-    assert made.ranks == (ONE,)
 
 
 @pytest.mark.parametrize(

@@ -1,57 +1,34 @@
-"""Proofs of the doctor: what they conclude from what ranks found, without ranks."""
+"""Running checks: one that raises does not keep the next from running."""
 
 from typing import Any
 
 import pytest
-import torch
 
-from terapipe.doctor import measurements, prove
-from terapipe.doctor.proof import SMALL
-
-GIB = 1 << 30
-LISTING = """\
-GPU-aa, 101
-GPU-bb, 102
-GPU-aa, 102
-GPU-bb, [N/A]
-"""
+from terapipe.doctor.proof import SMALL, Proof, Size, machine, prove
 
 
-def test_processes_on_several_gpus_are_counted() -> None:
-    assert measurements.gpus_of_processes(LISTING) == {"101": 1, "102": 2}
-    assert measurements.gpus_of_processes("") == {}
+def failing(ranks: int, size: Size) -> Proof:
+    raise ValueError("no such kernel\nat line 7")
 
 
-@pytest.mark.parametrize(
-    ("processes", "holds", "said"),
-    [
-        (None, None, "nvidia-smi, which lists processes, is not here"),
-        ({"101": 1, "102": 1}, True, "0 of 2 processes are on several GPUs"),
-        ({"101": 1, "102": 2}, False, "1 of 2 processes are on several GPUs"),
-    ],
-)
-def test_a_rank_on_two_gpus_is_a_fault(
-    processes: dict[str, int] | None, holds: bool | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes half a GiB of a GPU that is another rank's."""
-    rows = [{"after a step": GIB}, {"after a step": 3 * GIB // 2}]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(measurements, "launch", lambda *_: {"ranks": rows, "processes": processes})
-    proof = measurements.reserve(2, SMALL)
-    assert proof.holds is holds
-    assert "take 1.00 to 1.50 GiB of each GPU" in proof.says
-    assert said in proof.says
+def test_a_check_that_raises_has_failed_and_the_next_one_runs() -> None:
+    names: list[str] = []
+    checks = {"bad": failing, "good": lambda ranks, size: Proof(None, f"{ranks} ranks", {"tokens": size.seq_len})}
+    told = prove(checks, 3, SMALL, names.append)
+    bad, good = told["proofs"]
+    assert names == ["bad", "good"]
+    assert not told["holds"]
+    assert (bad["name"], bad["holds"], bad["says"]) == ("bad", False, "could not be run: ValueError: no such kernel")
+    assert (good["holds"], good["says"], good["figures"]) == (None, "3 ranks", {"tokens": 256})
 
 
-@pytest.mark.parametrize(("measured", "holds"), [(105, True), (92, True), (112, False), (80, False)])
-def test_predicted_bytes_must_be_close(measured: int, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "launch", lambda *_: [(100, 100), (measured, 100)])
-    assert measurements.memory(2, SMALL).holds is holds
+def test_a_figure_is_no_claim() -> None:
+    assert prove({"figure": lambda ranks, size: Proof(None, "12 us")}, 1, SMALL)["holds"]
 
 
 def test_what_is_set_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NCCL_DEBUG", "HOME_OF_SECRETS"):
         monkeypatch.setenv(name, "1")
-    told: dict[str, Any] = prove.machine()["environment"]
+    told: dict[str, Any] = machine()["environment"]
     assert {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NCCL_DEBUG"} <= set(told)
     assert "HOME_OF_SECRETS" not in told

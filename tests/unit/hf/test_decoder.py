@@ -15,18 +15,19 @@ from terapipe.hf.refusals import switch_checkpointing
 from terapipe.hf.shape import work_of
 from terapipe.hf.structure import find_structure
 from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.hf.verify.verification import ModelVerifier
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
+from tests.support.hf_models import small_config
 from tests.support.models import gradients
 
 FAST = [
     "llama", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "gpt_neox", "opt", "phi", "gpt_oss",
     "deepseek_v3", "llama4_text", "olmo2", "cohere",
 ]  # fmt: skip
-GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba"]
+GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba", "deepseek_v4"]
 
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
@@ -53,8 +54,10 @@ class _Float64Torch:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp"])
-def test_gated_delta_rules_differ_by_their_rounding_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp", "deepseek_v4"])
+def test_gated_delta_rules_and_compressed_keys_differ_by_their_rounding_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their code computes in float32 whatever the model's dtype, so cut and whole differ by 1e-6 to 5e-5. With the same
     code in float64 they differ by 1e-14."""
     model = small_model(small_config(name))

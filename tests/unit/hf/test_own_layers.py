@@ -13,8 +13,16 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from terapipe import Pipeline
 from terapipe.hf import Decoder, UnsupportedModelError
-from terapipe.hf.verify.small_model import small_config, small_model
-from tests.support.hf_models import batch, plain_gradients, small, stages_here, step_gradients, worst_difference
+from terapipe.hf.verify.small_model import small_model
+from tests.support.hf_models import (
+    batch,
+    plain_gradients,
+    small,
+    small_config,
+    stages_here,
+    step_gradients,
+    worst_difference,
+)
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 

@@ -10,8 +10,8 @@ from transformers import AutoModel, PreTrainedModel
 
 from terapipe import Pipeline
 from terapipe.hf import Decoder, UnsupportedModelError
-from terapipe.hf.verify.small_model import small_config, small_model
-from tests.support.hf_models import adapted, batch, small, stages_here, two_stages
+from terapipe.hf.verify.small_model import small_model
+from tests.support.hf_models import adapted, batch, small, small_config, stages_here, two_stages
 from tests.support.models import gradients
 
 pytestmark = pytest.mark.usefixtures("quiet_models")

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from terapipe.hf.verify import small_model as shrink
-from terapipe.hf.verify.small_model import causal_lm_types, default_config, shrink_config, small_config, small_model
+from terapipe.hf.verify.small_model import causal_lm_types, default_config, shrink_config, small_model
+from tests.support.hf_models import small_config
 
 FAMILIES = [
     *["bamba", "bert", "bloom", "deepseek_v3", "falcon", "gemma3", "gemma4_text", "gpt2", "gpt_oss", "jamba", "llama4"],

@@ -17,9 +17,10 @@ from terapipe import hf
 from terapipe.hf import Decoder, UnsupportedModelError, rope
 from terapipe.hf.structure import find_structure
 from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
-from terapipe.hf.verify.small_model import default_config, small_config, small_model
+from terapipe.hf.verify.small_model import default_config, small_model
 from terapipe.hf.verify.verification import BOUND, ModelVerifier
 from terapipe.modeling.slice_cache import SliceCache, current_cache
+from tests.support.hf_models import small_config
 from tests.unit.hf.test_rope import rope_by_length
 
 pytestmark = pytest.mark.usefixtures("quiet_models")

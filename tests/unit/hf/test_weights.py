@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from terapipe import Pipeline, Plan
-from terapipe.cli.verify_types import config_of
-from terapipe.hf.attention_backend import UnsupportedModelError
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder, decoder_from
 from terapipe.hf.stage import DecoderStage
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import config_of, small_model
 from terapipe.hf.weights import meta_model
+from tests.support.hf_models import small_config
 
 # fast=True throughout: which way of cutting a model is exact is not the question here, and takes a while to find out.
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from terapipe import SliceCache, attend
-from terapipe.modeling.block_kernels import Plain
-from terapipe.modeling.kernels import Kernel
+from terapipe.modeling.kernels import Kernel, Plain
 from terapipe.modeling.slice_cache import KeyValueStore
 from tests.support.plans import slicings
 

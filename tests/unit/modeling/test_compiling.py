@@ -132,7 +132,8 @@ def test_a_model_of_ones_own() -> None:
 
 def decoder(name: str) -> Any:
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -191,7 +192,7 @@ def test_the_compiler_is_not_loaded_before_it_is_asked_for() -> None:
 def test_a_stage_says_that_compiled_layers_put_nothing_off() -> None:
     """Those of a GPT's attention, which stay outside, still do."""
     from terapipe.modeling.linear import plain_class
-    from terapipe.modeling.sliced_stage import SlicedStage
+    from terapipe.modeling.stage import SlicedStage
 
     stage = make_model(TINY).stage(0, 4, torch.device("cpu"))
     sliced = SlicedStage(stage)

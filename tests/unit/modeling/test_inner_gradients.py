@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 from terapipe import GPT, Layout, Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.hf.verify.reference import Batch, errors, reference
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.modeling.linear import fuse_weight_grads, plain_class
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import IGNORE
+from tests.support.hf_models import small_config
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
 

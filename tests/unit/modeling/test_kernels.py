@@ -12,28 +12,28 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from terapipe import SliceCache, attend
-from terapipe.modeling import block_kernels, flash_kernels, kernels
+from terapipe.modeling import flash_kernels, kernel_choice, kernels
 from terapipe.modeling.attention import _sink_gradient
-from terapipe.modeling.block_kernels import CpuFlash, Cudnn, Efficient, Plain
 from terapipe.modeling.flash_kernels import Flash, FlashAttnPackage, Flex
-from terapipe.modeling.kernel_check import CASES, Case, error_of, fault_of, tolerance
-from terapipe.modeling.kernels import (
-    Kernel,
-    KernelRequest,
-    Scores,
-    Settings,
+from terapipe.modeling.kernel_choice import (
+    CASES,
+    Case,
     changed_signature,
+    error_of,
+    fault_of,
     kernel_for,
     kernel_of,
     kernel_report,
+    tolerance,
 )
+from terapipe.modeling.kernels import CpuFlash, Cudnn, Efficient, Kernel, KernelRequest, Plain, Scores, Settings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def _forget_trust() -> None:
-    kernels.forget()
+    kernel_choice.forget()
 
 
 def need(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 16, **more: bool) -> KernelRequest:
@@ -70,8 +70,8 @@ def test_the_table(asked: KernelRequest, expected: type[Kernel], gpu: None) -> N
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Hopper, where all kernels are right."""
-    monkeypatch.setattr(kernels, "_fault", cache(lambda *_: None))
-    monkeypatch.setattr(block_kernels, "_cudnn_refusal", cache(lambda asked, _: None if asked[2] <= 256 else "no"))
+    monkeypatch.setattr(kernel_choice, "_fault_once", cache(lambda *_: None))
+    monkeypatch.setattr(kernels, "cudnn_refusal", cache(lambda asked, _: None if asked[2] <= 256 else "no"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash_kernels, "_has_triton", lambda: True)
 
@@ -114,9 +114,9 @@ def test_what_is_used_and_why_not_others(gpu: None, monkeypatch: pytest.MonkeyPa
     assert dict(report.refused)["flash-attn"] == "the package flash-attn is not installed"
     assert str(report).startswith("flex; cudnn is not used: no softcaps, windows")
     monkeypatch.setattr(
-        kernels, "_fault", cache(lambda kernel, *_: "it is wrong" if isinstance(kernel, Flash) else None)
+        kernel_choice, "_fault_once", cache(lambda kernel, *_: "it is wrong" if isinstance(kernel, Flash) else None)
     )
-    kernels.forget()
+    kernel_choice.forget()
     report = kernel_report(GPU, torch.float16, 64, window=True)
     assert report.used == (("memory-efficient", ""),)
     assert ("flash", "it is wrong") in report.refused
@@ -124,7 +124,7 @@ def test_what_is_used_and_why_not_others(gpu: None, monkeypatch: pytest.MonkeyPa
 
 def test_old_gpus_have_kernels_of_their_own(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention needs compute capability 8.0: half precision fell to matrix products, which are quadratic."""
-    monkeypatch.setattr(block_kernels, "_cudnn_refusal", cache(lambda *_: "too old"))
+    monkeypatch.setattr(kernels, "cudnn_refusal", cache(lambda *_: "too old"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(flash_kernels, "_has_triton", lambda: False)
     assert type(kernel_for(need("cuda", torch.float16))) is Efficient
@@ -173,7 +173,7 @@ def test_other_versions_of_torch(version: str, more: str, is_right: bool, monkey
 
     library.impl("_flash_attention_forward", forward, "CPU")
     operators = getattr(torch.ops, name)
-    monkeypatch.setattr(kernels, "aten", operators)
+    monkeypatch.setattr(kernel_choice, "aten", operators)
     monkeypatch.setattr(flash_kernels, "aten", operators)
     fault = changed_signature(Flash())
     assert (fault is None) == is_right
@@ -284,7 +284,7 @@ def test_only_what_is_needed_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_operator_falls_back_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "aten", SimpleNamespace())
+    monkeypatch.setattr(kernel_choice, "aten", SimpleNamespace())
     with pytest.warns(RuntimeWarning, match="has no aten::_scaled"):
         assert type(kernel_for(need())) is Plain
 
@@ -359,7 +359,7 @@ def test_a_kernel_must_show_all_that_slices_need(kind: type[Kernel], case: str) 
     asked = next(each for each in CASES if each.name == case).need(CPU, torch.float32, 16)
     assert f"({case}) was off by" in str(fault_of(kind(), asked))
     with pytest.warns(RuntimeWarning, match="was off by"):
-        assert kernels._fault(kind(), asked, Settings())
+        assert kernel_choice._fault_once(kind(), asked, Settings())
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Plain()], ids=lambda kernel: kernel.name)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.hf.verify.reference import Batch, Result, errors, reference
-from terapipe.hf.verify.small_model import small_config, small_model
-from terapipe.modeling.linear import DeferredGrad, fuse_weight_grads
-from terapipe.modeling.main_grads import main_grad
+from terapipe.hf.verify.small_model import small_model
+from terapipe.modeling.linear import fuse_weight_grads
 from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.weight_grads import DeferredGrad, main_grad
+from tests.support.hf_models import small_config
 
 LENGTHS = ((9, 1, 12, 7),)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling import attention
-from terapipe.modeling.sliced_stage import SlicedStage
+from terapipe.modeling.stage import SlicedStage
 from terapipe.planning.recompute import Recompute, RecomputeModes
 from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of, plain, variant, worst_error
 from tests.support.ranks import Ranks
@@ -114,7 +114,7 @@ def test_attention_and_the_last_product_are_not_computed_again(monkeypatch: pyte
 
 def decoder(name: str) -> Any:
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config
+    from tests.support.hf_models import small_config
 
     return Decoder.from_config(small_config(name), dtype=torch.float64)
 
@@ -166,13 +166,13 @@ def test_a_block_recomputation_that_is_not_exact_is_refused(monkeypatch: pytest.
     from terapipe.hf import UnsupportedModelError
     from terapipe.modeling.slice_cache import SliceCache
 
-    made, kept = decoder("llama"), SliceCache.kept_attention
+    made, kept = decoder("llama"), SliceCache.recall_attention
 
     def wrong(self: SliceCache, layer: Any) -> Any:
         found = kept(self, layer)
         return found and (found[0] * 1.01, found[1])
 
-    monkeypatch.setattr(SliceCache, "kept_attention", wrong)
+    monkeypatch.setattr(SliceCache, "recall_attention", wrong)
     with pytest.raises(UnsupportedModelError, match=r"gradients differ by .*; take recompute full"):
         Pipeline(made, Plan((1, 1), ODD, (0, 4), recompute="block"))
 

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from terapipe import GPT, GPTConfig
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import TensorParallel
+from terapipe.modeling.weight_grads import to_local
 from tests.support.models import variant
 from tests.support.ranks import Ranks
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from terapipe.planning.hardware import Cluster
-from terapipe.published.reproduce import estimates
+from terapipe.published.estimates import estimate_fsdp, estimates
 from terapipe.search.request import Request
 from tests.unit.search.test_sensitivity import SOURCE
 
@@ -18,3 +18,11 @@ def test_sharding_is_estimated_with_or_without_a_ring() -> None:
     slow = replace(SOURCE, cluster=Cluster("p3.16xlarge:8"))
     (bound,) = estimates(slow, Request(batch_size=1, seq_len=65536))
     assert bound.peak_bytes > 0
+
+
+def test_offloading_takes_the_inputs_of_layers_off_the_device() -> None:
+    request = Request(batch_size=1, seq_len=65536)
+    here, away = (estimate_fsdp(SOURCE, request, 1, 8, offload=offload) for offload in (False, True))
+    inputs = 8 * 8192 * 2048 * 2  # layers, tokens of a device, hidden size, bytes
+    assert here.peak_bytes - away.peak_bytes == inputs
+    assert here.step_time == away.step_time

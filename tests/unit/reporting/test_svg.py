@@ -36,6 +36,23 @@ def words(drawn: str) -> list[str]:
     return [e.text or "" for e in ET.fromstring(drawn).iter(_SVG + "text")]
 
 
+def test_the_key_says_what_numbers_in_bars_count() -> None:
+    """Bars of whole sequences have the numbers of microbatches, and the key called them slices."""
+    whole = ideal(Plan((1, 1), ((4,), (4,)), (0, 1, 2)))
+    assert "numbers: microbatches" in words(svg.timelines({"whole": whole}))
+    assert "numbers: slices or microbatches" in words(svg.timelines({"sliced": TIMELINE, "whole": whole}))
+
+
+def test_a_legend_goes_on_in_the_next_row() -> None:
+    parts, y = svg.legend([("forward", "#123456"), ("backward", "#654321")], 10, 30, right=100)
+    assert y == 48
+    texts = [ET.fromstring(part) for part in parts if part.startswith("<text")]
+    assert [(e.get("x"), e.get("y"), e.text) for e in texts] == [
+        ("28.0", "30.0", "forward"),
+        ("28.0", "48.0", "backward"),
+    ]
+
+
 def test_timelines_name_every_computation() -> None:
     drawn = svg.timelines({"One <way>": TIMELINE, "Another": TIMELINE})
     titles = [e.text or "" for e in ET.fromstring(drawn).iter(_SVG + "title")]

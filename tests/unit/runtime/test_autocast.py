@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
-from terapipe.modeling.linear import accumulate_deferred
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.modeling.stage import IGNORE
-from terapipe.runtime.messages import MessageFormat
+from terapipe.modeling.weight_grads import accumulate_deferred
+from terapipe.runtime.comm.channel import MessageFormat
 from tests.support.models import TINY, make_batch, make_model, mesh_of, variant, whole
 from tests.support.ranks import Ranks
 
@@ -41,7 +41,8 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """The plain model, for one that knows nothing of slices too."""
     if kind == "gpt":
         return make_model(variant(tied=True), dtype)
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     return small_model(small_config(kind), dtype).train()
 
@@ -280,7 +281,7 @@ def test_hidden_states_are_sent_in_the_dtype_that_they_have(
 def warmed_up(order: str) -> tuple[Result, Result, bool]:
     """A step after a warm-up under autocast, one without, and whether the wire knows more after the warm-up."""
     pipes = [Pipeline(split_model("gpt", torch.float32), plan_for(order, recompute=False)) for _ in range(2)]
-    wire = pipes[0]._executors._format
+    wire = pipes[0]._executors.message_format
     with torch.autocast(DEVICE, torch.bfloat16):
         pipes[0].warm_up()
     learned = any(wire._learned.values())

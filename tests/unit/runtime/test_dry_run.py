@@ -14,6 +14,9 @@ from terapipe.cli import main
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.memory import ShapeMemory
 from terapipe.runtime import MemoryCounter
+from terapipe.runtime.comm.channel import MessageFormat
+
+learn = MessageFormat.learn
 
 
 @pytest.mark.exhaustive_ids("^(1-options1|2-options2)")
@@ -135,6 +138,41 @@ def test_the_cpus_kernel_stands_for_the_gpus() -> None:
     assert isinstance(memory, ShapeMemory)
     inside = float(memory.workspace(StageSpec(2), 1, 512, 7680)[1]) + memory.blas
     assert inside > 0.15 * found.peak, "which was missing"
-    under_autocast = terapipe.plan(config, "dgx-h100:1", batch_size=1, seq_len=8192, pp=1, dp=1, tp=1, autocast=True)
-    with pytest.raises(ValueError, match="plan without autocast"):
-        terapipe.dry_run(config, under_autocast)
+
+
+@pytest.mark.parametrize(("order", "autocast"), [("terapipe", True), ("terapipe-deferred", False)])
+def test_bytes_are_those_of_products_that_add_in_place(order: str, autocast: bool) -> None:
+    """Fake parameters are of another class: their layers were computed as torch's own, whose casts of weights live
+    beside ours under autocast, and whose gradients are not deferred. Under autocast it was refused."""
+    config = GPTConfig(layers=8, hidden=1024, heads=8, vocab=64, max_seq_len=512)
+    options: dict[str, Any] = {"pp": 4, "dp": 1, "tp": 1, "num_slices": 4, "order": order, "autocast": autocast}
+    result = terapipe.plan(config, "dgx-h100:1", batch_size=1, seq_len=512, **options)
+    dry = terapipe.dry_run(config, result, rank=1)
+    assert dry.predicted is not None
+    assert dry.peak == pytest.approx(dry.predicted, rel=0.05)
+    assert dry.waits == ()
+
+
+class EndsWithProduct(own_model.Decoder):
+    def stage(self, first: int, last: int, device: torch.device, tp: object = None) -> "EndsWithProduct":
+        return EndsWithProduct(first, last).to(device)
+
+    def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
+        out = super().forward(x, cache)
+        return torch.matmul(out, torch.ones(out.shape[-1], out.shape[-1], device=out.device))
+
+
+@pytest.mark.parametrize("kind", [own_model.Decoder, EndsWithProduct])
+def test_messages_under_autocast_have_the_dtype_of_the_stage_before(kind: Any, monkeypatch: Any) -> None:
+    """A rank that receives cannot know it by itself, and fake messages have no tag."""
+    learned: dict[int, torch.dtype] = {}
+    monkeypatch.setattr(
+        MessageFormat, "learn", lambda self, _, dtypes: (learned.update(dtypes), learn(self, _, dtypes))
+    )
+    with torch.device("meta"):
+        model = kind()
+    with torch.autocast("cpu", torch.bfloat16):
+        dry = terapipe.dry_run(model, Plan((1,), ((16, 16),), (0, 1, 2, 4)), rank=1)
+    assert learned == dict.fromkeys(range(2), torch.bfloat16 if kind is EndsWithProduct else torch.float32)
+    assert dry.waits == ()
+    assert dry.sent == {"SEND_F": 2, "SEND_B": 2}

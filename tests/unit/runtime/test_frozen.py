@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.hf.decoder import Decoder
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import FROZEN, Reader
+from tests.support.hf_models import small_config
 from tests.support.models import mesh_of, whole
 from tests.support.ranks import Ranks
 

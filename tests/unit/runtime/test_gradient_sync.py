@@ -7,8 +7,7 @@ import torch
 
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
-from terapipe.hf.verify.small_model import small_config
-from tests.support.hf_models import LENGTHS, batch, stages_here
+from tests.support.hf_models import LENGTHS, batch, small_config, stages_here
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("quiet_models")

@@ -16,9 +16,10 @@ from terapipe import Layout, Pipeline, Plan
 from terapipe.hf import save as hugging_face
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.save import save_pretrained
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.runtime.comm import transport
 from terapipe.runtime.comm.environment import local_device
+from tests.support.hf_models import small_config
 from tests.support.models import TINY, make_model, mesh_of, whole
 from tests.support.ranks import Ranks
 

@@ -24,7 +24,8 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def model(name: str) -> object:
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -40,7 +40,7 @@ def piped(layout: Layout, plan: Plan, shard: bool = False) -> list[Tensor]:
     found = [pipe.next_token_logits(prompt(5, tokens)[rows]) for tokens in LENGTHS]
     # Nothing else has changed: what was kept for training is still there, and trains.
     assert len(pipe.timeline().events) == events
-    assert [executor.plan for executor in pipe._executors.kept] == [plan]
+    assert [executor.plan for executor in pipe._executors.recent] == [plan]
     assert pipe.step(ids, labels).item() == before
     return found
 
@@ -83,7 +83,8 @@ def test_half_precision_gives_single() -> None:
 def hugging_face(name: str) -> tuple[Tensor, Tensor]:
     """Through a pipeline, and by the model itself."""
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -199,6 +199,38 @@ class Forgetful(Renaming):
         return {name: x for name, x in super().state_dict(*args, **kwargs).items() if name != "seen"}
 
 
+class Undecided(Renaming):
+    """Whose state has other names than its parameters."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+
+class Scattering(Renaming):
+    """Which gives weight and bias of one module to two."""
+
+    def _name(self, name: str) -> str:
+        return super()._name(name).replace("norm.bias", "elsewhere.bias")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Undecided, "Undecided must have one name for a parameter, got embedding.weight and inner"),
+        (Scattering, "each as a whole"),
+    ],
+)
+def test_names_that_are_left_open_are_refused(kind: type[Renaming], said: str) -> None:
+    """The parameters were in the tree under both names, and saved under either."""
+
+    class Model(RenamingModel):
+        def stage(self, first: int, last: int, device: torch.device, tp: Any = None) -> Stage:
+            return kind(self.model.stage(first, last, device), first, last)
+
+    with pytest.raises(ValueError, match=said):
+        Pipeline(Model(), Plan((1,), LENGTHS, (0, 1, 4), "terapipe", chunks=2))
+
+
 class Colliding(Stage):
     hidden_size = 2
 
@@ -256,7 +288,8 @@ def test_modes_reach_every_module_and_devices_stay() -> None:
 
 def hugging_face(kind: str, order: str, seed: int = 0) -> Pipeline:
     from terapipe.hf import Decoder
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     decoder = Decoder(small_model(small_config(kind), seed=seed), backend="attention")
     return Pipeline(decoder, plan_for(order, 2), timeout=300.0)
@@ -281,7 +314,8 @@ def of_a_hugging_face_model(kind: str, order: str, folder: str) -> tuple[set[str
 def test_hugging_face_models_have_their_own_names(
     ranks: Callable[[int], Ranks], tmp_path: Path, kind: str, order: str
 ) -> None:
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     model = small_model(small_config(kind))
     found = ranks(2)(of_a_hugging_face_model, kind, order, str(tmp_path / "saved"))

@@ -251,9 +251,11 @@ def test_training_follows_the_plain_model(ranks: Callable[[int], Ranks]) -> None
 
 
 def test_a_transport_says_where_a_pipeline_computes() -> None:
-    """A device or mesh given beside it was ignored."""
+    """A device, mesh or timeout given beside it was ignored."""
     plan = Plan((1,), ((8,),), (0, TINY.layers))
     transport = Pipeline(make_model(TINY), plan).transport
-    with pytest.raises(ValueError, match="a transport has its mesh and device"):
+    with pytest.raises(ValueError, match="a transport has its mesh, device and timeout"):
         Pipeline(make_model(TINY), plan, transport=transport, device="cpu")
+    with pytest.raises(ValueError, match="got timeout= beside transport="):
+        Pipeline(make_model(TINY), plan, transport=transport, timeout=5.0)
     Pipeline(make_model(TINY), plan, transport=transport)

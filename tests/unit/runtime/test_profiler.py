@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from examples import own_model
 from terapipe.cli import main
-from terapipe.hf.verify.small_model import small_config
 from terapipe.launch import processes
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import PipelineModel
@@ -20,6 +19,7 @@ from terapipe.planning.cost import StageSpec
 from terapipe.planning.presets import PRESETS, GPTConfig
 from terapipe.planning.profile import KINDS, FittedCost, Profile, Transfer
 from terapipe.runtime import profiler
+from tests.support.hf_models import small_config
 from tests.support.models import TINY, make_model
 from tests.support.ranks import Ranks
 

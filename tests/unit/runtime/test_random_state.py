@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.hf import Decoder
-from terapipe.hf.verify.small_model import small_config, small_model
+from terapipe.hf.verify.small_model import small_model
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.slice_cache import SliceCache
-from terapipe.modeling.sliced_stage import SlicedStage
-from terapipe.modeling.stage import IGNORE, Stage
+from terapipe.modeling.stage import IGNORE, SlicedStage, Stage
+from tests.support.hf_models import small_config
 from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of
 from tests.support.ranks import Ranks
 

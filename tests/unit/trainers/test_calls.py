@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from terapipe.hf import UnsupportedModelError
-from terapipe.hf.relative_positions import relative_length
-from terapipe.hf.verify.small_model import default_config, small_config, small_model
+from terapipe.hf.verify.small_model import default_config, small_model
+from terapipe.hf.verify.verification import relative_length
 from terapipe.hf.weights import meta_model
 from terapipe.trainers import pipelined
+from tests.support.hf_models import small_config
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
 ROWS, TOKENS = 2, 29

@@ -199,7 +199,8 @@ def test_left_padding_of_learned_positions_is_refused() -> None:
 
 
 def mixture() -> Any:
-    from terapipe.hf.verify.small_model import small_config, small_model
+    from terapipe.hf.verify.small_model import small_model
+    from tests.support.hf_models import small_config
 
     config = small_config("mixtral")
     config.output_router_logits, config.router_aux_loss_coef = True, 0.5

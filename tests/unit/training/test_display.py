@@ -210,8 +210,8 @@ def test_the_panel_is_right(tmp_path: Path) -> None:
     display.row({"step": said[0][2], "event": "checkpoint", "message": ""})
     for step, seconds in enumerate((1.0, 1.0, 4.0), 8):
         display.row({"step": step, "seconds": seconds, "tokens_per_second": 100 / seconds})
-    assert display._known["saved"] == 7
-    assert (display._known["median"], display._known["tokens_per_second"]) == (1.0, 100.0)
+    assert display._latest["saved"] == 7
+    assert (display._latest["median"], display._latest["tokens_per_second"]) == (1.0, 100.0)
 
 
 WATCHED = """

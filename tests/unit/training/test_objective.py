@@ -284,7 +284,7 @@ def test_rows_of_pairs(tmp_path: Path, seq_len: int, ids: str, labels: str) -> N
     assert rows.ids[0].tolist() == [known.get(c, ord(c)) for c in ids]
     assert rows.labels[0].tolist() == [known.get(c, ord(c)) or IGNORE for c in labels]
     assert rows.labels[1].tolist() == [{98: 100, 99: 101}.get(x, x) for x in rows.labels[0].tolist()]
-    assert rows.numbers == (0, 1)
+    assert rows.indices == (0, 1)
 
 
 @pytest.mark.parametrize(

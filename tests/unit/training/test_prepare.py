@@ -59,7 +59,7 @@ def test_a_full_disk_is_named_with_the_path(text_folder: Path, tmp_path: Path) -
     path = tmp_path / "train.partial" / "tokens.bin"
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: '{path}'") as caught:
-        writer.add_all([text_folder / "text.txt"], "text", lambda tokens: None)
+        writer.add_all([text_folder / "text.txt"], "text")
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"), writing(tmp_path):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -26,7 +26,7 @@ def watched(config: RunConfig) -> list[bool]:
             raise AssertionError("sent to all ranks")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("terapipe.training.run.Pipeline", Watched)
+        patched.setattr("terapipe.training.state.Pipeline", Watched)
         train(config)
     return found
 

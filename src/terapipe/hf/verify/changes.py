@@ -23,8 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import UnsupportedModelError
-from terapipe.hf.refusals import first_line
+from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.structure import (
     ModelStructure,
     PassThrough,
@@ -35,6 +34,7 @@ from terapipe.hf.structure import (
 )
 from terapipe.hf.verify.reference import Batch, updated_buffers
 from terapipe.hf.weights import meta_model
+from terapipe.modeling.stage_chain import first_line, relative_error
 
 ROWS, TOKENS, CUT = 2, 11, 4  # of a check: small numbers that are no sizes of a model's tensors
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative errors; rounding is far less, mixed tokens far more
@@ -340,9 +340,8 @@ def _gradient_error(whole: Any, parts: Any, sources: list[Tensor]) -> float:
     wanted, mine = (
         torch.autograd.grad(value, sources, allow_unused=True, materialize_grads=True) for value in (whole, parts)
     )
-    largest = max(max(float(g.abs().max()) for g in wanted if g.numel()), 1e-30)
-    error = max(float((a - b).abs().max()) / largest for a, b in zip(wanted, mine, strict=True) if a.numel())
-    return error if error == error else float("inf")
+    largest = max(float(g.abs().max()) for g in wanted if g.numel())
+    return max(relative_error(a, b, largest) for a, b in zip(wanted, mine, strict=True))
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -1,4 +1,12 @@
-"""Runs a small Hugging Face model whole, and in stages and slices in one process; compares loss and gradients."""
+"""Runs a small Hugging Face model whole, and in stages and slices in one process; compares loss and gradients.
+
+    reference(model, batch)                        whole model, transformers' own forward, torch's backward
+    SlicedModel(model, ...)(batch, slice_lengths)  stages, slices, our caches
+    errors(wanted, computed)                       {"loss": 2e-16, "model.layers.*.mlp.up_proj.weight": 1e-15, ...}
+
+Both get the same two rows of 29 random tokens, with labels that have nothing to do with them: so no gradient is small
+because the model happens to be right. Two labels do not count, as real batches have such.
+"""
 
 import copy
 import re
@@ -12,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from terapipe.hf.attention_backend import Backend
+from terapipe.hf.backends import Backend
 from terapipe.hf.rope import depends_on_length
 from terapipe.hf.routers import FLAG, router_losses
 from terapipe.hf.stage import DecoderStage, loss_of
 from terapipe.hf.structure import ModelStructure, is_classifier, text_config, token_logits
 from terapipe.modeling.stage import IGNORE, TensorParallel
-from terapipe.modeling.stage_chain import StageChain
+from terapipe.modeling.stage_chain import StageChain, changed_buffers, relative_error
 from terapipe.planning.recompute import Recompute
 
 TOKENS = 29
@@ -29,7 +37,13 @@ Result = tuple[float, dict[str, Tensor]]  # loss and gradients
 
 @dataclass(frozen=True)
 class Batch:
-    """Two rows of random tokens, each one document or several packed ones."""
+    """Two rows of random tokens, each one document or several packed ones.
+
+    Args:
+        ids: (2, tokens).
+        labels: (2, tokens); -100 at one place of each row.
+        documents: Where documents begin in each row; empty if each is one document.
+    """
 
     ids: Tensor
     labels: Tensor
@@ -37,6 +51,14 @@ class Batch:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokens: int = TOKENS, documents: Starts = (), seed: int = 0) -> "Batch":
+        """A batch for a model, on its device.
+
+        Args:
+            model: Whose vocabulary and device it is for; a classifier has labels 0 to 2.
+            tokens: Of each row.
+            documents: Where documents begin.
+            seed: Of tokens and labels.
+        """
         generator = torch.Generator().manual_seed(seed)
         vocabulary = int(min(model.get_input_embeddings().num_embeddings, text_config(model.config).vocab_size))
         ids, labels = (torch.randint(vocabulary, (2, tokens), generator=generator) for _ in range(2))
@@ -54,6 +76,11 @@ def uneven_lengths(num_slices: int, min_slice: int, tokens: int = TOKENS) -> tup
     """Lengths of slices that add up to ``tokens``, one of them the least. For 4 slices: (5, 1, 13, 10).
 
     Lengths differ because equal ones hide faults: a slice that took its neighbor's positions would look right.
+
+    Args:
+        num_slices: How many.
+        min_slice: The least tokens of a slice. One has just so many: the hardest case for convolutions.
+        tokens: Of the sequence.
     """
     most = tokens // (2 * min_slice)
     if not 1 <= num_slices <= most:
@@ -69,10 +96,15 @@ def uneven_lengths(num_slices: int, min_slice: int, tokens: int = TOKENS) -> tup
 
 def updated_buffers(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     """The names of buffers that ``run`` changes, such as running means. Those of rotary embeddings by length do not
-    count: stages set them for each slice."""
+    count: stages set them for each slice.
+
+    Args:
+        model: Whose buffers are compared.
+        run: Calls the model once.
+    """
     before = {name: x.clone() for name, x in _buffers(model)}
     run()
-    return [name for name, x in _buffers(model) if name not in before or not torch.equal(before[name], x)]
+    return changed_buffers(before, dict(_buffers(model)))
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -86,6 +118,13 @@ def reference(model: PreTrainedModel, batch: Batch) -> Result:
 
     If rotary frequencies depend on the length, documents alone would get other frequencies than packed ones. Such
     models get them in one row, with positions that restart, as transformers packs them.
+
+    Args:
+        model: Which stays as it is.
+        batch: Its loss is the mean over the labels that count.
+
+    Returns:
+        The loss, and gradients by the parameters' names.
     """
     whole = copy.deepcopy(model)
     if batch.documents and any(depends_on_length(module) for module in whole.modules()):
@@ -111,7 +150,12 @@ def reference(model: PreTrainedModel, batch: Batch) -> Result:
 
 
 def adds_router_loss(model: PreTrainedModel, batch: Batch) -> bool:
-    """Whether transformers adds something to the loss for the routers. Not all models with routers do."""
+    """Whether transformers adds something to the loss for the routers. Not all models with routers do.
+
+    Args:
+        model: With routers.
+        batch: Any.
+    """
     with torch.no_grad():
         out = model(input_ids=batch.ids, labels=batch.ids, use_cache=False, output_router_logits=True)
     return isinstance(getattr(out, "aux_loss", None), Tensor)
@@ -142,6 +186,9 @@ class SlicedModel:
         backend: What carries state between slices.
         num_stages: How many stages to make; a model with fewer layers gets one per layer.
         tp: Split the operators of all stages over this mesh.
+
+    Attributes:
+        stages: In their order.
     """
 
     def __init__(
@@ -166,11 +213,18 @@ class SlicedModel:
         self._chain = StageChain(self.stages)
 
     def train(self, mode: bool) -> None:
+        """Sets training or evaluation mode of all stages."""
         for stage in self.stages:
             stage.train(mode)
 
     def __call__(self, batch: Batch, slice_lengths: Sequence[int], *, recompute: Recompute = "none") -> Result:
-        """Loss and gradients of a batch, which are to be those of ``reference``."""
+        """Loss and gradients of a batch, which are to be those of ``reference``.
+
+        Args:
+            batch: The same.
+            slice_lengths: Which add up to its tokens.
+            recompute: What backwards compute again.
+        """
         for stage in self.stages:
             stage.zero_grad()
         last, counted = self.stages[-1], (batch.labels != IGNORE).sum()
@@ -203,20 +257,21 @@ def errors(wanted: Result, computed: Result) -> dict[str, float]:
     """The largest error of each group of parameters; a group is a name without the layer's number.
 
     Relative to the largest gradient of the model, because some gradients are zero but for rounding.
+
+    Args:
+        wanted: By ``reference``.
+        computed: By a ``SlicedModel``.
     """
     largest = max(gradient.abs().max().item() for gradient in wanted[1].values())
-    groups = {"loss": _number(abs(computed[0] - wanted[0]) / abs(wanted[0]))}
+    loss, own_loss = (torch.tensor(result[0], dtype=torch.float64) for result in (wanted, computed))
+    groups = {"loss": relative_error(loss, own_loss)}
     for name in wanted[1].keys() | computed[1].keys():
         truth, mine = wanted[1].get(name), computed[1].get(name)
         if truth is None or mine is None:  # a gradient of zeros may be missing
             rest = mine if truth is None else truth
             error = 0.0 if rest is None or not rest.any() else float("inf")
         else:
-            error = _number((mine - truth).abs().max().item() / largest)
+            error = relative_error(truth, mine, largest)
         group = re.sub(r"\.\d+\.", ".*.", name)
         groups[group] = max(groups.get(group, 0.0), error)
     return groups
-
-
-def _number(error: float) -> float:
-    return error if error == error else float("inf")

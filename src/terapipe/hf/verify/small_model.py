@@ -29,14 +29,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from terapipe.hf.weights import model_maker
+from terapipe.hf.weights import model_maker, read_config
 
 Scope = Mapping[str, Any]  # the original's values, also by common names, and those of enclosing configurations
 Rule = Callable[[Any, Scope], Any]
@@ -147,12 +148,16 @@ LACKING: dict[str, dict[str, Any]] = {
 
 
 def causal_lm_types() -> list[str]:
-    """All model types for which transformers has a causal LM."""
+    """All model types for which transformers has a causal LM, sorted: what ``terapipe verify --all`` asks of."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, as a decoder (for BERT and similar)."""
+    """The default configuration of a type, as a decoder (for BERT and similar).
+
+    Args:
+        model_type: One of ``causal_lm_types``.
+    """
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no causal language model of type {model_type!r}; see causal_lm_types()")
     config = CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
@@ -163,11 +168,19 @@ def default_config(model_type: str) -> PretrainedConfig:
     return config
 
 
-def small_config(model_type: str) -> PretrainedConfig:
-    """The default configuration of a type, made small; of a multimodal model, its text part."""
-    config = default_config(model_type)
-    text = getattr(config, "text_config", None)
-    return shrink_config(text if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+def config_of(model: str) -> PretrainedConfig:
+    """The configuration of a small copy of a model.
+
+    Args:
+        model: The path of a model's folder or of its config.json; else a model type, which has its default
+            configuration.
+    """
+    path = Path(model)
+    if path.exists():
+        return shrink_config(read_config(path))
+    if model not in causal_lm_types():
+        raise ValueError(f"{model!r} is no file or folder here, and no causal-LM type of the installed transformers")
+    return shrink_config(default_config(model))
 
 
 def small_model(
@@ -196,7 +209,11 @@ def small_model(
 
 
 def _spread(weight: Tensor) -> None:
-    """Scales up random weights, and adds noise to constant ones, such as norms."""
+    """Scales up random weights, and adds noise to constant ones, such as norms.
+
+    With a usual initialization, scores of attention are all about 0, and every token sees the mean of those before it.
+    A mask that is wrong in one place would then change nothing that could be told from rounding.
+    """
     std = weight.std().item() if weight.dim() > 1 else 0.0
     if 0 < std < SPREAD:
         weight.mul_(SPREAD / std)
@@ -217,7 +234,11 @@ def shrink_config(config: PretrainedConfig, *, layers: int | None = None) -> Pre
 
 
 def _shrink(config: PretrainedConfig, enclosing: Scope, layers: int) -> PretrainedConfig:
-    """The copy of a configuration or sub-configuration, given the values of those around it."""
+    """The copy of a configuration or sub-configuration, given the values of those around it.
+
+    ``scope`` is what rules look sizes up in: the values under the type's own names (``n_head``) and under those that
+    transformers has for all types (``num_attention_heads``), also of the configurations around this one.
+    """
     common = {own: name for name, own in config.attribute_map.items()}
     values = {name: value for name, value in config.to_dict().items() if name not in UNSET}
     scope = {**enclosing, **values, **{common[name]: value for name, value in values.items() if name in common}}
@@ -227,15 +248,21 @@ def _shrink(config: PretrainedConfig, enclosing: Scope, layers: int) -> Pretrain
 
 
 def _shallow(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """All values, for few layers that are as wide as before."""
+    """All values, for few layers that are as wide as before.
+
+    A Gemma 3 of 26 layers, whose every sixth sees all tokens, and of which 4 are wanted:
+
+        layer_types   s s s s s f s s s s s f ...      _layers_to_keep: 0, 1, 5, 11
+                      s s       f           f          the copy's: s s f f; num_hidden_layers 4
+    """
     counts = [values[name] for name in DEPTHS if values.get(name)]
     depth = counts[0] if counts else len(values.get("layers_block_type", ()))
-    layers_kept = _layers_to_keep(values, depth, layers)
-    return {name: for_layers(name, value, layers_kept, depth) for name, value in values.items()}
+    numbers = _layers_to_keep(values, depth, layers)
+    return {name: for_layers(name, value, numbers, depth) for name, value in values.items()}
 
 
 def _layers_to_keep(values: dict[str, Any], depth: int, layers: int) -> list[int]:
-    """Numbers of the layers to keep: the first of each kind, then the second of each, and so on.
+    """Numbers of the layers to keep, sorted: the first of each kind, then the second of each, and so on.
 
     Two layers are of one kind if all values agree for a model that has only one or the other. Numbers repeat if the
     model has fewer layers than the copy.
@@ -249,20 +276,35 @@ def _layers_to_keep(values: dict[str, Any], depth: int, layers: int) -> list[int
     return sorted(islice(cycle(layer for _, layer in sorted(ranked)), max(layers, len(seen))))
 
 
-def for_layers(name: str, value: Any, layers_kept: list[int], depth: int) -> Any:
-    """A value about layers, for those that are layers_kept; any other value as it is."""
+def for_layers(name: str, value: Any, numbers: list[int], depth: int) -> Any:
+    """A value of a configuration for a model that has only some of its layers.
+
+    Stages use it too, for the configuration of their own layers (own_layers.py). With layers 2 and 3 of 6:
+
+        num_hidden_layers       6                    ->  2            DEPTHS
+        layer_types             [a, b, a, b, a, b]   ->  [a, b]       a list with one item for each layer
+        mlp_only_layers         [0, 3]               ->  [1]          LISTED: numbers of layers
+        first_k_dense_replace   3                    ->  1            FIRST: how many come first
+        hidden_size             64                   ->  64           not about layers
+
+    Args:
+        name: Of the value.
+        value: In the whole model.
+        numbers: Of the layers that are left.
+        depth: How many layers the whole model has.
+    """
     if name == "per_layer_config":
-        return {new: value[old] for new, layer in enumerate(layers_kept) for old in value if int(old) == layer}
+        return {new: value[old] for new, layer in enumerate(numbers) for old in value if int(old) == layer}
     if name in LISTED and value:
-        return [new for new, layer in enumerate(layers_kept) if layer in value]
+        return [new for new, layer in enumerate(numbers) if layer in value]
     if isinstance(value, list) and len(value) == depth and re.search("layer|types|pattern|size", name):
-        return [value[layer] for layer in layers_kept]
+        return [value[layer] for layer in numbers]
     if name in DEPTHS and value:
-        return len(layers_kept)
+        return len(numbers)
     if name in FIRST and value:
-        return sum(layer < value for layer in layers_kept)
+        return sum(layer < value for layer in numbers)
     if name in LAST and value:
-        return sum(layer >= depth - value for layer in layers_kept)
+        return sum(layer >= depth - value for layer in numbers)
     return value
 
 
@@ -286,6 +328,7 @@ def _narrow(name: str, value: Any, scope: Scope, common: Mapping[str, str]) -> A
 
 
 def _rule(name: str) -> Rule | None:
+    """The rule for a name: one of its own, else the first whose pattern it matches."""
     return RULES.get(name) or next((rule for pattern, rule in PATTERNS.items() if re.search(pattern, name)), None)
 
 
@@ -296,10 +339,13 @@ def _scale(part: int, whole: int, small: int) -> int:
 
 
 def _width(value: int, scope: Scope) -> int:
+    """Widths that equal the hidden size stay equal to it, others stay different, in about the same proportion."""
     return _scale(value, scope.get("hidden_size") or value, HIDDEN)
 
 
 def _head_size(value: int, scope: Scope) -> int:
+    """Heads that are together as wide as the hidden states stay so; others stay wider or narrower. Latent attention's
+    heads are scaled by their rotary part."""
     if scope.get("qk_rope_head_dim"):
         return value * ROPE // int(scope["qk_rope_head_dim"])
     heads, hidden = scope.get("num_attention_heads"), scope.get("hidden_size")
@@ -307,6 +353,7 @@ def _head_size(value: int, scope: Scope) -> int:
 
 
 def _part_of_head(value: int, scope: Scope) -> int:
+    """Parts of a head (rotary dimensions, say) keep their share of it."""
     if scope.get("qk_rope_head_dim"):
         return _head_size(value, scope)
     head = scope.get("head_dim") or scope["hidden_size"] // scope["num_attention_heads"]
@@ -314,6 +361,7 @@ def _part_of_head(value: int, scope: Scope) -> int:
 
 
 def _kv_heads(value: int, scope: Scope) -> int:
+    """As many as heads of queries if they were as many; else 1 stays 1, and more become 2: grouped queries stay so."""
     return HEADS if value >= (scope.get("num_attention_heads") or value) else min(value, 2)
 
 
@@ -326,15 +374,18 @@ def _mamba_heads(value: int, scope: Scope) -> int:
 
 
 def _original_positions(value: int, scope: Scope) -> int:
+    """The length before scaling keeps its proportion to the longest one."""
     return max(1, value * POSITIONS // max(POSITIONS, int(scope.get("max_position_embeddings") or 0)))
 
 
 def _sections(value: list[int], scope: Scope) -> list[int]:
+    """Parts of the rotary dimensions for time, height and width: about equal, and together a small head's."""
     total = _part_of_head(sum(value), scope)
     return [total // len(value) + (i < total % len(value)) for i in range(len(value))]
 
 
 def _at_most(size: int) -> Rule:
+    """A rule that leaves smaller values as they are."""
     return lambda value, scope: min(value, size)
 
 

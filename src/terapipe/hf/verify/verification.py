@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from math import gcd, isfinite
+from math import gcd, inf, isfinite
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from terapipe.hf.attention_backend import Backend
-from terapipe.hf.refusals import first_line, switch_checkpointing
-from terapipe.hf.rope import depends_on_length, with_original_length
+from terapipe.hf.backends import Backend
+from terapipe.hf.refusals import switch_checkpointing
+from terapipe.hf.rope import ORIGINAL_KEY, depends_on_length, ropes_of, with_original_length
 from terapipe.hf.routers import with_balance, with_router_logits
-from terapipe.hf.structure import ModelStructure, find_structure, is_classifier
+from terapipe.hf.structure import ModelStructure, find_structure, is_classifier, text_config, token_logits
 from terapipe.hf.verify.reference import (
     TOKENS,
     Batch,
@@ -45,8 +45,9 @@ from terapipe.hf.verify.reference import (
     uneven_lengths,
     updated_buffers,
 )
-from terapipe.hf.verify.small_model import HEAD_COUNTS, KV_HEADS, small_model
+from terapipe.hf.verify.small_model import HEAD_COUNTS, KV_HEADS, shrink_config, small_model
 from terapipe.modeling.stage import TensorParallel
+from terapipe.modeling.stage_chain import first_line
 from terapipe.planning.recompute import Recompute
 
 BOUND = 1e-4  # relative error; parts of many models compute in float32, whatever their dtype
@@ -64,32 +65,48 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Whether a model is exact in slices, and how.
+    """Whether a model is exact in slices, and how. ``ModelVerifier.verify`` makes it; ``Decoder`` takes it as it is.
 
     An error is the largest difference of a gradient, relative to the largest gradient of the model; NaN if it was not
     computed. Packed documents and the loss of routers may be refused although the rest is exact.
+
+    Args:
+        model: The model's name.
+        backend: What carries state between slices; None if the model is refused.
+        worst: The largest error.
+        min_slice: The least tokens of a slice with which it is exact.
+        reason: Why the model is not exact.
+        structure: Where its layers are; None for a model that could not be run at all.
+        groups: Errors by groups of parameters; a group is a name without the layer's number.
+        documents: The largest error with packed documents.
+        documents_reason: Why packed documents are not exact.
+        router: The largest error with the routers' load-balancing loss, if the model has one.
+        router_reason: Why that loss is not exact.
+        dtype: Of the small copy: float64, or float32 if the model does not run in that.
     """
 
     model: str
-    backend: Backend | None = None  # None: the model is refused
-    worst: float = float("nan")  # the largest error, relative to the largest gradient
-    min_slice: int = 1  # least tokens of a slice
-    reason: str = ""  # why the model is not exact
+    backend: Backend | None = None
+    worst: float = float("nan")
+    min_slice: int = 1
+    reason: str = ""
     structure: ModelStructure | None = None
-    groups: tuple[tuple[str, float], ...] = ()  # errors by groups of parameters
-    documents: float = float("nan")  # the largest error with packed documents
-    documents_reason: str = ""  # why packed documents are not exact
-    router: float = float("nan")  # the largest error with the routers' load-balancing loss, if the model has one
-    router_reason: str = ""  # why that loss is not exact
-    dtype: str = "float64"  # of the small copy
+    groups: tuple[tuple[str, float], ...] = ()
+    documents: float = float("nan")
+    documents_reason: str = ""
+    router: float = float("nan")
+    router_reason: str = ""
+    dtype: str = "float64"
 
     @property
     def exact(self) -> bool:
-        """Whether whole sequences give the gradients of the whole model."""
+        """Whether sequences without packed documents give the gradients of the whole model. All else that may be exact
+        rests on this."""
         return self.backend is not None and self.worst <= BOUND
 
     @property
     def documents_exact(self) -> bool:
+        """Whether packed documents give the gradients of each document by itself."""
         return self.exact and self.documents <= BOUND
 
     @property
@@ -99,6 +116,7 @@ class VerifyResult:
 
     @property
     def router_exact(self) -> bool:
+        """Whether the loss of routers is transformers' own, and its gradients are."""
         return self.exact and self.router <= BOUND
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,6 +147,7 @@ class _Expected:
 
     @property
     def remark(self) -> str:
+        """What is special about it, for a message: another length, or evaluation mode. Empty for the usual case."""
         length = f" with {self.batch.tokens} tokens" if self.batch.tokens != TOKENS else ""
         return length + ("" if self.training else " in evaluation mode")
 
@@ -179,8 +198,15 @@ class ModelVerifier:
             return VerifyResult(self._name, reason=reasons[0])
 
     def confirm(self, result: VerifyResult) -> dict[str, float]:
-        """The largest errors of another small copy, with other stages and slices, in what the result calls exact: by
-        use, "whole", "documents" and "routers"."""
+        """The largest errors of another small copy, with other weights, stages and slices, in what ``result`` calls
+        exact.
+
+        Args:
+            result: Of ``verify``.
+
+        Returns:
+            By use: "whole", and if the result calls them exact "documents" and "routers".
+        """
         with quietly():
             model = self._small_model(result.dtype, seed=1)
             slice_lengths = uneven_lengths(6, result.min_slice)[::-1]
@@ -196,12 +222,21 @@ class ModelVerifier:
             return worst
 
     def why_not_recomputed(self, structure: ModelStructure, recompute: Recompute) -> str:
-        """Why slices of the attention backend are not exact with this recomputation; empty if they are."""
+        """Why slices of the attention backend are not exact with this recomputation; empty if they are.
+
+        Args:
+            structure: Of the model.
+            recompute: The mode.
+        """
         return self._why_not(lambda model: SlicedModel(model, structure, "attention"), recompute)
 
     def why_not_checkpointed(self, structure: ModelStructure) -> str:
         """The same with transformers' own checkpointing of layers. Some models ask the cache for its length, which
-        transformers does not pass to a recomputed layer."""
+        transformers does not pass to a recomputed layer.
+
+        Args:
+            structure: Of the model.
+        """
 
         def checkpointing(model: PreTrainedModel) -> SlicedModel:
             model = copy.deepcopy(model)
@@ -227,14 +262,19 @@ class ModelVerifier:
 
     # How they are answered
 
+    # How they are answered
+
     def _small_model(self, dtype: torch.dtype | str, *, asking: bool = False, seed: int = 0) -> PreTrainedModel:
-        """With ``asking``, its configuration asks for the loss of routers."""
+        """A small copy. With ``asking``, its configuration asks for the loss of routers.
+
+        RoPE by length changes beyond 16 tokens in it, so that sequences of 29 tokens are beyond and some slices before.
+        """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         config = with_original_length(self._asking if asking else self._config, ORIGINAL)
         return small_model(config, dtype, seed, self._kind)
 
     def _prepare(self, dtype: torch.dtype) -> tuple[PreTrainedModel, list[_Expected], ModelStructure]:
-        """A small copy in evaluation mode, what it computes whole, and its structure."""
+        """A small copy in training mode, what it computes whole in both modes, and its structure."""
         model = self._small_model(dtype).to(self._device)  # type: ignore[arg-type]
         others = OTHER_TOKENS if _rope_depends_on_length(model) else ()
         batches = [Batch.of(model, tokens) for tokens in (TOKENS, *others)]
@@ -301,7 +341,11 @@ class ModelVerifier:
         return replace(result, documents=error, documents_reason=reason)
 
     def _add_router_loss(self, result: VerifyResult) -> VerifyResult:
-        """The result with the error of the routers' loss, if the model has one."""
+        """The result with the error of the routers' loss, if the model has one.
+
+        A model may have routers and a flag for their loss, to which transformers adds nothing: the result then stays
+        as it is, without a router error.
+        """
         if self._asking is self._config:
             return result
         adds_nothing = False
@@ -319,7 +363,12 @@ class ModelVerifier:
         return result if adds_nothing else replace(result, router=error, router_reason=reason)
 
     def _why_not(self, cut: Callable[[PreTrainedModel], SlicedModel], recompute: Recompute = "none") -> str:
-        """Why the gradients of what ``cut`` makes of a small copy differ from the copy's; empty if they do not."""
+        """Why the gradients of what ``cut`` makes of a small copy differ from the copy's; empty if they do not.
+
+        Args:
+            cut: Makes stages of a small copy.
+            recompute: What their backwards compute again.
+        """
 
         def measure() -> float:
             model = self._small_model(torch.float64)
@@ -329,6 +378,8 @@ class ModelVerifier:
             return _measure(measure)[1]
 
     def _tp_errors(self, result: VerifyResult, mesh: DeviceMesh) -> dict[str, float]:
+        """Errors by groups of parameters, of stages that are split over the mesh, against the whole copy. Every rank
+        computes the whole copy itself; they have the same weights, from the same seed."""
         with quietly():
             model: Any = small_model(_with_heads_for(self._config, mesh.size()), kind=self._kind)
             model = model.to(mesh.device_type)
@@ -338,7 +389,10 @@ class ModelVerifier:
 
 
 def _try(question: Callable[[], T]) -> tuple[T | None, str]:
-    """The answer; or None and the first line of whatever the model's own code, or DTensor, raises."""
+    """The answer; or None and the first line of whatever the model's own code, or DTensor, raises.
+
+    Any exception: a type of transformers may raise anything when it is given stubs, slices or float64.
+    """
     try:
         return question(), ""
     except Exception as error:
@@ -360,15 +414,18 @@ def _largest_error(
     slice_lengths: Sequence[int],
     recompute: Recompute = "none",
 ) -> float:
+    """Of one batch, over all parameters."""
     return max(errors(reference(model, batch), sliced(batch, slice_lengths, recompute=recompute)).values())
 
 
 def _structure_of(result: VerifyResult) -> ModelStructure:
-    assert result.structure is not None  # which only a model has that could not be run at all
+    """The structure of a result whose model could be run."""
+    assert result.structure is not None
     return result.structure
 
 
 def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+    """Whether batches of several lengths must be tried: frequencies of one could stay for the next."""
     return any(map(depends_on_length, model.modules()))
 
 
@@ -381,13 +438,23 @@ def _name_updated_buffers(model: PreTrainedModel, expected: _Expected) -> str:
 
 
 def packed_documents(slice_lengths: Sequence[int]) -> Starts:
-    """Documents that begin at slices and within them, one of a single token and some longer than a slice."""
+    """Documents that begin at slices and within them, one of a single token and some longer than a slice.
+
+    For slices of 5, 1, 13 and 10 tokens, where ``|`` is the edge of a slice and ``D`` begins a document:
+
+        slices   |....|.|............|.........
+        row 0    D.....D......................     where the third slice begins, and the fifth, if there is one
+        row 1    D....DD...........D..........     at 5, 6 and 18
+
+    Args:
+        slice_lengths: Of a sequence of 29 tokens.
+    """
     edges = list(accumulate(slice_lengths))[:-1]
     return (0, *edges[1::2]), (0, 5, 6, 18)
 
 
 def _max_over(mine: list[float], mesh: DeviceMesh) -> list[float]:
-    """The element-wise maximum over all ranks, on all of them."""
+    """The element-wise maximum over all ranks, on all of them: an all-reduce, by way of a DTensor."""
     values = torch.tensor(mine, dtype=torch.float64, device=mesh.device_type)
     largest: list[float] = DTensor.from_local(values, mesh, [Partial("max")], run_check=False).full_tensor().tolist()
     return largest
@@ -414,3 +481,58 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+
+
+# Positions
+
+SHIFT = 64  # by how many positions tokens are shifted: more than a small copy's window
+SHIFT_BOUND = 3e-5  # relative; angles of rotations are computed in float32
+FAR = 2**20  # more tokens than a check has
+_LENGTHS: dict[tuple[type, str], float] = {}  # by class and configuration: a check takes part of a second
+
+
+def relative_length(model: PreTrainedModel) -> float:
+    """Up to which length a model sees distances between tokens only, not where they are: 0, infinity, or an original
+    length. Padding on the left shifts tokens, and a pipeline moves it to the right.
+
+    Rotary embeddings make attention depend on distances. But some models also scale queries by their positions
+    (Ministral 3 beyond its original length, Beam), or put a norm with weights of its own after the rotation (Hunyuan).
+    So it is tried on a small copy, which gets the same tokens at other positions.
+
+    Args:
+        model: Any causal LM, of which the class and configuration are looked at.
+    """
+    key = type(model), model.config.to_json_string(use_diff=False)
+    if key not in _LENGTHS:
+        _LENGTHS[key] = _try_lengths(model.config, type(model))
+    return _LENGTHS[key]
+
+
+def _try_lengths(config: PretrainedConfig, kind: type[PreTrainedModel]) -> float:
+    """With a small copy as it is; then with one whose original length nothing reaches. If only the second sees
+    distances alone, the model does up to its own original length."""
+    # Frequencies by length are those of the batch, padded or not: an original length that nothing reaches.
+    small = with_original_length(shrink_config(config), FAR)
+    if _sees_distances_only(small, kind):
+        return inf
+    originals = [one[ORIGINAL_KEY] for one in ropes_of(text_config(config)) if one.get(ORIGINAL_KEY)]
+    for one in ropes_of(text_config(small)):
+        if one.get(ORIGINAL_KEY):
+            one[ORIGINAL_KEY] = FAR
+    return float(min(originals)) if originals and _sees_distances_only(small, kind) else 0.0
+
+
+def _sees_distances_only(config: PretrainedConfig, kind: type[PreTrainedModel]) -> bool:
+    """Whether logits of a small copy are the same 64 positions further on."""
+    with quietly(), torch.no_grad():
+        try:
+            model = small_model(config, kind=kind).train(False)
+            batch = Batch.of(model)
+            places = torch.arange(batch.tokens).expand_as(batch.ids)
+            here, there = (
+                token_logits(model, input_ids=batch.ids, position_ids=places + shift, use_cache=False)
+                for shift in (0, SHIFT)
+            )
+        except Exception:  # whatever the model's own code raises, for example without rows for such positions
+            return False
+    return bool((here - there).abs().max() <= SHIFT_BOUND * here.abs().max())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from terapipe.modeling.dtensor import to_local
 from terapipe.modeling.stage import WeightSource
+from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport
 

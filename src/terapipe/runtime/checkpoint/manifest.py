@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from terapipe.files import check_kind, inside, naming
+from terapipe.files import check_kind, inside, with_path
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -53,7 +53,7 @@ def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
         folder: that the manifest describes.
         files: the sum of each file in it, by name.
     """
-    with naming(folder / MANIFEST), (folder / MANIFEST).open("w", encoding="utf-8") as file:
+    with with_path(folder / MANIFEST), (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(_text(files))
         file.flush()
         os.fsync(file.fileno())

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from terapipe.files import beside
-from terapipe.modeling.dtensor import to_local
+from terapipe.files import sibling
+from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
 from terapipe.runtime.checkpoint.reader import (
@@ -222,7 +222,7 @@ class Checkpoint:
         folder, writer = folder.absolute(), CheckpointWriter.of(self._transport)
         self._wait(writer.latest if writer is not None else None)
         if self._transport.global_rank == min(self._transport.ranks.hosts):
-            shutil.rmtree(beside(folder, "partial"), ignore_errors=True)
+            shutil.rmtree(sibling(folder, "partial"), ignore_errors=True)
         left_out: Digests = {} if frozen else self._base.choose_left_out(self._tensors)
         state: State = {}
         staging = Staging() if writer is None else writer.staging
@@ -269,21 +269,33 @@ class Checkpoint:
 
     # Loading
 
-    def check_base(self, folder: Path) -> None:
-        """Refuses a checkpoint of another frozen base, on all ranks alike. Nothing is changed, and all can go on."""
+    def load(self, folder: Path, extra: Mapping[str, Tensor], *, verify: bool) -> Loaded:
+        """Loads a checkpoint into the tensors as they are, in any layout. All ranks call it together.
+
+        What can be refused is refused first, on all ranks alike: a damaged file, another frozen base. Nothing has
+        changed then, and all can go on. An error after that stops the pipeline, because some weights are loaded.
+
+        Args:
+            folder: of the checkpoint.
+            extra: tensors to fill, of those that the checkpoint has with this shape and dtype.
+            verify: whether files are compared with their checksums first.
+        """
+        damage = verify_files(folder, self._transport) if verify else ""
+        if damage:
+            raise ValueError(damage)
+        self._check_base(folder)
+        with self._transport.failure.failing_together():
+            return self._load(folder, extra)
+
+    def _check_base(self, folder: Path) -> None:
         place = _place(folder)
         source, left_out = ("", {}) if place is None else read_frozen(place)
         if left_out:
             self._base.check(folder, left_out, source, self._tensors)
 
     @torch.no_grad()
-    def load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
-        """Loads a checkpoint into the tensors as they are, in any layout. Every rank reads what it holds.
-
-        Args:
-            folder: of the checkpoint.
-            extra: tensors to fill, of those that the checkpoint has with this shape and dtype.
-        """
+    def _load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
+        """Every rank reads what it holds."""
         place = _place(folder)
         if place is None:
             raise ValueError(_nothing_in(folder))
@@ -356,7 +368,7 @@ def _damage(folder: Path, part: int, parts: int) -> list[str]:
 def _place(folder: Path) -> Path | None:
     """Returns where the checkpoint is: a crash while it was replaced may have left it beside. None if there is none."""
     marks = (manifest.MANIFEST, INDEX)
-    places = (folder, beside(folder, "old"))
+    places = (folder, sibling(folder, "old"))
     return next((place for place in places if any((place / mark).exists() for mark in marks)), None)
 
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from terapipe.files import beside, flush, put_in_place, recover
-from terapipe.modeling.dtensor import as_dtensor_like, to_local
+from terapipe.files import flush, recover, replace_folder, sibling
+from terapipe.modeling.weight_grads import as_dtensor_like, to_local
 from terapipe.runtime.checkpoint.manifest import Sum, SummedFile, write_manifest
+from terapipe.runtime.comm.environment import start_thread
 from terapipe.runtime.comm.errors import is_connection_error
 from terapipe.runtime.comm.groups import GROUPS
 from terapipe.runtime.comm.mesh import ALL
-from terapipe.runtime.comm.threads import start_thread
 from terapipe.runtime.comm.transport import Transport
 
 PATIENCE = timedelta(hours=1)  # for the slowest rank's disk; one that dies is noticed at once
@@ -198,7 +198,7 @@ def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group:
         first rank                                              | texts, manifest, flush, rename
         all ranks                                                 get the first rank's problem, if any, and raise it
     """
-    partial = beside(folder, "partial")
+    partial = sibling(folder, "partial")
     is_main = group is None or dist.get_rank(group) == 0
     failures: dict[int, BaseException] = {}
     try:
@@ -244,7 +244,7 @@ def _finish(folder: Path, partial: Path, texts: Mapping[str, str], sums: dict[st
         sums = {**sums, name: file.sum}
     write_manifest(partial, sums)
     flush(partial)
-    put_in_place(folder, partial)
+    replace_folder(folder, partial)
     flush(folder.parent)
 
 

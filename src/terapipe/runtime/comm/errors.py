@@ -50,6 +50,18 @@ def nccl_cause(error: BaseException) -> str:
     return text.splitlines()[0]
 
 
+def nccl_message(first: dist.Work | None) -> str:
+    """Returns what NCCL says of a communicator that has failed, or an empty string.
+
+    Args:
+        first: any operation of it. The first one is best: it holds no message in memory.
+    """
+    if first is None or not first.is_completed():  # which asks NCCL
+        return ""
+    error = first.exception()
+    return str(error).strip().partition("\n")[0] if error is not None else ""
+
+
 def describe_error(error: BaseException) -> str:
     """Returns an error's class and message; never an empty string."""
     text = str(error).strip()

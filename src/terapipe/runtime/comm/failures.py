@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from terapipe.runtime.comm.environment import start_thread
 from terapipe.runtime.comm.errors import (
     PipelineError,
     describe_error,
@@ -38,12 +39,10 @@ from terapipe.runtime.comm.errors import (
     is_out_of_memory,
     is_timeout,
     nccl_cause,
+    nccl_message,
 )
 from terapipe.runtime.comm.groups import GROUPS
-from terapipe.runtime.comm.links import nccl_message
-from terapipe.runtime.comm.mesh import ALL, DP, TP
-from terapipe.runtime.comm.ranks import Ranks, rank_name
-from terapipe.runtime.comm.threads import start_thread
+from terapipe.runtime.comm.mesh import ALL, DP, TP, Ranks, rank_name
 from terapipe.runtime.comm.watcher import Watcher
 
 T = TypeVar("T")

@@ -2,20 +2,25 @@
 
 torch keeps its groups process-wide. A group holds threads and connections, and gloo's cannot be closed. So a later
 pipeline over the same ranks takes the groups of an earlier one; they are never used at the same time.
+
+Making a group waits for every member, by timeouts of torch's own (half an hour), and its errors name nobody. So ranks
+meet in the job's store first (``roll_call``), and those that do not come are named.
 """
 
 import atexit
+import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.rendezvous import rendezvous
 
@@ -23,13 +28,12 @@ from terapipe.runtime.comm.environment import (
     nccl_errors_raised_here,
     rank_and_size,
     restarts,
+    start_thread,
     stay_on_this_host,
     store_address,
     under_torchrun,
 )
 from terapipe.runtime.comm.errors import PipelineError
-from terapipe.runtime.comm.roll_call import roll_call
-from terapipe.runtime.comm.threads import start_thread
 
 if TYPE_CHECKING:
     from terapipe.runtime.checkpoint.writer import CheckpointWriter
@@ -171,7 +175,8 @@ class ProcessGroups:
                 if peer != dist.get_rank(group):
                     with suppress(RuntimeError):  # from the time-out, or because this connection is down already
                         nothing = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-                        not_none(nothing).wait(timedelta(milliseconds=1))
+                        if nothing is not None:
+                            nothing.wait(timedelta(milliseconds=1))
 
     def abort(self, communicators: Collection[Any], device: torch.device) -> None:
         """Aborts NCCL's communicators, all at the same time, and does not wait for it.
@@ -228,12 +233,6 @@ GROUPS = ProcessGroups()
 atexit.register(GROUPS.leave)
 
 
-def not_none(work: dist.Work | None) -> dist.Work:
-    """Returns what an operation with ``async_op`` returned; only a rank outside of its group would get None."""
-    assert work is not None
-    return work
-
-
 def _nccl_options(timeout: timedelta, ctas: int, *, before_computations: bool = False) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=before_computations)
     options.config.max_ctas = ctas
@@ -271,3 +270,65 @@ def _store_of_job(timeout: float) -> Store:
             f"must be started, and be reached there: {str(error).partition(chr(10))[0]}"
         ) from error
     return store
+
+
+# Meeting before a group is made
+
+_rounds: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how often these ranks have met for this, in this process
+
+
+def roll_call(store: Store, rank: int, ranks: Sequence[int], timeout: float, what: str) -> None:
+    """Returns when all of these ranks have called it as often, for the same purpose.
+
+    Where some are missing in the end, all others raise the same words, and all may try again.
+
+    Args:
+        store: of the job.
+        rank: of this process.
+        ranks: that are to meet.
+        timeout: seconds to wait.
+        what: they meet for, such as "make a Pipeline".
+    """
+    if len(ranks) < 2:
+        return
+    key = what, tuple(ranks)
+    group = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+    meeting = PrefixStore(f"terapipe/roll call/{group}", store)
+    try:
+        while meeting.check([f"{_rounds[key]}/absent"]):  # others gave up; they will be in the next round
+            _rounds[key] += 1
+        room = PrefixStore(str(_rounds[key]), meeting)
+        _rounds[key] += 1
+        absent = _meet(room, rank, ranks, timeout, what)
+    except DistError as error:
+        cause = str(error).partition("\n")[0]
+        raise PipelineError(
+            f"rank {rank} waited for all {len(ranks)} ranks to {what}, and lost the job's store, which ends with the "
+            f"process that hosts it: {cause}"
+        ) from error
+    if absent:
+        raise PipelineError(absent)
+
+
+def _meet(room: Store, rank: int, ranks: Sequence[int], timeout: float, what: str) -> str:
+    """Empty when all are there, or what all who are there say of the others. Polls, because a wait that times out in
+    the store writes to stderr."""
+    room.set(f"rank{rank}", "")
+    if room.add("arrived", 1) == len(ranks):  # one key to look for, however many ranks there are
+        room.set("all", "")
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while not room.check(["all"]):
+        if room.check(["absent"]) or time.monotonic() > deadline:
+            missing = [r for r in ranks if not room.check([f"rank{r}"])]
+            return room.compare_set("absent", "", _absence(missing, ranks, timeout, what)).decode()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return ""
+
+
+def _absence(missing: Sequence[int], ranks: Sequence[int], timeout: float, what: str) -> str:
+    named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"all {len(ranks)} ranks must {what}, {'ranks' if len(missing) > 1 else 'rank'} {named} did not within "
+        f"{timeout:g} s; look for what happened there, or raise timeout"
+    )

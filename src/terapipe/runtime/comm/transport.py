@@ -1,6 +1,6 @@
 """What the ranks of a pipeline send each other and decide together, on CPUs by gloo and on GPUs by NCCL."""
 
-from collections import Counter
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terapipe.runtime.comm.channel import Channel
-from terapipe.runtime.comm.environment import host_name, refuse_blocking_waits
+from terapipe.runtime.comm.channel import Channel, Done, GlooLinks, Links, NcclLinks, NullChannel, not_none
+from terapipe.runtime.comm.environment import device_of, host_name, refuse_blocking_waits
 from terapipe.runtime.comm.failures import BEAT, Failure
-from terapipe.runtime.comm.groups import not_none
-from terapipe.runtime.comm.links import Done, GlooLinks, Links, NcclLinks, NullLinks
-from terapipe.runtime.comm.mesh import ALL, DP, PP, TP
-from terapipe.runtime.comm.ranks import Line, Ranks
+from terapipe.runtime.comm.mesh import ALL, DP, PP, TP, Line, Ranks
 
 T = TypeVar("T")
+
+TIMEOUT = 300.0  # seconds that a rank waits for another where nobody says how long
 
 
 class Transport:
@@ -59,7 +58,7 @@ class Transport:
         cls,
         device: torch.device,
         mesh: DeviceMesh | None = None,
-        timeout: float = 300.0,
+        timeout: float = TIMEOUT,
         mesh_dims: Mapping[str, str] | None = None,
     ) -> "Transport":
         """Meets the other ranks. All of them call it together.
@@ -241,6 +240,37 @@ class Transport:
             span = BEAT
 
 
+def transport_for(
+    transport: Transport | None,
+    device: torch.device | str | None,
+    mesh: DeviceMesh | None,
+    timeout: float | None,
+    mesh_dims: Mapping[str, str] | None,
+) -> Transport:
+    """Returns the transport that a pipeline was given, or meets the other ranks for it.
+
+    A transport that exists has its mesh, device and timeout. Others beside it would have to be ignored: a user who
+    shortens the timeout of a second pipeline would wait as long as before. So they are refused.
+
+    Args:
+        transport: of another pipeline or a profiler in this process, or None.
+        device: of this process; by default its GPU, or the CPU where there is none.
+        mesh: as for ``Transport.join``.
+        timeout: as for ``Transport.join``; by default ``TIMEOUT``.
+        mesh_dims: as for ``Transport.join``.
+    """
+    if transport is None:
+        return Transport.join(device_of(device), mesh, TIMEOUT if timeout is None else timeout, mesh_dims)
+    beside = {"device": device, "mesh": mesh, "timeout": timeout, "mesh_dims": mesh_dims}
+    names = [f"{name}=" for name, value in beside.items() if value is not None]
+    if names:
+        raise ValueError(
+            f"a transport has its mesh, device and timeout, got {' and '.join(names)} beside transport=; pass "
+            "transport.over(mesh), give device and timeout to Transport.join, or pass no transport="
+        )
+    return transport
+
+
 class NullTransport(Transport):
     """A transport without other ranks: what is sent goes nowhere, what arrives is zeros of the right shape.
 
@@ -262,24 +292,16 @@ class NullTransport(Transport):
             lines[TP] = Line(tuple(range(mesh.size())))
         ranks = Ranks(lines, mesh, {TP: TP})
         failure = Failure(ranks, device, 0.0)
-        self.sent: Counter[str] = Counter()  # number of messages, by kind
-        super().__init__(device, 0.0, ranks, _NullChannel(device, pipe, failure, self.sent), failure)
+        channel = NullChannel(device, pipe, failure)
+        self.sent = channel.sent  # number of messages, by kind
+        super().__init__(device, 0.0, ranks, channel, failure)
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         self.sent["sum of gradients"] += 1
         return Done()
 
-
-class _NullChannel(Channel):
-    """Counts messages that are not sent, by the word before the parenthesis: ``SEND_F`` of ``SEND_F(0, 1)``."""
-
-    def __init__(self, device: torch.device, line: Line, failure: Failure, sent: Counter[str]) -> None:
-        super().__init__(device, line, failure, NullLinks())
-        self._sent = sent
-
-    def send(self, tensor: Tensor, peer: int, why: object) -> dist.Work:
-        self._sent[str(why).partition("(")[0]] += 1
-        return super().send(tensor, peer, why)
+    def finish_sum(self, work: dist.Work) -> None:
+        pass
 
 
 def _channel(device: torch.device, timeout: float, ranks: Ranks, failure: Failure) -> Channel:
@@ -290,6 +312,18 @@ def _channel(device: torch.device, timeout: float, ranks: Ranks, failure: Failur
     elif line.tensors is not None:
         links = GlooLinks(line.tensors, span)
     return Channel(device, line, failure, links)
+
+
+def checksum(data: str | Tensor) -> int:
+    """Returns a number of 63 bits, for ``gather_numbers``: ranks compare numbers, not what they stand for.
+
+    It is never zero: zero means that a rank has nothing to say.
+
+    Args:
+        data: words, or a tensor, which is waited for where it is on a GPU.
+    """
+    raw = data.encode() if isinstance(data, str) else data.cpu().contiguous().numpy().tobytes()
+    return (int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 1) or 1
 
 
 def _refuse_shared_devices(devices: Sequence[tuple[str, str]], ranks: Ranks) -> None:

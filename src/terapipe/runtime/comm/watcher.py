@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from terapipe.runtime.comm.environment import host_name
-from terapipe.runtime.comm.threads import start_thread
+from terapipe.runtime.comm.environment import host_name, start_thread
 
 BEAT = 0.5  # seconds between looks
 LEAVE = 2.0  # seconds that the end of the process waits for the thread

@@ -1,6 +1,14 @@
-"""Find data files and read their documents: plain text, JSON lines, Parquet, and folders saved by ``datasets``.
+"""Find data files and read their documents: plain text, JSON lines, Parquet, and folders saved by `datasets`.
 
-``datasets`` reads the folders that it saved. The other formats have their own readers, because its loaders lose
+::
+
+    "texts/*.txt"  --find_files-->  paths  --read_documents-->  DocumentPart, DocumentPart, ...   (text, is_last)
+    "pairs.jsonl"  --find_files-->  paths  --read_entries---->  where, (value of each field)
+
+Memory does not grow with the data: documents come in parts of PART characters. A part is cut where no token can span
+the cut, so the tokens are those of the whole text.
+
+`datasets` reads the folders that it saved. The other formats have their own readers, because its loaders lose
 guarantees (seen with 5.2). "text" converts line ends, keeps the byte order mark and holds a whole document in memory.
 "json" reads a missing field as null, converts numbers to text and does not name the line of an error. "parquet" is
 several times slower than pyarrow, which it uses, and leaves lock files behind.
@@ -28,7 +36,12 @@ SURROGATES = re.compile("[\ud800-\udfff]")  # JSON can contain unpaired ones, UT
 
 
 class DocumentPart(NamedTuple):
-    """Long documents are read in parts, so memory use does not depend on their length."""
+    """A part of a document. Long documents are read in parts, so memory use does not depend on their length.
+
+    Args:
+        text: Of the part; never empty.
+        is_last: Whether the document ends with it.
+    """
 
     text: str
     is_last: bool
@@ -38,7 +51,15 @@ Reader = Callable[[Path, str], Iterator[DocumentPart]]
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The files and saved datasets that match the names or patterns: sorted, without duplicates."""
+    """Finds the files and saved datasets that names or patterns match.
+
+    Args:
+        patterns: Names, or patterns as of a shell, with ``**`` for any folders. A name that exists is not a pattern,
+            whatever brackets it has.
+
+    Returns:
+        The paths: sorted, so that every start sees them in the same order, and without duplicates.
+    """
     paths: dict[Path, Path] = {}
     for pattern in map(os.path.expanduser, patterns):
         matches = [pattern] if Path(pattern).exists() else _matches(pattern)
@@ -53,12 +74,17 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Without plain folders, which a pattern such as ``**`` matches on its way."""
+    """What a pattern matches, without plain folders, which one such as ``**`` matches on its way."""
     return [match for match in glob.glob(pattern, recursive=True) if Path(match).is_file() or _is_saved(Path(match))]
 
 
 def read_documents(paths: Iterable[Path], field: str) -> Iterator[DocumentPart]:
-    """All documents that are not empty, in the order of the files."""
+    """Yields all documents that are not empty, in the order of the files.
+
+    Args:
+        paths: The files and saved datasets.
+        field: Which field or column has the text; plain text has none.
+    """
     for path in paths:
         try:
             yield from _reader(path)(path, field)
@@ -71,7 +97,13 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[DocumentPart]:
 
 
 def check_readable(path: Path, fields: Sequence[str] = ()) -> None:
-    """Refuses a file or folder from which no documents, or with ``fields`` no entries, can be read."""
+    """Refuses a file or folder from which no documents, or with `fields` no entries, can be read. Goes by names, reads
+    no text.
+
+    Args:
+        path: Of a file or folder.
+        fields: That entries must have; none: documents are read.
+    """
     if not fields:
         _reader(path)
     elif not path.is_dir() and not path.name.lower().endswith(ENTRIES):
@@ -84,7 +116,12 @@ def check_readable(path: Path, fields: Sequence[str] = ()) -> None:
 
 
 def read_entries(paths: Iterable[Path], fields: Sequence[str]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The values of several fields of each entry, and where it is."""
+    """Yields the values of several fields of each entry, and where it is, for messages.
+
+    Args:
+        paths: Of .jsonl files and saved datasets.
+        fields: That each entry must have.
+    """
     for path in paths:
         check_readable(path, fields)
         if path.name.lower().endswith(ENTRIES):
@@ -102,20 +139,26 @@ def read_entries(paths: Iterable[Path], fields: Sequence[str]) -> Iterator[tuple
 
 
 def _reader(path: Path) -> Reader:
+    """The function that reads such a file. The name decides, not the contents."""
     if path.is_dir():
         return _read_saved
     for suffix, reader in READERS.items():
         if path.name.lower().endswith(suffix):
             return reader
-    known = ", ".join(READERS)
-    raise ValueError(f"text is read from files that end in {known}, and from folders of datasets, got {path}")
+    suffixes = ", ".join(READERS)
+    raise ValueError(f"text is read from files that end in {suffixes}, and from folders of datasets, got {path}")
 
 
 # Parts of a document
 
 
 def split_text(text: str, limit: int = PART) -> Iterator[str]:
-    """Split into parts of at most ``limit`` characters. Only an empty text has an empty part."""
+    """Splits a text into parts of at most `limit` characters. Only an empty text has an empty part.
+
+    Args:
+        text: To split.
+        limit: Characters in a part; they are at least half as long, but for the last.
+    """
     start = 0
     while len(text) - start > limit:
         stop = _split_point(text, start, start + limit)
@@ -129,6 +172,12 @@ def _split_point(text: str, start: int, stop: int) -> int:
 
     Best is before a single space that follows a word: a token may begin with a space but never ends with one, so the
     tokens stay those of the whole text. Otherwise after a line, otherwise anywhere.
+
+    ::
+
+        ... the quick brown fox jumps ...
+                 ^ middle       ^ stop
+                         |  split here: "... brown" + " fox jumps"
     """
     middle = (start + stop) // 2
     space = text.rfind(" ", middle + 1, stop + 1)
@@ -151,11 +200,16 @@ def _parts(text: Any, field: str, where: str) -> Iterator[DocumentPart]:
 
 
 def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    """The bytes of a file, decompressed if its name ends in .gz."""
     return gzip.GzipFile(path) if path.name.lower().endswith(".gz") else path.open("rb")
 
 
 def _bad_byte(path: Path) -> str:
-    """The first byte that is not valid UTF-8 and its offset in the file, after decompression if it is compressed."""
+    """The first byte that is not valid UTF-8 and its offset in the file, after decompression if it is compressed.
+
+    Python's own error has the offset in the block that it was decoding, which helps nobody. So the file is read again,
+    only then.
+    """
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(path) as file:
         while True:
@@ -171,6 +225,8 @@ def _bad_byte(path: Path) -> str:
 
 
 def _read_text(path: Path, _: str) -> Iterator[DocumentPart]:
+    """One document. A byte order mark is dropped, line ends stay as they are. The rest of a block joins the next
+    one."""
     rest = ""
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         while block := text.read(PART):
@@ -181,6 +237,7 @@ def _read_text(path: Path, _: str) -> Iterator[DocumentPart]:
 
 
 def _read_json_lines(path: Path, field: str) -> Iterator[DocumentPart]:
+    """One document for each line; empty lines are passed over."""
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -189,6 +246,8 @@ def _read_json_lines(path: Path, field: str) -> Iterator[DocumentPart]:
 
 
 def _field(line: bytes, field: str, where: str, key: str = "data.field") -> Any:
+    """The value of a field of one line. The message names the fields that there are, because the usual mistake is
+    data.field."""
     try:
         entry = json.loads(line)
     except UnicodeDecodeError:
@@ -205,6 +264,7 @@ def _field(line: bytes, field: str, where: str, key: str = "data.field") -> Any:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[DocumentPart]:
+    """One document for each row, ROWS of them in memory at a time."""
     arrow, parquet = (import_extra(name, "data", path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
         # With pre_buffer, pyarrow would keep all row groups that it has read in memory.
@@ -218,6 +278,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[DocumentPart]:
 
 
 def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder; the second file is that of several datasets."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
@@ -231,6 +292,8 @@ def _read_saved(folder: Path, field: str) -> Iterator[DocumentPart]:
 
 
 def _load_saved(folder: Path) -> Any:
+    """Opens a saved dataset. Several in one folder are refused with their names: which one to train on is not ours to
+    choose."""
     _check_saved(folder)
     datasets = import_extra("datasets", "data", folder)
     datasets.disable_progress_bars()
@@ -245,7 +308,8 @@ def _load_saved(folder: Path) -> Any:
 
 
 def _check_saved(folder: Path) -> None:
-    """A folder must be a saved dataset, and the files that it names its own."""
+    """A folder must be a saved dataset, and the files that it names its own: a dataset from elsewhere could name any
+    file of this machine."""
     if not _is_saved(folder):
         raise ValueError(
             f"a folder must be one that datasets' save_to_disk wrote, {folder} has no state.json; "
@@ -259,6 +323,7 @@ def _check_saved(folder: Path) -> None:
 
 
 def _check_column(names: Sequence[str], field: str, path: Path) -> None:
+    """Refuses a table without the column, and names those that it has."""
     if field not in names:
         raise ValueError(f"{path} has no column {field!r}, it has {', '.join(map(repr, names))}; set data.field")
 

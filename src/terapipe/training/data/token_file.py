@@ -1,8 +1,21 @@
 """Token files: documents as tokens, written once, then read through memory maps.
 
-The cache of ``datasets`` does not replace them. Batches read any range of tokens, for which Arrow's record batches are
-no contiguous array; ``datasets`` would be imported by every rank (over a second and 100 MB each); and its cache has no
-checksums.
+::
+
+    train/
+      tokens.bin       all tokens, 2 bytes each (4 if the vocabulary is above 65536), each document with its end token
+      documents.npy    int64: where each document begins in tokens.bin
+      numbers.npy      float64, only with some objectives: a number for each document
+      meta.json        dtype, vocabulary, counts, and the hashes of what it was made from
+      manifest.json    sizes and checksums of the files above
+
+    tokens.bin     T h e . c a t . A n d . ...        "." stands for the end token
+    documents.npy  0       4       8       ...
+
+A batch is a few ranges of tokens.bin, which the kernel reads when they are touched and shares between the ranks of a
+host. The cache of `datasets` does not replace that. Batches read any range of tokens, for which Arrow's record batches
+are no contiguous array; `datasets` would be imported by every rank (over a second and 100 MB each); and its cache has
+no checksums.
 """
 
 import io
@@ -10,7 +23,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.files import beside, flush_files, naming, put_in_place
+from terapipe.files import flush_files, replace_folder, sibling, with_path
 from terapipe.runtime.checkpoint import Sum, damage, read_manifest, write_manifest
 from terapipe.training.config import DataConfig
 from terapipe.training.data.text_reader import DocumentPart, read_documents
@@ -27,32 +40,52 @@ from terapipe.training.data.tokenizer import Tokenizer, load_tokenizer
 
 BATCH = 2**21  # characters encoded at a time
 
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True)
 class Origin:
-    """Hashes of what a token file was made from. If one of them changes, the file is written again."""
+    """Hashes of what a token file was made from. If one of them changes, the file is written again.
+
+    Args:
+        sources: Of names, sizes and times of the texts, and of the keys that the tokens depend on.
+        tokenizer: Of the contents of the tokenizer's files.
+    """
 
     sources: str
     tokenizer: str
 
 
 class TokenWriter:
-    """Writes a token file to a temporary folder beside its place; ``close`` renames it."""
+    """Writes a token file to a temporary folder beside its place; `close` renames it.
+
+    Tokens go to the disk as they come, so memory does not grow with the data, except for 8 bytes a document.
+
+    Args:
+        folder: Where the token file will be.
+        tokenizer: Encodes the texts.
+        origin: Is written to meta.json.
+    """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, origin: Origin) -> None:
         self._folder, self._tokenizer, self._origin = folder, tokenizer, origin
         self._dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
         self._starts = array("q")
-        self._partial = beside(folder, "partial")
+        self._partial = sibling(folder, "partial")
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self.size = 0
         self._numbers: array[float] | None = None
         self._sums = [Sum()]  # checksums of the file after each append, for ``move_end``
 
-    def add_all(self, paths: list[Path], field: str, progress: Progress) -> None:
+    def add_all(self, paths: list[Path], field: str) -> None:
+        """Writes all documents of some files.
+
+        Long documents come in parts, so a document ends where a part says that it is the last one, not where a part
+        ends.
+
+        Args:
+            paths: The files, in this order.
+            field: Which field or column has the text.
+        """
         start = 0
         for parts in _batches(read_documents(paths, field)):
             tokens: list[int] = []
@@ -63,30 +96,48 @@ class TokenWriter:
                     self._starts.append(start)
                     start = self.size + len(tokens)
             self._append(np.asarray(tokens, self._dtype))
-            progress(self.size)
         if not self._starts:
             names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
             raise ValueError(f"there must be at least one document that is not empty, got none in {names}")
 
     def encode(self, *texts: str) -> list[list[int]]:
+        """Returns the token ids of some texts, for a caller that puts documents together itself.
+
+        Args:
+            *texts: Each is encoded by itself.
+        """
         return self._tokenizer.encode(list(texts))
 
     def add(self, tokens: list[int], number: float) -> None:
-        """One document, without its end token, and a number that belongs to it."""
+        """Writes one document and a number that belongs to it.
+
+        Args:
+            tokens: Of the document, without the end token.
+            number: Of a pair, the tokens of its prompt; otherwise the document's weight.
+        """
         self._numbers = self._numbers if self._numbers is not None else array("d")
         self._numbers.append(number)
         self._starts.append(self.size)
         self._append(np.asarray([*tokens, self._tokenizer.end], self._dtype))
 
     def _append(self, tokens: NDArray[Any]) -> None:
+        """Writes tokens at the end, and continues the checksum: the file is not read again to compute it."""
         path = self._partial / TOKENS
-        with naming(path), path.open("ab") as file:
+        with with_path(path), path.open("ab") as file:
             file.write(tokens.data)
         self.size += len(tokens)
         self._sums.append(self._sums[-1].add(tokens.data))
 
     def move_end(self, other: "TokenWriter", share: float) -> None:
-        """Move the last documents, about this share of the tokens, to the other file."""
+        """Moves the last documents to another file: how data.eval_share gets its data.
+
+        The texts are read once, and only then is it known where the last share begins. So all tokens are written to one
+        file, and its end is moved.
+
+        Args:
+            other: The empty writer of the evaluation data.
+            share: Of all tokens, about; documents stay whole where possible.
+        """
         starts = np.asarray(self._starts, np.int64)
         border = _border(starts, self.size, share)
         path = self._partial / TOKENS
@@ -99,6 +150,8 @@ class TokenWriter:
             self._append(np.asarray([self._tokenizer.end], self._dtype))
 
     def close(self) -> None:
+        """Writes the other files, flushes all of them to the disk, and renames the folder into place. The manifest is
+        written last of all, so a folder that has one is whole."""
         starts = io.BytesIO()
         np.save(starts, np.asarray(self._starts, np.int64))
         file = TokenFile(
@@ -112,17 +165,17 @@ class TokenWriter:
             np.save(numbers, np.asarray(self._numbers, np.float64))
             contents[NUMBERS] = numbers.getvalue()
         for name, content in contents.items():
-            with naming(self._partial / name):
+            with with_path(self._partial / name):
                 (self._partial / name).write_bytes(content)
         sums = {TOKENS: self._sums[-1], **{name: Sum().add(content) for name, content in contents.items()}}
-        with naming(self._partial):
+        with with_path(self._partial):
             write_manifest(self._partial, sums)
             flush_files(self._partial)
-        put_in_place(self._folder, self._partial)
+        replace_folder(self._folder, self._partial)
 
 
 def _batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
-    """Several parts at a time: tokenizers encode them in parallel."""
+    """Several parts at a time, about BATCH characters: tokenizers encode them in parallel, in threads of their own."""
     batch: list[DocumentPart] = []
     length = 0
     for part in parts:
@@ -136,8 +189,8 @@ def _batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
 
 
 def _sum_of_first(size: int, sums: list[Sum], path: Path) -> Sum:
-    """The checksum of the first bytes of a file, continued from the nearest one that is known."""
-    nearest = max(known for known in sums if known.size <= size)
+    """The checksum of the first bytes of a file, continued from the nearest one that was noted while writing."""
+    nearest = max(sum_ for sum_ in sums if sum_.size <= size)
     with path.open("rb") as file:
         file.seek(nearest.size)
         return nearest.add(file.read(size - nearest.size))
@@ -157,7 +210,18 @@ NUMBERS = "numbers.npy"  # one for each document: of a pair the tokens of its pr
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A folder with the tokens of all documents, each followed by the tokenizer's end token."""
+    """A folder with the tokens of all documents, each followed by the tokenizer's end token.
+
+    Nothing is read before it is used: `tokens` and `starts` are memory maps, opened at first use and kept.
+
+    Args:
+        folder: Which one.
+        dtype: Of the tokens, as numpy writes it: "<u2" or "<u4".
+        vocab: All tokens are below it.
+        num_tokens: In all.
+        num_documents: In all.
+        origin: What it was made from.
+    """
 
     folder: Path
     dtype: str
@@ -168,7 +232,12 @@ class TokenFile:
 
     @staticmethod
     def open(folder: Path) -> "TokenFile":
-        """Checks sizes only, so that ranks without the first or last stage read no tokens."""
+        """Opens what a `TokenWriter` wrote. Checks sizes only, so that ranks without the first or last stage read no
+        tokens; `prepare` has compared the checksums once, on rank 0.
+
+        Args:
+            folder: Which one.
+        """
         if not folder.is_dir():
             raise ValueError(f"{folder} holds no token file; prepare the data first")
         problems = damage(folder, sums=False)
@@ -184,6 +253,7 @@ class TokenFile:
 
     @cached_property
     def tokens(self) -> NDArray[Any]:
+        """All tokens, one after the other."""
         return np.memmap(self.folder / TOKENS, self.dtype, "r")
 
     @cached_property
@@ -194,25 +264,42 @@ class TokenFile:
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
-        """What belongs to each document: the tokens of its prompt, or its weight."""
+        """What belongs to each document: the tokens of its prompt, or its weight. Only if the objective needs them."""
         numbers: NDArray[np.float64] = np.load(self.folder / NUMBERS)
         return numbers
 
     def document(self, index: int) -> tuple[int, int]:
-        """Where it begins and ends."""
+        """Returns where a document begins and ends; its end token is the last one.
+
+        Args:
+            index: Of the document.
+        """
         end = self.starts[index + 1] if index + 1 < self.num_documents else self.num_tokens
         return int(self.starts[index]), int(end)
 
 
 @dataclass(frozen=True)
 class Data:
+    """What a run reads while it trains.
+
+    Args:
+        train: To train on.
+        eval: To evaluate on; None if there is nothing.
+        tokenizer: That made both.
+    """
+
     train: TokenFile
     eval: TokenFile | None
     tokenizer: Tokenizer
 
 
 def open_data(config: DataConfig, folder: Path) -> Data:
-    """Open what ``prepare`` wrote."""
+    """Opens what `prepare` wrote, and refuses what makes no sequence. All ranks call it.
+
+    Args:
+        config: Says whether there is evaluation data.
+        folder: That of `prepare`.
+    """
     files = {name: TokenFile.open(folder / name) for name in split_names(config)}
     for name, file in files.items():
         if config.packing != "padded" and file.num_tokens < config.seq_len:
@@ -225,4 +312,5 @@ def open_data(config: DataConfig, folder: Path) -> Data:
 
 
 def split_names(config: DataConfig) -> list[str]:
+    """The token files that a configuration asks for."""
     return ["train", "eval"] if config.eval or config.eval_share else ["train"]

@@ -1,4 +1,17 @@
-"""Tokenizers: bytes, a Hugging Face folder, or a byte-level BPE trained on the data."""
+"""Tokenizers: bytes, a Hugging Face folder, or a byte-level BPE trained on the data.
+
+::
+
+    data.tokenizer     class           needs         files in the run's tokenizer/
+    "bytes"            ByteTokenizer   nothing       tokenizer.json, written by us
+    "train"            FastTokenizer   tokenizers    tokenizer.json, trained on the texts
+    a folder           FastTokenizer   tokenizers    copied, if there is a tokenizer.json
+    a folder           SlowTokenizer   transformers  saved by transformers, if there is none
+
+Whatever it was, the run's folder has a copy that `transformers.AutoTokenizer` opens, and the exported model gets that
+copy. FastTokenizer does not use AutoTokenizer: every rank opens the tokenizer, and transformers takes half a second to
+import on each; and AutoTokenizer does not find an end token that only the model's config.json names, by its number.
+"""
 
 import json
 import re
@@ -9,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from terapipe.extras import import_extra
-from terapipe.files import beside, check_kinds, naming, put_in_place, recover
+from terapipe.files import check_kinds, recover, replace_folder, sibling, with_path
 from terapipe.training.data.text_reader import split_text
 
 END = "<|endoftext|>"
@@ -21,8 +34,27 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-class FastTokenizer:
-    """A tokenizer.json, by the tokenizers library. Special tokens that are spelled out in a text are recognized."""
+class _LibraryTokenizer:
+    """What is the same by tokenizers and by transformers, which call it alike."""
+
+    _tokenizer: Any
+
+    @cached_property
+    def vocab(self) -> int:
+        """One more than the largest id, not the count of tokens: ids may have gaps, and the embedding has rows for
+        them."""
+        return 1 + int(max(self._tokenizer.get_vocab().values()))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+class FastTokenizer(_LibraryTokenizer):
+    """A tokenizer.json, by the tokenizers library. Special tokens that are spelled out in a text are recognized.
+
+    Args:
+        folder: That holds it; the files beside it name the end token.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,17 +80,11 @@ class FastTokenizer:
             raise _no_end(self._folder)
         return first
 
-    @cached_property
-    def vocab(self) -> int:
-        return 1 + int(max(self._tokenizer.get_vocab().values()))  # not their count: ids may have gaps
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
     def save(self, folder: Path) -> None:
+        """Copies the files. The end token is named in the copy, even where only the model's config.json did."""
         folder.mkdir(parents=True, exist_ok=True)
         if folder.resolve() != self._folder.resolve():
             for name in TOKENIZER_FILES:
@@ -67,8 +93,12 @@ class FastTokenizer:
         write_config(folder, self._tokenizer.id_to_token(self.end))
 
 
-class SlowTokenizer:
-    """Any other tokenizer that transformers can open."""
+class SlowTokenizer(_LibraryTokenizer):
+    """Any other tokenizer that transformers can open, such as a sentencepiece model.
+
+    Args:
+        folder: That holds it. No code in it is run, and nothing is downloaded.
+    """
 
     def __init__(self, folder: Path) -> None:
         auto = import_extra("transformers", "hf", "this tokenizer").AutoTokenizer
@@ -83,22 +113,16 @@ class SlowTokenizer:
             raise _no_end(folder)
         self.end = int(self._tokenizer.eos_token_id)
 
-    @cached_property
-    def vocab(self) -> int:
-        return 1 + int(max(self._tokenizer.get_vocab().values()))
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
 
 
 def _no_end(folder: Path) -> ValueError:
+    """Documents follow each other in a token file: without an end token a model could not learn where one stops."""
     return ValueError(
         f"a tokenizer must have a token that ends a document, {folder} names none; add "
         f'"eos_token": "..." to its tokenizer_config.json'
@@ -106,7 +130,12 @@ def _no_end(folder: Path) -> ValueError:
 
 
 def write_config(folder: Path, end: str) -> None:
-    """Name the end token in tokenizer_config.json, if it is not named there yet."""
+    """Names the end token in tokenizer_config.json, if it is not named there yet.
+
+    Args:
+        folder: Of the tokenizer.
+        end: The token, as text.
+    """
     default = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config = read_json(folder / "tokenizer_config.json") or default
     if not config.get("eos_token"):
@@ -114,13 +143,23 @@ def write_config(folder: Path, end: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty, if there is no such file."""
+    """Reads a JSON object; empty if there is no such file, or it holds something else.
+
+    Args:
+        path: Of the file.
+    """
     entries = json.loads(path.read_bytes()) if path.is_file() else {}
     return entries if isinstance(entries, dict) else {}
 
 
 def write_json(path: Path, entries: dict[str, Any]) -> None:
-    with naming(path):
+    """Writes a JSON object.
+
+    Args:
+        path: Of the file. It is not replaced atomically: its folder is.
+        entries: Of the object.
+    """
+    with with_path(path):
         path.write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
@@ -132,7 +171,7 @@ FILE_PATTERNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", 
 
 
 class Tokenizer(Protocol):
-    """Converts texts to token ids and back."""
+    """Converts texts to token ids and back. The three classes here do, and nothing else of them is used."""
 
     @property
     def vocab(self) -> int:
@@ -143,17 +182,29 @@ class Tokenizer(Protocol):
         """The token that ends a document."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, without special tokens added."""
+        """Returns the token ids of each text, without special tokens added.
+
+        Args:
+            texts: Several at a time: some tokenizers encode them in parallel.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, without special tokens."""
+        """Returns the text, without special tokens.
+
+        Args:
+            ids: Of tokens. A character may span several, so parts of a text are not decoded one by one.
+        """
 
     def save(self, folder: Path) -> None:
-        """Write files that ``transformers.AutoTokenizer`` opens. Other files in the folder stay."""
+        """Writes files that `transformers.AutoTokenizer` opens. Other files in the folder stay.
+
+        Args:
+            folder: Is made if it is not there.
+        """
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and an end token."""
+    """The bytes of UTF-8, and an end token: for small experiments, without any file or library."""
 
     vocab, end = 257, 256
 
@@ -164,7 +215,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """As an equivalent byte-level BPE without merges."""
+        """Writes an equivalent byte-level BPE without merges, so that an exported model can be used like any other."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         end = {"id": self.end, "content": END, "single_word": False, "lstrip": False, "rstrip": False}
         tokenizer = {
@@ -180,24 +231,36 @@ class ByteTokenizer:
 
 
 def _characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: the byte itself if Latin-1 prints it."""
+    """The character that byte-level tokenizers write for each byte: the byte itself if Latin-1 prints it, else one from
+    256 on."""
     others = iter(range(256, 512))
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("ÿ") + 1)} - {0xAD}
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(spec: str, folder: Path) -> Tokenizer:
-    """The tokenizer saved in a folder. ``spec`` is the value of data.tokenizer."""
+    """Opens a tokenizer that `make_tokenizer` saved.
+
+    Args:
+        spec: The value of data.tokenizer.
+        folder: With the files.
+    """
     if spec == "bytes":
         return ByteTokenizer()
     return FastTokenizer(folder) if (folder / "tokenizer.json").is_file() else SlowTokenizer(folder)
 
 
 def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], folder: Path) -> Tokenizer:
-    """Make the tokenizer that data.tokenizer asks for and save it to the folder.
+    """Makes the tokenizer that data.tokenizer asks for and saves it to the folder.
 
     A tokenizer that was trained there before is used again, even if the texts have changed, so that the training of its
     model can continue. To train a new one, delete the folder.
+
+    Args:
+        spec: The value of data.tokenizer.
+        vocab: Entries of one that is trained.
+        texts: Yields the texts to train on; only called if needed.
+        folder: Is replaced as a whole, and only if it is one that this function wrote.
     """
     mark = {"tokenizer": spec, "vocab": vocab} if spec == "train" else {"tokenizer": spec}
     recover(folder)
@@ -210,20 +273,25 @@ def make_tokenizer(spec: str, vocab: int, texts: Callable[[], Iterator[str]], fo
             return load_tokenizer(spec, folder)
     if folder.exists() and not (folder / MARK).exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is to hold a tokenizer, but holds something else; set another data.cache")
-    partial = beside(folder, "partial")
+    partial = sibling(folder, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with naming(partial):
+    with with_path(partial):
         if spec == "train":
             _train(vocab, texts(), partial)
         else:
             load_tokenizer(spec, source).save(partial)
     write_json(partial / MARK, mark)
-    put_in_place(folder, partial)
+    replace_folder(folder, partial)
     return load_tokenizer(spec, folder)
 
 
 def check_tokenizer_folder(folder: Path) -> None:
+    """Refuses a folder without a tokenizer, without opening one.
+
+    Args:
+        folder: That data.tokenizer names.
+    """
     if not folder.is_dir():
         raise ValueError(
             f'data.tokenizer must be "bytes", "train" or a folder with a Hugging Face tokenizer (by default that of '
@@ -240,7 +308,7 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def _train(vocab: int, texts: Iterable[str], folder: Path) -> None:
-    """Train a byte-level BPE, which can encode any text."""
+    """Trains a byte-level BPE, which can encode any text, on a sample of the texts."""
     if vocab < 257:
         raise ValueError(f"a tokenizer has at least 257 entries, one for each byte and the end, got data.vocab {vocab}")
     tools: Any = import_extra("tokenizers", "data", "a tokenizer that is trained")
@@ -256,13 +324,14 @@ def _train(vocab: int, texts: Iterable[str], folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(texts), trainer)
-    with naming(folder / "tokenizer.json"):
+    with with_path(folder / "tokenizer.json"):
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_config(folder, END)
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
-    """The first texts. Long words are broken, because training time grows with the length of the longest word."""
+    """The first texts, up to SAMPLE characters. Long words are broken, because training time grows with the longest
+    word."""
     taken = 0
     for text in texts:
         for part in split_text(text):

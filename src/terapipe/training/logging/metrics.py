@@ -1,5 +1,27 @@
 """The numbers of a run: metrics.jsonl, TensorBoard, Weights & Biases, trackio. Only rank 0 writes them.
 
+A row is a JSON object with a step, and what there is of these:
+
+::
+
+    key                unit        meaning
+    -----------------  ----------  ---------------------------------------------------------------------
+    loss               nats        mean over the step's labels, before its update
+    grad_norm          -           norm of all gradients together, before clipping
+    lr                 -           learning rate of the update
+    tokens             tokens      taken since the start of training, padding included
+    tokens_per_second  tokens/s    of this step, over all ranks
+    seconds            s           of this step by rank 0's clock, without evaluation and saving
+    predicted          s           of a step, by simulation of the plan
+    idle               share       of the pipeline's time in which a rank has nothing to compute
+    memory             bytes       at the peak, for each rank
+    metrics            -           what the objective or the routers report, by name
+    skipped            true        the step was not finite and changed nothing
+    eval_loss          nats        mean over the labels of the evaluation data
+    perplexity         -           exp(eval_loss), for plain cross-entropy only
+    sample             text        generated from the prompt
+    event, message     text        what happened: checkpoint, resumed, damaged, changed, drift, nan, ...
+
 Training never stops because a row could not be written. The first failure is reported; rows that the disk refused wait
 in memory and are written with a later one.
 """
@@ -40,7 +62,12 @@ def _scalars(row: Row) -> dict[str, float]:
 
 
 class TensorBoard:
-    """TensorBoard event files."""
+    """TensorBoard event files.
+
+    Args:
+        folder: For the files; each start of a run adds one.
+        step: That training starts from. Later steps in older files are hidden by TensorBoard's purge_step.
+    """
 
     name = "TensorBoard"
 
@@ -53,8 +80,14 @@ class TensorBoard:
         self._waiting: list[Row] = []
 
     def write(self, row: Row) -> None:
-        """A writer that has failed cannot be used again, and its thread prints the error. The next one begins a new
-        file, so while the disk stays full it is tried at growing intervals."""
+        """Adds a row.
+
+        A writer that has failed cannot be used again, and its thread prints the error. The next one begins a new file,
+        so while the disk stays full it is tried at growing intervals: after 10 rows, 20, 40.
+
+        Args:
+            row: Waits in memory until it is written.
+        """
         self._waiting.append(row)
         if self._skip:
             self._skip -= 1
@@ -80,13 +113,15 @@ class TensorBoard:
             self._writer.add_text(name, text, row.get("step"))
 
     def close(self) -> None:
+        """Writes what still waits, and ends the writer's thread."""
         self._add_waiting()
         if self._writer is not None:
             self._writer.close()
 
 
 def _texts(row: Row) -> dict[str, str]:
-    """As Markdown. A sample is indented, so that TensorBoard shows its line breaks and asterisks unchanged."""
+    """Texts of a row, as Markdown. A sample is indented, so that TensorBoard shows its line breaks and asterisks
+    unchanged."""
     texts = {}
     if "sample" in row:
         sample = str(row["sample"]).encode("utf-8", "replace").decode("utf-8")
@@ -97,6 +132,11 @@ def _texts(row: Row) -> dict[str, str]:
 
 
 def tracker_names(config: LoggingConfig) -> list[str]:
+    """Returns the trackers that a configuration asks for.
+
+    Args:
+        config: The [logging] section.
+    """
     return [name for name in ("wandb", "trackio") if getattr(config, name)]
 
 
@@ -104,7 +144,14 @@ class Tracker:
     """A run of wandb or trackio, which have the same interface.
 
     Neither can remove rows. So a run that goes back to an earlier step begins a new tracker run in the same group; one
-    that continues where it ended continues its tracker run.
+    that continues where it ended continues its tracker run, whose id is in a file of the run's folder.
+
+    Args:
+        name: Of the package.
+        project: To log to.
+        folder: Of the run; its name is the group.
+        new_run: Whether training goes back to an earlier step.
+        settings: All keys of the configuration, for the tracker's tables.
     """
 
     def __init__(self, name: str, project: str, folder: Path, new_run: bool, settings: Mapping[str, Any]) -> None:
@@ -119,6 +166,11 @@ class Tracker:
         )
 
     def write(self, row: Row) -> None:
+        """Logs the numbers of a row; samples and events stay in metrics.jsonl.
+
+        Args:
+            row: Without numbers, nothing is sent.
+        """
         scalars = _scalars(row)
         if scalars:
             self._guard(lambda: self._run.log(scalars, step=row.get("step")))
@@ -127,6 +179,7 @@ class Tracker:
         self._guard(self._run.finish)
 
     def _guard(self, action: Callable[[], object]) -> None:
+        """Makes an OSError of whatever a network or a database raises, so that it is treated like a full disk."""
         try:
             action()
         except Exception as error:  # errors of networks and databases, of any type
@@ -137,6 +190,8 @@ FILE = "metrics.jsonl"
 
 
 class _Sink(Protocol):
+    """Where rows go. A failure is an OSError; a row that failed is kept and written later."""
+
     name: str
 
     def write(self, row: Row) -> None: ...  # failures are OSErrors
@@ -145,8 +200,16 @@ class _Sink(Protocol):
 
 
 class Metrics:
-    """Writes rows to all sinks. ``step`` is the step that training starts from: rows of later steps, left by an earlier
-    attempt, are dropped."""
+    """Writes rows to all sinks. Rows of steps after the one that training starts from, left by a start that was killed,
+    are dropped: those steps are repeated.
+
+    Args:
+        folder: Of the run.
+        config: Which sinks.
+        step: That training starts from.
+        settings: For the trackers.
+        complain: Called with the first failure of each sink.
+    """
 
     def __init__(
         self,
@@ -173,15 +236,22 @@ class Metrics:
             self._sinks.append(Tracker(name, getattr(config, name), folder, lines.went_back, settings))
 
     def write(self, row: Row) -> None:
+        """Writes a row to all sinks. Does not raise.
+
+        Args:
+            row: NaN and infinity become null.
+        """
         row = _finite(row)
         for sink in self._sinks:
             self._attempt(sink.name, sink.write, row)
 
     def close(self) -> None:
+        """Writes what waits, and closes all sinks."""
         for sink in self._sinks:
             self._attempt(sink.name, sink.close)
 
     def _attempt(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Does it, or reports why not, once for each sink: a full disk would fill the screen, too."""
         try:
             action(*arguments)
         except OSError as error:
@@ -193,13 +263,21 @@ class Metrics:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run, none if there is no file. Lines torn by a crash are skipped."""
+    """Reads all rows of a run, none if there is no file. Lines torn by a crash are skipped.
+
+    Args:
+        folder: Of the run.
+    """
     path = folder / FILE
     return [row for row in map(_row, path.read_bytes().split(b"\n")) if row] if path.exists() else []
 
 
 def check(config: LoggingConfig) -> None:
-    """Refuses trackers that are not installed. Called before anything is started."""
+    """Refuses trackers that are not installed. Called before anything is started.
+
+    Args:
+        config: Names them.
+    """
     for name in tracker_names(config):
         # An empty folder left by an earlier run, ./wandb, can be imported too.
         try:
@@ -223,6 +301,7 @@ def _finite(value: Any) -> Any:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
+    """A line as a row; None if it is torn, or something else."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -231,7 +310,18 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 class _Lines:
-    """metrics.jsonl. The file is opened for each row, so that a row can be read as soon as it is written."""
+    r"""metrics.jsonl. The file is opened for each row, so that a row can be read as soon as it is
+    written.
+
+    ::
+
+        file      {row}\n{row}\n{row}\n{"ste        a full disk took half a row
+                  |------ complete ------|           cut here before the next write
+        memory    {"step": 4, ...}\n                waits, and is written in whole
+
+    Args:
+        path: Of the file.
+    """
 
     name = FILE
 
@@ -242,16 +332,20 @@ class _Lines:
         self.went_back = True  # whether training starts from an earlier step than the last row
 
     def cut(self, step: int) -> None:
-        """Drops torn lines and rows of later steps, or all rows if training starts from the beginning."""
+        """Drops torn lines and rows of later steps, or all rows if training starts from the beginning.
+
+        Args:
+            step: That training starts from.
+        """
         before = self._path.read_bytes() if self._path.exists() else b""
         self._complete = before.rfind(b"\n") + 1
         rows = [(line, row) for line in before.split(b"\n") if (row := _row(line))]
-        kept = [line for line, row in rows if step and row.get("step", 0) <= step]
-        after = b"".join(line + b"\n" for line in kept)
+        earlier = [line for line, row in rows if step and row.get("step", 0) <= step]
+        after = b"".join(line + b"\n" for line in earlier)
         if after != before:
             files.write(self._path, after.decode("utf-8"))
         self._complete = len(after)
-        self.went_back = not step or len(kept) < len(rows)
+        self.went_back = not step or len(earlier) < len(rows)
 
     def write(self, row: Row) -> None:
         self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
@@ -261,8 +355,9 @@ class _Lines:
         self._append_waiting()
 
     def _append_waiting(self) -> None:
-        """As many whole rows as the disk takes."""
-        with files.naming(self._path), self._path.open("ab", buffering=0) as file:
+        """Writes as many whole rows as the disk takes, in one call. A part of a row is cut off again, and OSError
+        raised."""
+        with files.with_path(self._path), self._path.open("ab", buffering=0) as file:
             start = min(file.tell(), self._complete)
             file.truncate(start)
             taken = self._waiting.rfind(b"\n", 0, file.write(self._waiting) or 0) + 1

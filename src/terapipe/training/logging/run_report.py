@@ -1,4 +1,16 @@
-"""The report of a run, written from the files in its folder. It can be written at any time, also during the run."""
+"""The report of a run, written from the files in its folder. It can be written at any time, also during the run.
+
+::
+
+    metrics.jsonl                   -> numbers, curves, generated text, events
+    predicted.json, timeline.json   -> the plan as predicted and as measured, to zoom into
+    config.toml                     -> settings
+                                          |
+                                          v
+                                    report.html, one file without references to any other
+
+Nothing but these files is read, so the report of a run that crashed is as good as that of one that ended.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,12 +30,18 @@ from terapipe.training.logging.metrics import read
 
 Rows = Sequence[Mapping[str, Any]]
 Sections = list[tuple[str, str]]
+# A chart of a whole line, and one of two in a line.
 _WIDE, _SMALL = (960, 320, 900), (460, 230, 400)  # charts: width, height, maximum number of points
 _MAX_RANKS = 6  # up to this number, each rank has a curve of its memory
 
 
 def values_of(rows: Rows, key: str) -> list[tuple[int, float]]:
-    """Steps and values of a key, without steps that have no finite number."""
+    """Returns steps and values of a key, without steps that have no finite number.
+
+    Args:
+        rows: Of metrics.jsonl.
+        key: Of a row.
+    """
     return [
         (row["step"], float(row[key]))
         for row in rows
@@ -32,18 +50,28 @@ def values_of(rows: Rows, key: str) -> list[tuple[int, float]]:
 
 
 def memory_of(rows: Rows) -> list[tuple[int, list[float]]]:
-    """Steps and the bytes used on each rank, without steps at which one of them is unknown."""
+    """Returns steps and the bytes used on each rank, without steps at which one of them is missing.
+
+    Args:
+        rows: Of metrics.jsonl.
+    """
     return [(row["step"], row["memory"]) for row in rows if row.get("memory") and None not in row["memory"]]
 
 
 def _metrics(rows: Rows) -> str:
-    """What the objective found beside the loss, one chart each."""
+    """What the objective reported beside the loss, one chart each: margins of preferences, the share of a teacher, the
+    balance of routers. Names are the objective's own, so they are taken as they come."""
     named = [{"step": row["step"], **row["metrics"]} for row in rows if row.get("metrics")]
     names = sorted({name for row in named for name in row} - {"step"})
     return _panels([_chart(named, {"": name}, name, digits, small=True) for name in names])
 
 
 def charts(rows: Rows) -> Sections:
+    """Returns all curves of a run, as titles and HTML. A section without values is empty, and left out later.
+
+    Args:
+        rows: Of metrics.jsonl.
+    """
     loss = _chart(rows, {"training": "loss", "evaluation": "eval_loss"}, "loss", digits) + _thinning(rows)
     learning = [
         _chart(rows, {"": "lr"}, "learning rate", _rate, small=True, zero=True),
@@ -64,6 +92,7 @@ def charts(rows: Rows) -> Sections:
 
 
 def _panels(charts: Sequence[str]) -> str:
+    """Small charts beside each other; empty ones are left out."""
     panels = "".join(f"<div>{chart}</div>" for chart in charts if chart)
     return f"<div class='panels'>{panels}</div>" if panels else ""
 
@@ -77,7 +106,19 @@ def _chart(
     small: bool = False,
     zero: bool = False,
 ) -> str:
-    """SVG with a note, or nothing if there are no values. ``keys`` maps the name of each series to its key in rows."""
+    """Draws values of several keys in one chart.
+
+    Args:
+        rows: Of metrics.jsonl.
+        keys: The name of each series, and its key in rows.
+        label: Of the axis.
+        form: Formats a value.
+        small: Whether the chart shares its line with others.
+        zero: Whether the axis begins at 0, and extreme values may be cut off.
+
+    Returns:
+        SVG with a note, or nothing if there are no values.
+    """
     series = {name: values for name, key in keys.items() if (values := values_of(rows, key))}
     if not series:
         return ""
@@ -89,11 +130,16 @@ def _chart(
 
 
 def _rate(value: float) -> str:
+    """A learning rate: small ones with an exponent."""
     return digits(value) if value >= 1e-5 or value == 0 else f"{value:.1e}"
 
 
 def _off_scale(values: Sequence[tuple[int, float]], form: Callable[[float], str]) -> tuple[float, str]:
-    """The end of the scale, so that a few extreme steps do not flatten all others, and a note that says so."""
+    """The end of the scale, so that a few extreme steps do not flatten all others, and a note that says so.
+
+    A value is extreme if it is more than three times that of the 99.5th percentile: the first step, which compiles, or
+    one that waited for a full disk.
+    """
     ordered = sorted(value for _, value in values)
     usual = ordered[int(0.995 * (len(ordered) - 1))]
     if len(ordered) < 5 or ordered[-1] <= 3 * usual:
@@ -105,6 +151,7 @@ def _off_scale(values: Sequence[tuple[int, float]], form: Callable[[float], str]
 
 
 def _thinning(rows: Rows) -> str:
+    """A note on how the values of long runs are drawn; none for a short one."""
     note = (
         "Where there are more steps than fit, here and below, a point is the mean of several neighboring steps, and "
         "the pale band spans the lowest and the highest of them."
@@ -113,18 +160,29 @@ def _thinning(rows: Rows) -> str:
 
 
 def thin(values: Sequence[tuple[int, float]], most: int) -> list[Point]:
-    """At most ``most`` points. Each is the mean of several steps, with their minimum and maximum."""
+    """Reduces many values to few points. Each is the mean of several steps, with their minimum and maximum, which are
+    drawn as a band: a spike of one step stays visible.
+
+    Args:
+        values: Steps and values, in order.
+        most: Points.
+    """
     size = math.ceil(len(values) / most)
     buckets = (values[at : at + size] for at in range(0, len(values), size or 1))
     return [_mean(bucket) for bucket in buckets]
 
 
 def _mean(bucket: Sequence[tuple[int, float]]) -> Point:
+    """A bucket as a point, at its last step."""
     ys = [y for _, y in bucket]
     return Point(bucket[-1][0], fmean(ys), min(ys), max(ys))
 
 
 def _memory(rows: Rows) -> str:
+    """Curves of all ranks; of many ranks the fullest, the one in the middle and the emptiest, by their last values.
+
+    Stages early in the pipeline keep more slices in flight, so ranks differ even if their layers are alike.
+    """
     sizes_by_step = memory_of(rows)
     if not sizes_by_step:
         return ""
@@ -148,7 +206,14 @@ _SAMPLES, _EVENTS = 3, 100  # how many of the last ones are shown
 
 
 def write_report(folder: Path) -> Path | None:
-    """Write ``report.html`` to the folder, unless there is nothing to show."""
+    """Writes `report.html` to the folder of a run.
+
+    Args:
+        folder: Of the run.
+
+    Returns:
+        The file; None if there is nothing to show.
+    """
     rows = [row for row in read(folder) if isinstance(row.get("step"), int)]
     shown, notes = _timelines(folder)
     config = folder / "config.toml"
@@ -167,7 +232,8 @@ def write_report(folder: Path) -> Path | None:
 
 
 def _timelines(folder: Path) -> tuple[list[RunView], str]:
-    """The predicted and the measured timeline, as far as there are any, and notes on files that cannot be read."""
+    """The predicted and the measured timeline, as far as there are any, and notes on files that cannot be read. A
+    damaged one must not cost the rest of the report."""
     shown, notes = [], ""
     for name, file in (("predicted", "predicted.json"), ("measured", "timeline.json")):
         path = folder / file
@@ -181,6 +247,7 @@ def _timelines(folder: Path) -> tuple[list[RunView], str]:
 
 
 def _lead(rows: Rows) -> str:
+    """The first sentence: how many steps, and how far the loss went down, as a mean of the last ones."""
     losses, evaluated = values_of(rows, "loss"), values_of(rows, "eval_loss")
     if not losses:
         return "No step has been written down yet."
@@ -189,10 +256,15 @@ def _lead(rows: Rows) -> str:
 
 
 def _recent(values: Sequence[tuple[int, float]], of: Callable[[Iterable[float]], float] = fmean) -> float:
+    """Mean or median of the last _RECENT values: a single step is noise."""
     return of([value for _, value in values[-_RECENT:]])
 
 
 def _facts(rows: Rows) -> dict[str, str]:
+    """The row of numbers at the top. A number that there is not is left out, with its heading.
+
+    Speed is a median of the last steps, which one slow step does not change; loss a mean, because every step counts.
+    """
     facts = {}
     if steps := values_of(rows, "seconds"):
         facts["steps"] = f"{steps[-1][0]:,}"
@@ -220,12 +292,19 @@ def _facts(rows: Rows) -> dict[str, str]:
 
 
 def _samples(rows: Rows) -> str:
+    """The last few generated texts, the newest first.
+
+    They may contain anything, so they are escaped.
+    """
     samples = [row for row in rows if row.get("sample")][-_SAMPLES:]
     return "".join(f"<h3>step {row['step']:,}</h3><pre>{escape(str(row['sample']))}</pre>" for row in reversed(samples))
 
 
 def _events(rows: Rows) -> str:
-    """All events, but only the last checkpoint."""
+    """All events, but only the last checkpoint: there may be thousands.
+
+    Of very many events the last _EVENTS are listed, and a note says how many there were.
+    """
     events = [row for row in rows if row.get("event")]
     saved = [row for row in events if row["event"] == "checkpoint"]
     listed = [row for row in events if row["event"] != "checkpoint" or row is saved[-1]]
@@ -237,6 +316,7 @@ def _events(rows: Rows) -> str:
 
 
 def _settings(config: Path) -> str:
+    """The configuration as it was written at the start, folded up."""
     if not config.exists():
         return ""
     text = config.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,514 @@
+"""Simulates what somebody else published: from a configuration in a data file to seconds, bytes or a bubble rate.
+
+A row of a table says what was run: a model, a cluster, a layout, an order, slices, recomputation. `Setup` is that row,
+`Simulation` what our planner and simulator make of it. There is one path for all tables, the one that ``terapipe
+plan`` takes, so that a row tests the code which users get:
+
+    [setup] of a TOML file ── Setup ── Simulation ──┬── cost and memory of the planner ── plan ── simulator ── a number
+                                                    ├── ``times``: measured seconds instead of a cost model
+                                                    └── ``sharding``: FSDP, which is no pipeline, by its estimate
+
+Nothing here is fitted to a row. What a published program does otherwise than ours is an option of its setup, stated
+from its documentation or code: how it keeps weights and gradients (``state_bytes``), what it copies
+(``prefix_copies``), whether its transfers wait (``overlapped``).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from terapipe.planning.cost import (
+    Array,
+    Cost,
+    GradientBytes,
+    LinkBehavior,
+    Numbers,
+    StageSpec,
+    stage_specs,
+    with_recompute,
+)
+from terapipe.planning.device import GB, GIB, MIB, usable_memory
+from terapipe.planning.hardware import Cluster, with_attention
+from terapipe.planning.layout import Layout
+from terapipe.planning.memory import MOST_BYTES, ShapeMemory
+from terapipe.planning.presets import PRESETS, GPTConfig
+from terapipe.planning.recompute import Recompute
+from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
+from terapipe.published.estimates import Estimate, estimate_fsdp
+from terapipe.scheduling.orders import schedule
+from terapipe.scheduling.simulator import makespan, peaks, program, simulate
+from terapipe.scheduling.timeline import Timeline
+from terapipe.search.choose import choose
+from terapipe.search.evaluator import PlanEvaluator
+from terapipe.search.request import Request
+from terapipe.search.source import ClusterSource
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The configuration behind one published number. The keys of ``setup`` in a data file are its fields.
+
+    Attributes:
+        model: A preset's name, or the fields of a `GPTConfig`.
+        cluster: ``HOST:COUNT``, as on the command line.
+        times: Instead of the planner's cost model: milliseconds of a stage's forward, of the input and of the weight
+            half of its backward, and of a transfer. They hold for one microbatch; a slice takes its share.
+        layout: Replicas, pipeline ranks, tensor parallel ranks.
+        batch_size: Sequences in a step, over all replicas.
+        microbatch: Sequences of a microbatch.
+        seq_len: Tokens of a sequence.
+        order: Of our orders, the one that equals the published schedule.
+        chunks: Stages of a rank, or ``"layers"``: each layer is a stage.
+        slices: A number of slices, their lengths, or ``"planned"``: those that the planner chooses.
+        slice_length: Instead of ``slices``: all slices have so many tokens, and the last the rest.
+        cut: Where a number of slices is cut: into ``"even"`` lengths, or into equal ``"flops"``.
+        recompute: As in a plan.
+        ends: Whether embedding, head and loss were part of what was timed.
+        sharding: ``"ring"``: no pipeline, but FSDP; if there are more devices than sequences, each sequence is over
+            several.
+        devices: With ``sharding``, how many devices of the cluster were used; all if left out.
+        offload: With ``sharding``, whether what layers keep for their backward is on the host.
+        attention_kernel: The kernel of attention that the program used; that of the device if left out.
+        card: Bytes per second of a host's network card, where it is not the cluster's.
+        rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
+        overlapped: Whether ranks compute while they send, where it is not as in the cluster.
+        summed: Bytes of a gradient in the sum over replicas, where they are not in float32.
+        sequence_parallel: Whether tensor parallel ranks divide norms and residuals among them.
+        scatter: Whether each of them sends its part of a message, or each all of it.
+        staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
+            longest span of a rank. Otherwise all ranks wait for each other.
+        prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
+        state_bytes: Bytes of weight, gradient and optimizer of each parameter on a device, where the program does not
+            keep them as ours does.
+        memory: ``"unlimited"`` if the planner may choose slices without regard to memory.
+    """
+
+    model: GPTConfig | None = None
+    cluster: str = ""
+    times: tuple[float, float, float, float] | None = None
+    layout: Layout = field(default_factory=Layout)
+    batch_size: int = 1
+    microbatch: int = 1
+    seq_len: int = 1
+    order: str = "gpipe"
+    chunks: int | str = 1
+    slices: int | tuple[int, ...] | str = 1
+    slice_length: int | None = None
+    cut: str = "even"
+    recompute: Recompute = "none"
+    ends: bool = True
+    sharding: str = ""
+    devices: int | None = None
+    offload: bool = False
+    attention_kernel: str = ""
+    card: float | None = None
+    rings: float | None = None
+    overlapped: bool | None = None
+    summed: int | None = None
+    sequence_parallel: bool = True
+    scatter: bool = True
+    staggered: bool = False
+    prefix_copies: bool = False
+    state_bytes: float | None = None
+    memory: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Self:
+        """Reads the ``setup`` of a data file.
+
+        Args:
+            data: Field names and values as TOML has them: lists instead of tuples, a model by name or by its fields.
+        """
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"a setup has the keys {[f.name for f in fields(cls)]}, got {sorted(unknown)}")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        if "model" in values:
+            model = values["model"]
+            values["model"] = PRESETS[model] if isinstance(model, str) else GPTConfig(**model)
+        if "layout" in values:
+            values["layout"] = Layout(*values["layout"])
+        return cls(**values)
+
+    @property
+    def described(self) -> bool:
+        """Whether it says enough to simulate anything."""
+        return self.times is not None or (self.model is not None and bool(self.cluster))
+
+
+class Simulation:
+    """What our simulator says about a setup. Everything is computed when it is asked for.
+
+    Args:
+        setup: What was run.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    # The parts, as the planner makes them
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The named cluster, with what the setup says about its card, its kernel and its transfers."""
+        setup, cluster = self.setup, Cluster(self.setup.cluster)
+        host = cluster.host
+        if setup.card is not None:
+            host = replace(host, inter_node=replace(host.inter_node, bandwidth=setup.card))
+        if setup.rings is not None:
+            host = replace(host, rings=setup.rings)
+        if setup.overlapped is not None:
+            host = replace(host, overlapped=setup.overlapped)
+        if setup.summed is not None:
+            host = replace(host, device=replace(host.device, summed=setup.summed))
+        if setup.attention_kernel:
+            host = replace(host, device=with_attention(host.device, setup.attention_kernel))
+        return Cluster(cluster.name, host, cluster.hosts)
+
+    @cached_property
+    def source(self) -> ClusterSource:
+        """Model and cluster, as the planner takes them."""
+        if self.setup.model is None:
+            raise ValueError("a setup without a model has no cluster source; give model and cluster")
+        s = self.setup
+        return ClusterSource(
+            self.setup.model, self.cluster, ends=s.ends, sequence_parallel=s.sequence_parallel, scatter=s.scatter
+        )
+
+    @cached_property
+    def evaluator(self) -> PlanEvaluator:
+        """The planner's own evaluator of plans in this layout: its costs, its memory, its cuts."""
+        return PlanEvaluator(self.source, self._request, self.setup.layout, self.setup.recompute)
+
+    @property
+    def _request(self) -> Request:
+        s, layout = self.setup, self.setup.layout
+        memory = MOST_BYTES if s.memory == "unlimited" else None
+        request = Request(s.batch_size, s.seq_len, recompute=s.recompute, memory=memory)
+        return request.fixed(dp=layout.dp, pp=layout.pp, tp=layout.tp)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Seconds: measured ones if the setup has them, else those of the planner's cost model."""
+        s = self.setup
+        if s.times is not None:
+            per_step = self.evaluator.cost.per_step([self.evaluator.slowest_stage]) if s.model else 0.0
+            whole = self.chunks * s.microbatch * s.seq_len
+            forward, inputs, weights, transfer = (ms * 1e-3 for ms in s.times)
+            return StageTimes(forward, inputs, weights, transfer, whole, per_step)
+        if s.prefix_copies:
+            return with_recompute(PrefixCopies.of(self.evaluator.cost, self.source, s.layout), s.recompute)
+        return self.evaluator.cost
+
+    @cached_property
+    def memory(self) -> ShapeMemory:
+        """Bytes, by the planner's memory model. ``state_bytes`` replaces what it says about weights and gradients."""
+        memory = with_recompute(self.source.memory(self.setup.layout), self.setup.recompute)
+        if not isinstance(memory, ShapeMemory):
+            raise TypeError(f"a cluster's memory model counts shapes, got {type(memory).__name__}")
+        if self.setup.state_bytes is None:
+            return memory
+        values = {f.name: getattr(memory, f.name) for f in fields(memory)}
+        return FixedState(**values, state_bytes=self.setup.state_bytes)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The published cut of batch, tokens and layers, in our words."""
+        s = self.setup
+        if s.slices == "planned":
+            return choose(self.source, self._request.fixed(order=s.order, chunks=self.chunks)).estimate.plan
+        sizes = microbatch_sizes(s.batch_size // s.layout.dp, s.microbatch)
+        lengths = (self._lengths(s.seq_len),) * len(sizes)
+        return Plan(sizes, lengths, self._boundaries(), s.order, self.chunks, s.recompute)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return self.source.layers // self.setup.layout.pp if self.setup.chunks == "layers" else int(self.setup.chunks)
+
+    def _lengths(self, seq_len: int) -> tuple[int, ...]:
+        """The slices of a sequence of so many tokens."""
+        s = self.setup
+        if isinstance(s.slices, tuple):
+            return s.slices
+        count = -(-seq_len // s.slice_length) if s.slice_length else int(s.slices)
+        return self._equal_flops(count) if s.cut == "flops" else even_lengths(seq_len, count)
+
+    def _equal_flops(self, count: int) -> tuple[int, ...]:
+        """Cuts a sequence where equal shares of a layer's FLOPs end: late tokens attend to more, so late slices are
+        shorter. Up to token n a layer does a n + b n^2 of them, which has its share where
+
+            n = (-a + sqrt(a^2 + 4 b share)) / 2 b
+        """
+        model, tokens = self.source.config, self.setup.seq_len
+        a, b = 2.0 * model.layer_parameters, 2.0 * model.hidden
+        shares = np.arange(1, count) / count * (a * tokens + b * tokens**2)
+        ends = np.round((np.sqrt(a * a + 4 * b * shares) - a) / (2 * b)).astype(int).tolist()
+        return tuple(np.diff([0, *ends, tokens]).tolist())
+
+    def _boundaries(self) -> tuple[int, ...]:
+        """As many layers on each stage, which is what published runs do; where that is not possible, as the planner
+        balances them. Measured times are those of a stage, so one layer stands for each."""
+        s = self.setup
+        stages = s.layout.pp * self.chunks
+        layers = stages if s.times is not None else self.source.layers
+        if layers % stages == 0:
+            return tuple(range(0, layers + 1, layers // stages))
+        return self.evaluator.rank_boundaries(s.order, self.chunks)
+
+    # What a table may ask for
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Time and memory of FSDP with each sequence over a ring of devices, which is no pipeline."""
+        s = self.setup
+        devices = s.devices or self.source.devices
+        sequences, ring = max(1, s.batch_size // devices), max(1, devices // s.batch_size)
+        return estimate_fsdp(self.source, Request(s.batch_size, s.seq_len), sequences, ring, offload=s.offload)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every computation of the step."""
+        return simulate(schedule(self.plan), self.cost)
+
+    @cached_property
+    def compute_time(self) -> float:
+        """Seconds of all forwards and backwards, without optimizer and sums over replicas."""
+        return makespan(self.plan, self.cost)[0]
+
+    @cached_property
+    def step_time(self) -> float:
+        """Seconds of a step."""
+        if self.setup.sharding:
+            return self.estimate.step_time
+        specs = stage_specs(self.plan.boundaries)
+        ranks = {tuple(specs[k] for k in self.plan.stages_of(rank)) for rank in range(self.plan.num_ranks)}
+        seconds = self.longest_span if self.setup.staggered else self.compute_time
+        return seconds + max(map(self.cost.per_step, ranks))
+
+    @cached_property
+    def longest_span(self) -> float:
+        """Seconds from a rank's first computation to its last, on the rank where that is longest. It is less than the
+        whole step where ranks begin and end one after the other, and need not wait for each other in between."""
+        return max(max(e.end for e in rank) - min(e.start for e in rank) for rank in self.timeline.by_rank)
+
+    @cached_property
+    def bubble_rate(self) -> float:
+        """The share of a rank's longest span in which it does not compute."""
+        busy = max(sum(e.end - e.start for e in rank) for rank in self.timeline.by_rank)
+        return 1.0 - busy / self.longest_span
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Bytes on the device that needs most."""
+        return self.estimate.peak_bytes if self.setup.sharding else self._peak(self.plan)
+
+    def _peak(self, plan: Plan) -> float:
+        return float(max(peaks(program(plan), plan, self.memory)))
+
+    @cached_property
+    def longest(self) -> float:
+        """The longest sequence in tokens, to 100, whose step fits into a device. More tokens need more memory, so it
+        is found by bisection."""
+        budget, low, high = usable_memory(self.cluster.host.device), 0, 1
+        while self._fits(100 * high, budget):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(100 * middle, budget) else (low, middle)
+        return 100.0 * low
+
+    def _fits(self, tokens: int, budget: int) -> bool:
+        s, lengths = self.setup, (self._lengths(tokens),)
+        return self._peak(Plan((1,), lengths, self._boundaries(), s.order, self.chunks, s.recompute)) <= budget
+
+    @cached_property
+    def fits(self) -> bool | None:
+        """Whether the step fits into a device by our count; None where memory is not counted."""
+        if self.setup.times is not None or self.setup.sharding or self.setup.memory == "unlimited":
+            return None
+        return self.peak_bytes <= usable_memory(self.cluster.host.device)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all devices together."""
+        return self.setup.batch_size * self.setup.seq_len / self.step_time
+
+    @property
+    def samples_per_device(self) -> float:
+        """Sequences per second and device."""
+        return self.setup.batch_size / self.step_time / self.setup.layout.devices
+
+    @property
+    def layer_time(self) -> float:
+        """Seconds of the forward of one layer over a whole sequence."""
+        return float(self.evaluator.cost.forward(StageSpec(1), self.setup.microbatch, self.setup.seq_len, 0))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A unit of a table, and how a simulation answers in it.
+
+    Attributes:
+        of: From a simulation to the number.
+        points: Whether errors are differences (of rates), not relative.
+        timed: Whether it is a time, so that the step must fit into memory, too.
+    """
+
+    of: Callable[[Simulation], float]
+    points: bool = False
+    timed: bool = False
+
+
+MEASURES: dict[str, Measure] = {
+    "s": Measure(lambda s: s.step_time, timed=True),
+    "ms": Measure(lambda s: s.step_time * 1e3, timed=True),
+    "tokens/s": Measure(lambda s: s.tokens_per_second, timed=True),
+    "samples/s per GPU": Measure(lambda s: s.samples_per_device, timed=True),
+    "s of forward and backward": Measure(lambda s: s.compute_time, timed=True),
+    "ms of a layer": Measure(lambda s: s.layer_time * 1e3),
+    "bubble rate": Measure(lambda s: s.bubble_rate, points=True),
+    "idle share": Measure(lambda s: makespan(s.plan, s.cost)[1], points=True),
+    "GB": Measure(lambda s: s.peak_bytes / GB),
+    "GiB": Measure(lambda s: s.peak_bytes / GIB),
+    "MiB": Measure(lambda s: s.peak_bytes / MIB),
+    "thousand tokens": Measure(lambda s: s.longest / 1e3),
+}
+"""What a table's numbers may be, by the text of its ``unit``."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """A cost model of four measured numbers: all stages take the same, and slices of a microbatch their share.
+
+    Attributes:
+        forward_time: Seconds of a rank's forward of one microbatch, over all of its chunks.
+        input_time: Seconds of the half of its backward that computes the gradient of its input.
+        weight_time: Seconds of the other half.
+        transfer_time: Seconds of a transfer. It delays the receiver and occupies nobody.
+        whole: Tokens of a microbatch, times the stages of a rank: what the first three are for.
+        step_time: Seconds once per step.
+    """
+
+    forward_time: float
+    input_time: float
+    weight_time: float
+    transfer_time: float
+    whole: int
+    step_time: float = 0.0
+
+    def _share(self, size: Numbers, length: Numbers) -> Array:
+        return np.asarray(np.multiply(size, length) / self.whole, dtype=np.float64)
+
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Seconds of a forward."""
+        return self.forward_time * self._share(size, length)
+
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """Seconds of both halves of a backward."""
+        return (self.input_time + self.weight_time) * self._share(size, length)
+
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """Seconds of the weight half."""
+        return self.weight_time * self._share(size, length)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        """Seconds of a transfer, whatever its size."""
+        return np.full(np.broadcast(size, length).shape, self.transfer_time)
+
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        """All of a transfer is latency: the next one need not wait for it."""
+        return LinkBehavior(overlapped=True, latency=self.transfer_time)
+
+    def per_step(self, stages: object) -> float:
+        """Seconds of the optimizer."""
+        return self.step_time
+
+
+@dataclass(frozen=True)
+class PrefixCopies:
+    """Another cost model, and the copies that Seq1F1B makes of all earlier keys and values, for every slice and layer.
+
+    Our cache is written once: a slice adds its own keys and values, and attention reads what is there. Seq1F1B joins
+    the earlier ones and its own to new tensors, and in the backward adds the gradients of all of them to the sum:
+
+        forward    cat(earlier, own)    reads and writes context + length of K and of V
+        backward   dk += sum            reads two and writes one of what a slice sees, but for the last slice
+
+    Over the slices of a sequence, "what a slice sees, but for the last" adds up to the contexts of all slices. So the
+    backward is charged by its context, which is what a cost model knows.
+
+    Attributes:
+        cost: Seconds of everything else.
+        per_token: Seconds to read or write keys and values of one token in one layer.
+    """
+
+    cost: Cost
+    per_token: float
+
+    @classmethod
+    def of(cls, cost: Cost, source: ClusterSource, layout: Layout) -> Self:
+        """The copies of a model on a cluster, with a share of the heads on each tensor parallel rank.
+
+        Args:
+            cost: Seconds of everything else.
+            source: Model and cluster.
+            layout: Its tensor parallel ranks.
+        """
+        device, config = source.cluster.host.device, source.config
+        nbytes = 2 * config.num_kv_heads * config.head_size * device.element / layout.tp
+        return cls(cost, nbytes / device.bandwidth)
+
+    def with_recompute(self, mode: Recompute) -> "PrefixCopies":
+        """The same with another mode of recomputation, which does not repeat the copies: attention is kept."""
+        return replace(self, cost=with_recompute(self.cost, mode))
+
+    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """As the other's, and a read and a write of all that the slice sees, unless it is the first."""
+        seen = np.where(np.asarray(context) > 0, np.add(context, length), 0)
+        return self.cost.forward(stage, size, length, context) + self._copies(stage, size, seen, 2)
+
+    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """As the other's, and two reads and a write of the gradients before the slice."""
+        return self.cost.backward(stage, size, length, context) + self._copies(stage, size, np.asarray(context), 3)
+
+    def _copies(self, stage: StageSpec, size: Numbers, tokens: Array, times: int) -> Array:
+        return np.asarray(stage.layers * times * np.multiply(size, tokens) * self.per_token, dtype=np.float64)
+
+    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """As the other's."""
+        return self.cost.weights(stage, size, length)
+
+    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
+        """As the other's."""
+        return self.cost.transfer(source, target, size, length)
+
+    def link_behavior(self, source: int, target: int) -> LinkBehavior:
+        """As the other's."""
+        return self.cost.link_behavior(source, target)
+
+    def per_step(self, stages: Any) -> float:
+        """As the other's."""
+        return self.cost.per_step(stages)
+
+
+@dataclass(frozen=True)
+class FixedState(ShapeMemory):
+    """The planner's memory model, with weights, gradients and optimizer as another program keeps them.
+
+    Attributes:
+        state_bytes: Bytes of all three for each parameter on a device. They are there for the whole step.
+    """
+
+    state_bytes: float = 0.0
+
+    def model_state(self, stage: StageSpec) -> float:
+        """All three together."""
+        return self._parameters(stage) * self.state_bytes
+
+    def gradients(self, stage: StageSpec) -> GradientBytes:
+        """Nothing beside ``model_state``."""
+        return GradientBytes(0.0, 0.0, 0.0)

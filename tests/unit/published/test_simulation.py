@@ -1,0 +1,109 @@
+"""One published number from its configuration: the parts that differ from the planner's own path."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from terapipe.planning.cost import StageSpec
+from terapipe.planning.device import GB
+from terapipe.published.simulation import MEASURES, PrefixCopies, Setup, Simulation
+
+TIMED = Setup.of({"times": [1.0, 1.0, 1.0, 0.0], "layout": [1, 4, 1], "batch_size": 8, "order": "1f1b", "seq_len": 8})
+SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "vocab": 1000, "max_seq_len": 1}
+PIPE = {"model": SMALL, "cluster": "dgx-a100:1", "layout": [1, 4, 2], "batch_size": 4, "seq_len": 4096}
+
+
+def test_measured_times_give_the_bubble_of_1f1b() -> None:
+    """(K - 1) / (N + K - 1) of the step is idle with K = 4 ranks and N = 8 microbatches."""
+    simulation = Simulation(TIMED)
+    assert simulation.compute_time == pytest.approx(11 * 3e-3)
+    assert MEASURES["idle share"].of(simulation) == pytest.approx(3 / 11)
+    assert simulation.bubble_rate == pytest.approx(3 / 11)
+
+
+def test_a_bubble_rate_is_of_the_longest_span_of_one_rank() -> None:
+    """Ranks that end one after the other are busy for longer spans than the step less its end."""
+    simulation = Simulation(replace(TIMED, order="terapipe-zb2"))
+    assert simulation.longest_span < simulation.compute_time
+    assert 0 < simulation.bubble_rate < 3 / 11
+
+
+def test_chunks_and_slices_share_the_times_of_a_stage() -> None:
+    """Twice the stages of half the time, or slices of a quarter: the same work in all."""
+    whole, *others = (
+        Simulation(replace(TIMED, order="interleaved", chunks=chunks, slices=slices))
+        for chunks, slices in ((1, 1), (2, 1), (1, 4))
+    )
+    for other in others:
+        assert other.compute_time < whole.compute_time
+        idle = MEASURES["idle share"].of(other)
+        assert other.compute_time * (1 - idle) == pytest.approx(24e-3)
+
+
+def test_the_optimizer_counts_if_the_model_is_stated() -> None:
+    with_model = replace(TIMED, model=Setup.of(PIPE).model, cluster="dgx-a100:1")
+    assert Simulation(with_model).compute_time == pytest.approx(Simulation(TIMED).compute_time)
+    assert Simulation(with_model).step_time > Simulation(TIMED).step_time
+
+
+def test_slices_of_equal_flops() -> None:
+    simulation = Simulation(Setup.of({**PIPE, "slices": 4, "cut": "flops", "order": "terapipe-1f1b"}))
+    lengths = simulation.plan.lengths[0]
+    model = simulation.source.config
+    flops = np.diff([model.layer_flops(end) for end in np.cumsum([0, *lengths]).tolist()])
+    assert sum(lengths) == 4096
+    assert list(lengths) == sorted(lengths, reverse=True)
+    assert flops == pytest.approx(np.full(4, flops.mean()), rel=1e-3)
+
+
+def test_copies_of_the_prefix_move_the_bytes_that_are_counted_here() -> None:
+    """Three slices of 2, 1 and 1 tokens: the forward joins 3 and 4 tokens of K and V, read and written; the backward
+    adds gradients of 3 and of 2 tokens to a sum: two reads, one write."""
+    setup = Setup.of({**PIPE, "order": "terapipe-1f1b", "prefix_copies": True})
+    simulation = Simulation(setup)
+    copies, plain = simulation.cost, simulation.evaluator.cost
+    assert isinstance(copies, PrefixCopies)
+    stage, context, length = StageSpec(2), np.array([0, 2, 3]), np.array([2, 1, 1])
+    forward = copies.forward(stage, 1, length, context) - plain.forward(stage, 1, length, context)
+    backward = copies.backward(stage, 1, length, context) - plain.backward(stage, 1, length, context)
+    per_token = 2 * 2 * 1024 * 2 / 2 / simulation.cluster.host.device.bandwidth  # layers, K and V, width, bytes, tp
+    assert forward.sum() == pytest.approx(per_token * 2 * (3 + 4))
+    assert backward.sum() == pytest.approx(per_token * 3 * (2 + 3))
+
+
+def test_state_as_another_program_keeps_it() -> None:
+    plain, fixed = (Simulation(Setup.of({**PIPE, **more})) for more in ({}, {"state_bytes": 4.0}))
+    stage = StageSpec(2)
+    count = 2 * plain.source.config.layer_parameters / 2
+    assert fixed.memory.model_state(stage) == 4 * count
+    assert fixed.memory.gradients(stage).during == 0
+    assert fixed.memory.activations(stage, 1, 64) == plain.memory.activations(stage, 1, 64)
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    one = {**PIPE, "layout": [1, 1, 1], "batch_size": 1, "order": "terapipe", "slices": 1}
+    longest = Simulation(Setup.of(one)).longest
+    assert longest > 0
+    assert Simulation(Setup.of({**one, "seq_len": int(longest)})).fits
+    assert not Simulation(Setup.of({**one, "seq_len": int(longest) + 100})).fits
+
+
+def test_a_setup_changes_what_it_says_about_the_cluster() -> None:
+    simulation = Simulation(Setup.of({**PIPE, "card": 12.5 * GB, "overlapped": False}))
+    assert simulation.cluster.host.inter_node.bandwidth == 12.5 * GB
+    assert not simulation.cluster.host.overlapped
+    assert simulation.cluster.devices == 8
+
+
+def test_one_layer_for_each_stage() -> None:
+    simulation = Simulation(Setup.of({**PIPE, "layout": [1, 1, 1], "order": "terapipe", "chunks": "layers"}))
+    assert simulation.plan.boundaries == tuple(range(9))
+    assert simulation.plan.num_ranks == 1
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="got \\['microbatches'\\]"):
+        Setup.of({"microbatches": 3})
+    with pytest.raises(ValueError, match="give model and cluster"):
+        Simulation(TIMED).source  # noqa: B018

@@ -1,0 +1,110 @@
+"""The published tables: that all of them can be simulated, and how near the fast ones come."""
+
+import pytest
+
+from terapipe.published.simulation import Setup
+from terapipe.published.table import OOM, Cell, Column, Score, Table, names
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_row_says_what_was_run(name: str) -> None:
+    """A typing error in a data file shows here, without a simulation."""
+    table = Table.load(name)
+    columns = {column.name: column for column in table.columns}
+    assert table.source
+    assert table.hardware
+    assert table.title
+    assert len({row["name"] for row in table.rows}) == len(table.rows)
+    for row in table.rows:
+        assert set(row) <= {"name", "setup", "published", "reason"}
+        assert row["published"]
+        for key in row["published"]:
+            setup = Setup.of({**table.setup, **row.get("setup", {}), **columns[key].setup})
+            assert setup.described or row.get("reason") or columns[key].reason, f"{row['name']}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "worst"),
+    [
+        ("terapipe_layer", 0.05, 0.17),
+        ("terapipe_schemes", 0.10, 0.21),
+        ("terapipe_sweep", 0.10, 0.15),
+        ("megatron_sc21", 0.05, 0.09),
+        ("zero_bubble_steps", 0.04, 0.08),
+        ("seq1f1b", 0.15, 0.50),
+        ("dlperf", 0.07, 0.15),
+    ],
+)
+def test_tables_that_are_near(name: str, mean: float, worst: float) -> None:
+    score = Table.load(name).score()
+    assert score is not None
+    assert score.mean < mean
+    assert abs(score.worst) < worst
+
+
+def test_bubble_rates_of_1f1b_are_the_published_ones_to_all_digits() -> None:
+    table = Table.load("zero_bubble_rates")
+    few = Table(**{**vars(table), "rows": table.rows[:2]})
+    for cell in few.cells:
+        if cell.column.name == "1F1B":
+            assert cell.ours == pytest.approx(cell.published, abs=5.1e-5)
+        elif cell.ours is not None:
+            assert cell.ours == pytest.approx(cell.published, abs=0.01)
+
+
+def test_the_sweep_has_the_published_order_and_best() -> None:
+    cells = Table.load("terapipe_sweep").cells
+    by_ours = sorted(cells, key=lambda cell: cell.ours or 0.0)
+    published = sorted(cells, key=lambda cell: float(cell.published))
+    assert {cell.row for cell in by_ours[:2]} == {cell.row for cell in published[:2]} == {"16 slices", "32 slices"}
+    assert by_ours[-1] == published[-1]
+
+
+def test_cells_without_a_number() -> None:
+    """A run that was out of memory has no error, and a row that we cannot express says why."""
+    cells = Table.load("seq1f1b").cells
+    failed = [cell for cell in cells if cell.published == OOM]
+    assert len(failed) == 4
+    assert all(cell.error is None and "does not fit either" in cell.note for cell in failed)
+    untold = Table.load("kwai_offload")
+    assert untold.score() is None
+    assert all(cell.note.startswith("not simulated: ") for cell in untold.cells)
+    assert untold.to_dict()["not_simulated"] == len(untold.cells)
+
+
+def test_quotients_do_not_count() -> None:
+    table = Table.load("seq1f1b")
+    assert not {column.name: column for column in table.columns}["Seq1F1B / 1F1B"].counts
+    ratio = next(cell for cell in table.cells if cell.column.name == "Seq1F1B / 1F1B")
+    assert ratio.published == pytest.approx(53485 / 48189)
+    assert ratio.ours is not None
+    assert ratio.error == pytest.approx(ratio.ours / (53485 / 48189) - 1)
+
+
+def test_a_score_is_of_absolute_errors_and_keeps_the_sign_of_the_worst() -> None:
+    column = Column("step", {})
+    score = Score.of([Cell("a", column, 2.0, 1.0), Cell("b", column, 2.0, 2.5), Cell("c", column, OOM)])
+    assert score == Score(2, 0.375, -0.5, "a: step")
+    assert Score.of([Cell("c", column, OOM)]) is None
+
+
+def test_an_unknown_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown table 'none'; the tables are terapipe"):
+        Table.load("none")
+
+
+def test_the_planner_is_never_worse_than_the_published_slices() -> None:
+    planned, schemes = Table.load("terapipe"), Table.load("terapipe_schemes")
+    numbers = {row["name"].split()[0] for row in schemes.rows}
+    rows = tuple(row for row in planned.rows if row["name"].split()[0] in numbers)
+    ours = Table(**{**vars(planned), "rows": rows, "columns": planned.columns[1:2]}).cells
+    assert len(ours) == len(schemes.cells) == 5
+    for cell, scheme in zip(ours, schemes.cells, strict=True):
+        assert cell.ours is not None
+        assert scheme.ours is not None
+        assert cell.ours <= scheme.ours * (1 + 1e-9), cell.row
+
+
+def test_errors_of_rates_are_differences() -> None:
+    assert Cell("a", Column("1F1B", {}), 0.25, 0.26, points=True).error == pytest.approx(0.01)
+    assert Cell("a", Column("1F1B", {}), 0.25, 0.26).error == pytest.approx(0.04)
