@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -353,7 +354,7 @@ def _write(folder: Path, tables: Sequence[Table], more: Sequence[Section]) -> No
     parts = [("Mean and worst error", style.table(SUMMARY, [summary(table) for table in tables], wrapped=True))]
     for table in tables:
         shown = style.table(*table_rows(table), wrapped=True) if table.score() else ""
-        listed = "".join(f"<p>{line}</p>" for line in (f"{table.source}. {table.note}", *notes(table)))
+        listed = "".join(f"<p>{escape(line)}</p>" for line in (f"{table.source}. {table.note}", *notes(table)))
         parts.append((table.title, figure(table) + shown + listed))
     parts += [(s.heading, s.picture + style.table(s.header, s.rows)) for s in more]
     files.write(folder / "report.html", style.page("Published measurements, simulated", lead, parts))

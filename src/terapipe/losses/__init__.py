@@ -1,7 +1,14 @@
 """Objectives: what a ``Pipeline`` is trained for, by ``Pipeline(model, plan, loss_fn=...)``.
 
 A ``loss_fn`` is a function ``(logits, targets) -> sum over the tokens of a slice``, a ``HiddenLoss`` or a
-``SequenceLoss``. The functions here make some of each.
+``SequenceLoss``. The functions here make some of each::
+
+    pipe = tp.Pipeline(model, plan, loss_fn=tp.losses.dpo(beta=0.1))
+    reference = pipe.log_probs(ids, labels)                               before training
+    pipe.step(ids, {"labels": labels, "reference": reference})
+
+Targets are cut along tokens as the batch is. A ``SequenceLoss`` may also have entries with one number for each
+sequence.
 """
 
 from terapipe.losses.objective import HiddenLoss, SequenceLoss

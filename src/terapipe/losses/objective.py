@@ -60,8 +60,12 @@ Objective: TypeAlias = LossFn | HiddenLoss | SequenceLoss
 
 
 def labels_in(targets: Targets) -> Tensor | None:
-    """The labels among targets: a tensor of whole numbers, (batch, seq_len), that is the targets themselves, or has
-    the name "labels" in a dict among them; None if there is none."""
+    """The labels among targets; None if there are none.
+
+    Args:
+        targets: Labels are a tensor of whole numbers, (batch, seq_len), that is the targets themselves, or has the name
+            "labels" in a dict among them.
+    """
     if isinstance(targets, Tensor):
         return targets if not targets.is_floating_point() and targets.ndim == 2 else None
     if isinstance(targets, Mapping) and isinstance(targets.get("labels"), Tensor):
@@ -72,7 +76,13 @@ def labels_in(targets: Targets) -> Tensor | None:
 
 
 def entry(targets: Targets, name: str, what: str) -> Tensor:
-    """Returns one of the tensors that an objective needs beside labels, or says which one is missing."""
+    """One of the tensors that an objective needs beside labels, or a ValueError that says which one is missing.
+
+    Args:
+        targets: What the step was called with.
+        name: The tensor's name there.
+        what: What it is, for the message.
+    """
     if not isinstance(targets, Mapping) or name not in targets:
         got = f"a dict with {', '.join(map(repr, targets))}" if isinstance(targets, Mapping) else type(targets).__name__
         raise ValueError(f"targets must be a dict that has {what} under {name!r}, got {got}")

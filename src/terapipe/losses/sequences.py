@@ -30,16 +30,31 @@ Normalization = Literal["sequence", "token", "constant"]
 
 
 def mask_of(targets: Targets) -> Tensor:
-    """Which labels count, (rows, seq_len)."""
+    """Which labels count, (rows, seq_len).
+
+    Args:
+        targets: Labels, or a dict that has them.
+    """
     return labels_of(targets) != IGNORE
 
 
 def sequence_sum(values: Tensor, targets: Targets) -> Tensor:
-    """Sums each sequence's values where labels count: (rows,)."""
+    """Sums each sequence's values where labels count: (rows,).
+
+    Args:
+        values: (rows, seq_len).
+        targets: Labels, or a dict that has them.
+    """
     return (values * mask_of(targets)).sum(1)
 
 
 def sequence_average(values: Tensor, targets: Targets) -> Tensor:
+    """Averages each sequence's values where labels count: (rows,); 0 for a sequence without labels.
+
+    Args:
+        values: (rows, seq_len).
+        targets: Labels, or a dict that has them.
+    """
     return sequence_sum(values, targets) / mask_of(targets).sum(1).clamp(min=1)
 
 
@@ -71,12 +86,22 @@ def last_tokens(input_ids: Tensor, pad_token_id: int | None) -> Tensor:
 
 
 def scores(logits: Tensor, targets: Targets) -> Tensor:
-    """What a head makes of each token, in float32 or wider: values of a ``SequenceLoss`` that needs no labels."""
+    """What a head makes of each token, in float32 or wider: values of a ``SequenceLoss`` that needs no labels.
+
+    Args:
+        logits: (size, length, classes).
+        targets: Not looked at.
+    """
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def at_last(values: Tensor, targets: Targets) -> Tensor:
-    """Each sequence's values at the place that ``targets["last"]`` names, (rows, classes)."""
+    """Each sequence's values at its last token, (rows, classes).
+
+    Args:
+        values: (rows, seq_len, classes).
+        targets: ``last`` among them says which token that is.
+    """
     last = entry(targets, "last", "the place of each sequence's last token (see last_tokens)")
     return values[torch.arange(len(values), device=values.device), last]
 
@@ -117,6 +142,7 @@ def interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of chosen sequences, and of rejected ones."""
     if len(values) % 2:
         raise ValueError(
             f"a microbatch of pairs must have an even number of sequences, each chosen one followed by its rejected "
@@ -126,6 +152,7 @@ def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reference(targets: Targets) -> Tensor:
+    """The reference model's log-probability of each sequence, (rows,); of tokens they are summed."""
     what = "the reference model's log-probabilities (compute them with Pipeline.log_probs before training)"
     log_probs = entry(targets, "reference", what)
     return log_probs if log_probs.ndim == 1 else sequence_sum(log_probs, targets)
@@ -264,6 +291,7 @@ def _surrogate(log_probs: Tensor, targets: Mapping[str, Any], low: float, high: 
 
 
 def _normalize(losses: Tensor, targets: Targets, by: Normalization, length: int) -> Tensor:
+    """Makes one number of the tokens' losses; see ``Normalization``."""
     mask = mask_of(targets)
     if by == "sequence":
         return sequence_average(losses, targets).mean()

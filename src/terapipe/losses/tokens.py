@@ -1,4 +1,8 @@
-"""Losses that are sums over tokens."""
+"""Losses that are sums over tokens: the step divides them by the number of labels in the whole batch.
+
+Each function makes a ``loss_fn(logits, targets)`` that ``Pipeline`` calls for each slice, with the targets of the
+slice's tokens only.
+"""
 
 from collections.abc import Callable
 
@@ -11,6 +15,11 @@ from terapipe.modeling.stage import IGNORE
 
 
 def labels_of(targets: Targets) -> Tensor:
+    """The labels among targets, or a ValueError that says what they must be.
+
+    Args:
+        targets: Labels, or a dict that has them.
+    """
     labels = labels_in(targets)
     if labels is None:
         raise ValueError(
@@ -33,7 +42,11 @@ def token_log_probs(logits: Tensor, targets: Targets) -> Tensor:
 
 
 def token_entropies(logits: Tensor) -> Tensor:
-    """The entropy of each token's distribution, (size, length)."""
+    """The entropy of each token's distribution, (size, length), in float32 or wider.
+
+    Args:
+        logits: (size, length, vocabulary).
+    """
     log_probs = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     return -(log_probs.exp() * log_probs).sum(-1)
 

@@ -106,12 +106,12 @@ def _make_parts(seen: Visibility, sequences: int, device: torch.device) -> Itera
         starts = tuple(s.start for s in segments)
         if starts not in by_starts:
             first = segments[0].first_key(seen.window)
-            by_starts[starts] = first, _ragged(segments, seen, first, device)
+            by_starts[starts] = first, _make_ragged(segments, seen, first, device)
         first, ragged = by_starts[starts]
         yield _Part(slice(row, row + 1), slice(first, seen.end), ragged)
 
 
-def _ragged(segments: list[Segment], seen: Visibility, first: int, device: torch.device) -> _Ragged:
+def _make_ragged(segments: list[Segment], seen: Visibility, first: int, device: torch.device) -> _Ragged:
     """The segments of one sequence.
 
     Args:
@@ -169,9 +169,9 @@ class Flash(Kernel):
         outs, sums = [], []
         for part in _parts(seen, q.shape[0], q.device):
             keys, values = store.read(part.sequences, part.keys)
-            rows, keys, values = _laid_out(part, q[part.sequences], keys, values)
+            rows, keys, values = _to_flash_layout(part, q[part.sequences], keys, values)
             out, lse = self._run(rows, keys, values, part.ragged, seen.window, scores)
-            outs.append(_back(part, out))
+            outs.append(_from_flash_layout(part, out))
             sums.append(lse if part.ragged is None else lse[None])
         return (outs[0], sums[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(sums))
 
@@ -181,11 +181,11 @@ class Flash(Kernel):
         """As ``Kernel.backward``: one part for each call of the forward."""
         for part in _parts(seen, q.shape[0], q.device):
             at = part.sequences
-            dout, rows, k, v, o = _laid_out(part, grad[at], q[at], *store.read(at, part.keys), out[at])
+            dout, rows, k, v, o = _to_flash_layout(part, grad[at], q[at], *store.read(at, part.keys), out[at])
             # The kernel reads it as it lies in memory, whatever its strides.
             sums = (lse if part.ragged is None else lse[at][0]).contiguous()
             gradients = self._run_backward(dout, rows, k, v, o, sums, part.ragged, seen.window, scores)
-            dq, dk, dv = (_back(part, x) for x in gradients)
+            dq, dk, dv = (_from_flash_layout(part, x) for x in gradients)
             yield Gradients(slice(0, seen.length), dq, part.keys, dk, dv, at)
 
     def _run(
@@ -232,15 +232,15 @@ def _window(window: int | None) -> dict[str, int]:
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
-def _laid_out(part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _to_flash_layout(part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
     """From (batch, heads, tokens, size) to (batch, tokens, heads, size), or without the batch if the part is ragged. A
     view: nothing is copied."""
     turned = (x.transpose(1, 2) for x in tensors)
     return tuple(turned) if part.ragged is None else tuple(x[0] for x in turned)
 
 
-def _back(part: _Part, x: Tensor) -> Tensor:
-    """The reverse of ``_laid_out``, for one tensor."""
+def _from_flash_layout(part: _Part, x: Tensor) -> Tensor:
+    """The reverse of ``_to_flash_layout``, for one tensor."""
     return (x if part.ragged is None else x[None]).transpose(1, 2)
 
 
@@ -309,6 +309,7 @@ def _common(window: int | None, scores: Scores) -> dict[str, Any]:
 
 
 def _package() -> Any:
+    """Imported here, not at the top: the package is optional."""
     from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 
     return flash_attn_interface
@@ -357,6 +358,7 @@ class Flex(Kernel):
         return "needs triton" if self._backend == "inductor" and not _has_triton() else None
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
+        """As ``Kernel.forward``. Nothing is recorded for autograd: the backward computes it again."""
         with torch.no_grad():
             # Without their history, which torch would compile another graph for.
             out, lse = self._run(q.detach(), *store.read(EVERY, self._keys(seen)), seen, scores)
@@ -379,6 +381,7 @@ class Flex(Kernel):
         return slice(min(s.first_key(seen.window) for s in seen.segments), seen.end)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scores: Scores) -> Any:
+        """Output and log-sum-exp of all rows. ``enable_gqa`` repeats the heads of keys where queries have more."""
         from torch.nn.attention.flex_attention import AuxRequest
 
         attention = _flex_attention(self._backend)
@@ -397,6 +400,7 @@ class Flex(Kernel):
 
 
 def _has_triton() -> bool:
+    """Without triton, torch's compiler has no kernels for GPUs."""
     from torch.utils._triton import has_triton
 
     return has_triton()

@@ -224,7 +224,11 @@ class GPT(Stage, PipelineModel):
         return x
 
     def before_head(self, hidden: Tensor) -> tuple[Tensor, nn.Module]:
-        """The normed hidden states and the head, for losses that multiply by the head themselves."""
+        """The normed hidden states and the head, for losses that multiply by the head themselves.
+
+        Args:
+            hidden: What ``forward`` of the last stage returned.
+        """
         if self.norm is None or self.head is None:
             raise ValueError(f"only the last stage has a head, this one holds layers {self.first} to {self.last}")
         return self.norm(hidden), self.head
@@ -333,6 +337,12 @@ class GPT(Stage, PipelineModel):
     # As a Stage
 
     def make_cache(self, size: int, seq_len: int) -> SliceCache:
+        """Refuses sequences that are longer than the table of positions.
+
+        Args:
+            size: Sequences of the microbatch.
+            seq_len: Tokens of each.
+        """
         if seq_len > self.config.max_seq_len:
             raise ValueError(
                 f"the model has positions for {self.config.max_seq_len} tokens, got sequences of {seq_len}"
@@ -340,6 +350,12 @@ class GPT(Stage, PipelineModel):
         return SliceCache(seq_len)
 
     def hidden_shape(self, size: int, length: int) -> tuple[int, ...]:
+        """With sequence parallelism a device holds some of the tokens of hidden states between stages.
+
+        Args:
+            size: Sequences of the slice.
+            length: Its tokens, a multiple of the number of devices.
+        """
         return (size, length // self.cut, self.config.hidden)
 
 

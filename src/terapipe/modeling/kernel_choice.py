@@ -347,7 +347,7 @@ def error_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size
     q, k, v, grad, drawn = _inputs(head_size, dtype)
     sinks = drawn if case.sinks else None
     truth = _reference(q, k, v, grad, sinks, case)
-    results = _sliced(kernel, q, k, v, grad, sinks, case, device)
+    results = _run_slices(kernel, q, k, v, grad, sinks, case, device)
     errors = [(a.double().cpu() - b).abs().max() / b.abs().max() for a, b in zip(results, truth, strict=True)]
     return torch.stack(errors).max().item()  # NaN if any is, which python's max would not be
 
@@ -392,7 +392,7 @@ def _visible_keys(case: Case) -> Tensor:
     return seen
 
 
-def _sliced(
+def _run_slices(
     kernel: Kernel,
     q: Tensor,
     k: Tensor,

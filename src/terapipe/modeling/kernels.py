@@ -164,11 +164,20 @@ class Kernel(ABC):
         """
 
     def takes(self, seen: Visibility) -> bool:
-        """Whether it can do a slice that sees this. Another kernel does the others."""
+        """Whether it can do a slice that sees this. Another kernel does the others.
+
+        Args:
+            seen: What the slice sees.
+        """
         return True
 
     def pays(self, q: Tensor, seen: Visibility) -> bool:
-        """Whether it is worth its costs for a slice with such queries, which sees this."""
+        """Whether it is worth its costs.
+
+        Args:
+            q: The slice's queries.
+            seen: What they see.
+        """
         return True
 
     @abstractmethod
@@ -235,8 +244,16 @@ class BlockKernel(Kernel):
     ) -> Three:
         """Computes the gradients of q, k and v of one block.
 
-        ``out`` and ``lse`` are those of whole rows, which the block is a part of. Then exp(score - lse) is a key's
-        weight among all keys, and the gradients are this block's part of the whole ones.
+        Args:
+            grad: The gradient of the rows' output.
+            q: Some rows of the slice.
+            k: Consecutive keys.
+            v: Their values.
+            out: The output of whole rows, which the block is a part of.
+            lse: Their log-sum-exps. So exp(score - lse) is a key's weight among all keys, and the gradients are this
+                block's part of the whole ones.
+            causal: As in ``block``.
+            scores: How scores are made.
         """
 
     def forward(self, q: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -486,7 +503,14 @@ class Cudnn(BlockKernel):
 @cache
 def cudnn_refusal(asked: tuple[torch.device, torch.dtype, int], settings: Settings) -> str | None:
     """Why torch itself would not take cuDNN for plain attention here: it knows which versions are wrong or slow for
-    which GPUs. In a thread of its own, as self-tests are."""
+    which GPUs.
+
+    Asked in a thread of its own, as self-tests are.
+
+    Args:
+        asked: Device, dtype and head size.
+        settings: Those of torch now, by which the answer is remembered.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_ask_torch, *asked).result()
 
@@ -534,14 +558,14 @@ class Efficient(BlockKernel):
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            *_grouped(q, k, v), None, True, 0.0, causal, scale=scores.scale
+            *_group_heads(q, k, v), None, True, 0.0, causal, scale=scores.scale
         )
         return out.reshape(q.shape), lse.narrow(-1, 0, q.shape[2]).unflatten(0, (q.shape[0], -1)).flatten(1, 2)
 
     def block_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scores: Scores
     ) -> Three:
-        rows, keys, values = _grouped(q, k, v)
+        rows, keys, values = _group_heads(q, k, v)
         dout, o = (_as_rows(x.reshape(rows.shape)) for x in (grad, out))
         padded = F.pad(lse.reshape(rows.shape[:3]), (0, -lse.shape[-1] % 32))  # it reads whole blocks of 32 rows
         none = torch.empty((), dtype=torch.int64, device=q.device)
@@ -552,7 +576,7 @@ class Efficient(BlockKernel):
         return dq.reshape(q.shape), dk.sum(1).view(k.shape), dv.sum(1).view(v.shape)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> Three:
+def _group_heads(q: Tensor, k: Tensor, v: Tensor) -> Three:
     """(batch, heads, ...) as (batch * heads of keys, queries that share one, ...)."""
     batch, heads, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     rows = q.reshape(batch * heads, group, *q.shape[2:])

@@ -196,7 +196,13 @@ _apply_project: Any = super(torch.autograd.Function, _Project).apply
 
 
 def changed_weight(name: str, weight: Tensor, version: int) -> RuntimeError:
-    """Makes the error that autograd would raise for a saved tensor that was changed in place."""
+    """Makes the error that autograd would raise for a saved tensor that was changed in place.
+
+    Args:
+        name: What it is, for the message.
+        weight: As it is now.
+        version: The weight's ``_version`` in the forward.
+    """
     return RuntimeError(
         f"{name} of shape {tuple(weight.shape)}, which a slice's backward needs, has been modified by an inplace "
         f"operation since the slice's forward: it is at version {weight._version}, expected version {version}; change "
@@ -315,7 +321,11 @@ def keep_plain(modules: Iterable[nn.Module]) -> None:
 
 
 def has_plain_products(stage: nn.Module) -> bool:
-    """Whether some linear layers make gradients as autograd does, for good: those of compiled layers."""
+    """Whether some linear layers make gradients as autograd does, for good: those of compiled layers.
+
+    Args:
+        stage: One that ``fuse_weight_grads`` has seen.
+    """
     return any(_KEEPS_CLASS in vars(m) and _fused_class(type(m)) is not None for m in stage.modules())
 
 

@@ -69,6 +69,9 @@ class SliceContext:
         """A name for attention that a module calls: the module and how often it has called it for this slice.
 
         Hugging Face models call attention without saying which layer they are. The module does, unless it calls twice.
+
+        Args:
+            module: The module that calls.
         """
         number = self.calls.get(module, 0)
         self.calls[module] = number + 1
@@ -143,7 +146,12 @@ class KeyValueStore:
         torch.cat((k, v), out=pair[:, :, context : context + k.shape[2]])
 
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        """Views of keys and values of some sequences and tokens: (sequences, heads, tokens, head size) each."""
+        """Views of keys and values: (sequences, heads, tokens, head size) each.
+
+        Args:
+            sequences: Those of the microbatch.
+            keys: Tokens of the sequence, which some slice has written.
+        """
         assert self._pair is not None
         k, v = self._pair.chunk(2)
         return k[sequences, :, keys], v[sequences, :, keys]
@@ -169,8 +177,12 @@ class KeyValueStore:
         self._room().zero_()
 
     def grad(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Views of the gradients of keys and values from token ``start`` to ``end``: sums over the slices that have
-        left some."""
+        """Views of the gradients of keys and values: sums over the slices that have left some.
+
+        Args:
+            start: The first token.
+            end: The one after the last.
+        """
         dk, dv = self._room()[:, :, start:end].chunk(2)
         return dk, dv
 
@@ -202,6 +214,12 @@ def cache_that_adds(weight: Tensor) -> "SliceCache | None":
 
     Weights that are computed from others (parametrizations) have no ``.grad``; tensor classes with operations of their
     own (low precision training) and the transforms of torch.func know better what to do.
+
+    Args:
+        weight: What a linear layer or an embedding is about to use.
+
+    Returns:
+        None where the layer must do what torch does: outside of a slice, and for weights that are not trained.
     """
     if (
         not _computing
@@ -217,7 +235,13 @@ def cache_that_adds(weight: Tensor) -> "SliceCache | None":
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-    """``torch.autograd.backward``; inside of a slice, a backward that belongs to it."""
+    """``torch.autograd.backward``; inside of a slice, a backward that belongs to it. For losses, whose backward begins
+    before the stage's.
+
+    Args:
+        roots: What to differentiate.
+        gradients: The gradient of each; None for scalars.
+    """
     cache = current_cache()
     if cache is None:
         torch.autograd.backward(roots, gradients)
@@ -318,6 +342,9 @@ class SliceCache:
 
         They are let go of in the slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before
         that, too.
+
+        Args:
+            layer: The attention layer's name.
         """
         if self.current.checkpointed != "again":
             return None
@@ -332,7 +359,13 @@ class SliceCache:
         return out, lse
 
     def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
-        """Remembers what attention computed, in the first forward of a layer that is computed again."""
+        """Remembers what attention computed, in the first forward of a layer that is computed again.
+
+        Args:
+            layer: The attention layer's name.
+            out: Its output; what it is when it is recalled must be what it is now.
+            lse: The log-sum-exps of its rows.
+        """
         if self.current.checkpointed == "first":
             self._attention[layer, self.current.start] = out.detach(), lse, out._version
 
@@ -342,13 +375,21 @@ class SliceCache:
 
         torch.autocast remembers its casts, too, but casts for operators that it knows only, and ``linear.project`` is
         none.
+
+        Args:
+            weight: Any; it must not change until ``clear``.
+            dtype: What autocast computes in.
         """
         if weight not in self.casts:
             self.casts[weight] = to_local(weight).to(dtype)
         return self.casts[weight]
 
     def store(self, layer: Hashable) -> KeyValueStore:
-        """The keys and values of one attention layer; made when its first slice asks for it."""
+        """The keys and values of one attention layer; made when its first slice asks for it.
+
+        Args:
+            layer: Any name that is unique to the layer on its stage.
+        """
         if layer not in self._stores:
             self._stores[layer] = KeyValueStore()
         return self._stores[layer]
@@ -356,7 +397,11 @@ class SliceCache:
     # Other states
 
     def get_state(self, name: Hashable) -> Tensor | None:
-        """The state that the slice before left under this name; None at the beginning of a sequence."""
+        """The state that the slice before left; None at the beginning of a sequence.
+
+        Args:
+            name: That of ``set_state``.
+        """
         return self._leaves.get((name, self.current.start))
 
     def set_state(self, name: Hashable, state: Tensor) -> Tensor:
@@ -453,7 +498,11 @@ class SliceCache:
     def positions(self, device: torch.device) -> Tensor:
         """The places of the current slice's tokens in their documents: (1 or sequences, tokens). What a model with
         positional embeddings must use in place of ``torch.arange(x.shape[1])``, which counts from the slice's first
-        token."""
+        token.
+
+        Args:
+            device: Where the model wants them.
+        """
         current = self.current
         if not self.has_documents:
             return torch.arange(current.start, current.end, device=device)[None]
@@ -504,7 +553,12 @@ def cast_input(x: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for, if the tensor is the host's."""
+    """A copy that the host does not wait for, if the tensor is the host's.
+
+    Args:
+        x: Any tensor; one of the host is copied to pinned memory first, or the copy to a GPU would wait.
+        device: Where it is needed.
+    """
     if device.type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

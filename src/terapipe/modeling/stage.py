@@ -185,11 +185,19 @@ class Stage(nn.Module):
         return [block for child in lists for block in child.children()]
 
     def wrap_compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call in place of a block's compiled ``forward``. Raise a ValueError if blocks cannot be compiled."""
+        """What to call in place of a block's compiled forward. Raise a ValueError if blocks cannot be compiled.
+
+        Args:
+            forward: A block's ``forward`` as ``torch.compile`` returned it.
+        """
         return forward
 
     def offers(self, method: Literal["logits", "before_head"]) -> bool:
-        """Whether the class defines an optional method, so that a step that needs it is refused before it begins."""
+        """Whether the class defines an optional method, so that a step that needs it is refused before it begins.
+
+        Args:
+            method: One that this class defines only to refuse it.
+        """
         return getattr(type(self), method) is not getattr(Stage, method)
 
 
@@ -258,6 +266,12 @@ class PipelineModel(ABC):
 
         Without being told, a stage that begins with layer 0 embeds, and one that ends with the last layer has the head.
         Refuses numbers that are no stage.
+
+        Args:
+            first: The stage's first layer.
+            last: The one after its last; equal to ``first`` for one of the model's ends alone.
+            embeds: What the caller says, or None.
+            has_head: What the caller says, or None.
         """
         embeds = first == 0 if embeds is None else embeds
         has_head = last == self.num_layers if has_head is None else has_head
@@ -444,7 +458,11 @@ class SlicedStage:
         return self._fused and not has_plain_products(self.stage)
 
     def over(self, cache: SliceCache) -> SliceCache:
-        """A context in which modules of the stage work on the cache's current slice; a last stage's head, too."""
+        """A context in which modules of the stage work on the cache's current slice; a last stage's head, too.
+
+        Args:
+            cache: Its ``begin`` has said which slice. It is the context manager that is returned.
+        """
         cache.current.fuses = self._fused
         return cache
 
@@ -503,6 +521,11 @@ class Autocast(NamedTuple):
 
     @classmethod
     def current(cls, device: torch.device) -> Self:
+        """The present state.
+
+        Args:
+            device: The stage's.
+        """
         enabled = torch.is_autocast_enabled(device.type)
         return cls(device.type, torch.get_autocast_dtype(device.type) if enabled else None)
 
@@ -514,6 +537,7 @@ class Autocast(NamedTuple):
         return torch.autocast(self.device_type, self.dtype, cache_enabled=torch.is_grad_enabled())
 
     def off(self) -> AbstractContextManager[object]:
+        """For what must run as without autocast: backwards, sums, transfers."""
         return nullcontext() if self.dtype is None else torch.autocast(self.device_type, enabled=False)
 
     def forget_casts(self) -> None:

@@ -205,7 +205,12 @@ class _Slice:
 
 
 def token_dim(stage: Stage, size: int) -> int:
-    """The dimension of hidden states that grows with the tokens of a slice."""
+    """The dimension of hidden states that grows with the tokens of a slice.
+
+    Args:
+        stage: Whose ``hidden_shape`` is asked.
+        size: Sequences.
+    """
     few, many = stage.hidden_shape(size, 16), stage.hidden_shape(size, 32)
     return next(dim for dim, (a, b) in enumerate(zip(few, many, strict=True)) if a != b)
 

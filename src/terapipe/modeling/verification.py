@@ -330,7 +330,7 @@ class StageCheck:
             if problem is None and is_random:
                 problem = self._check_buffers()
         except Exception as error:  # whatever the model's own code raises
-            return [self._look_at_cache(use) or self._raised("slices", error)], {}
+            return [self._look_at_cache(use) or self._error_problem("slices", error)], {}
         return ([problem] if problem else []), {"slices": errors[worst]}
 
     def _look_at_cache(self, use: CacheUse) -> Problem | None:
@@ -400,7 +400,7 @@ class StageCheck:
         blame = find_blame(self._stage, lambda cut: self._compute(cut), lengths, self.bound)
         return Problem("slices", blame.where, error, blame.reason)
 
-    def _raised(self, check: str, error: Exception) -> Problem:
+    def _error_problem(self, check: str, error: Exception) -> Problem:
         """The problem that the model's own code raises. Autograd's error of a graph that is gone means that a slice
         kept a tensor of an earlier one."""
         self._has_raised = check == "slices"
@@ -419,7 +419,7 @@ class StageCheck:
             plain = self._compute(self._lengths)
             repeated, again = self._compute(self._lengths), self._compute(self._lengths, mode=mode)
         except Exception as error:
-            return float("inf"), [self._raised(mode, error)]
+            return float("inf"), [self._error_problem(mode, error)]
         errors = _errors(plain, again)
         if relative_error(plain.result.output, repeated.result.output) > self.bound:
             return max(errors.values()), [self._irreproducible(mode, "a forward cannot be computed again")]
@@ -444,7 +444,7 @@ class StageCheck:
                     part.train(self._stage.training)
                 split = self._compute((self._tokens,), chain=chain, tied=tied)
             except Exception as error:
-                return float("inf"), [self._raised("stages", error)]
+                return float("inf"), [self._error_problem("stages", error)]
         errors = _errors(whole, split._replace(buffers=whole.buffers))
         return self._judge("stages", errors, Mistake.WRONG_STAGES)
 

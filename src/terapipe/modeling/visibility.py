@@ -105,7 +105,7 @@ def _blocks(seen: Visibility, largest: tuple[int, int] | None) -> tuple[Block, .
             for rows, keys, shape in _of_tile(first, last, oldest, seen.window):
                 rows = slice(rows.start - seen.context, rows.stop - seen.context)
                 block = Block(rows, keys, shape, segment.sequences)
-                blocks.extend([block] if largest is None else _cut(block, *largest))
+                blocks.extend([block] if largest is None else _cut_block(block, *largest))
     return tuple(blocks)
 
 
@@ -138,7 +138,7 @@ def _of_tile(first: int, last: int, oldest: int, window: int | None) -> Iterator
         yield slice(first, first + common - oldest), slice(oldest, common), "upper"
 
 
-def _cut(block: Block, most_rows: int, most_keys: int) -> Iterator[Block]:
+def _cut_block(block: Block, most_rows: int, most_keys: int) -> Iterator[Block]:
     """The same block in smaller ones. Triangles are cut into triangles on the diagonal, and rectangles beside it."""
     rows, keys, shape, sequences = block
     if shape == "full":
@@ -154,7 +154,7 @@ def _cut(block: Block, most_rows: int, most_keys: int) -> Iterator[Block]:
         yield Block(slice(row, row + size), slice(key, key + size), shape, sequences)
         beside = slice(keys.start, key) if shape == "lower" else slice(key + size, keys.stop)
         if beside.start < beside.stop:
-            yield from _cut(Block(slice(row, row + size), beside, sequences=sequences), most_rows, most_keys)
+            yield from _cut_block(Block(slice(row, row + size), beside, sequences=sequences), most_rows, most_keys)
 
 
 def segments(starts: Sequence[Sequence[int]], context: int, end: int, chunk: int | None) -> tuple[Segment, ...]:

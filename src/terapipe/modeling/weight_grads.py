@@ -59,10 +59,10 @@ def as_dtensor_like(x: Tensor, part: Tensor) -> Tensor:
 class GradientSum:
     """A hook that sums a parameter's gradient over devices, each of which knows a part of it.
 
-    Some parameters are whole on every device, though each device computes only some of what they take part in: the
-    norms between operators that are split by tokens, for one. The hook belongs to how a stage computes gradients. So it
-    is called for each slice, not once per step as the hooks of users are; gradient_sync.py tells them apart by this
-    class.
+    Some parameters are whole on every device, though each device computes only some of what they take part in: the norm
+    of queries that is applied to each head, for one, where devices share the heads. The hook belongs to how a stage
+    computes gradients. So it is called for each slice, not once per step as the hooks of users are; gradient_sync.py
+    tells them apart by this class.
 
     Args:
         mesh: The devices that share the stage.
@@ -231,7 +231,11 @@ def can_add_in_float32(dtype: torch.dtype) -> bool:
 
 
 def drop_main_grads(parameters: Iterable[nn.Parameter]) -> None:
-    """Forgets the sums, of a step that failed or was only measured."""
+    """Forgets the sums, of a step that failed or was only measured.
+
+    Args:
+        parameters: Those that may have one.
+    """
     for p in parameters:
         _pop(p)
 
@@ -254,7 +258,11 @@ def sum_in_float32(parameters: Iterable[nn.Parameter]) -> list[Any]:
 
 @contextmanager
 def summed_in_float32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, as ``sum_in_float32``. Gradients of an earlier step must be set aside. On failure no sum is left."""
+    """Inside, as ``sum_in_float32``. On failure no sum is left.
+
+    Args:
+        parameters: Those of all stages of a rank. Gradients of an earlier step must be set aside before.
+    """
     parameters = list(parameters)
     handles = sum_in_float32(parameters)
     try:
@@ -347,7 +355,11 @@ def _pop(parameter: Tensor) -> Tensor | None:
 
 
 def match_main_grad(parameter: nn.Parameter) -> None:
-    """Gives the sum the layout of its parameter, where autograd left it as sums over devices."""
+    """Gives the sum the layout of its parameter, where autograd left it as sums over devices.
+
+    Args:
+        parameter: Changed only if both it and its sum are DTensors.
+    """
     total = main_grad(parameter)
     if isinstance(parameter, DTensor) and isinstance(total, DTensor) and total.placements != parameter.placements:
         setattr(parameter, _NAME, total.redistribute(placements=parameter.placements))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from terapipe.planning.cost import StageSpec, with_recompute
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import ShapeMemory
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource
 
@@ -82,14 +81,12 @@ def estimate_fsdp(
 def _peak(source: ClusterSource, sequences: int, length: float, offload: bool) -> float:
     """Bytes of a device: its shard of the model's state, the input of every layer, two layers with gathered weights,
     the activations of one, and logits of at most 2048 tokens at a time."""
-    config, device = source.config, source.cluster.host.device
-    memory = ShapeMemory(
-        config, device.element, device.state, 1, recompute="full", attention=device.attention_kernel, blas=device.blas
-    )
+    config, element = source.config, source.cluster.host.device.element
+    memory = with_recompute(source.memory(Layout()), "full")
     layer, whole = StageSpec(1), StageSpec(config.layers, True, True)
     activations = 0.0 if offload else config.layers * float(memory.activations(layer, sequences, length)) / 2
     # In a ring, attention sees one device's keys at a time.
-    working = float(memory.workspace(layer, sequences, length, 0)[1]) + 2 * config.layer_parameters * device.element
+    working = float(memory.workspace(layer, sequences, length, 0)[1]) + 2 * config.layer_parameters * element
     logits = float(memory.workspace(StageSpec(1, last=True), sequences, min(length, 2048), 0)[0])
     state = memory.model_state(whole) + memory.gradients(whole).during
     return state / source.devices + activations + working + logits + memory.per_rank()
