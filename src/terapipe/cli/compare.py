@@ -35,8 +35,12 @@ from terapipe.reporting.svg import to_png
 
 
 def add(verbs: Verbs) -> None:
-    """Declares the options of ``terapipe compare``: those of ``plan`` without its cuts, and where to write the
-    chart."""
+    """Declares the options of ``terapipe compare``: those of ``plan``, of which the cuts are refused, and where to
+    write the chart.
+
+    Args:
+        verbs: The subparsers of the command line.
+    """
     parser = verbs.add_parser(
         "compare",
         help="compare the best plans of all orders by time and memory",
@@ -57,7 +61,11 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Compares, writes the files that were asked for, and prints the table, or with ``--json`` a list of its rows."""
+    """Compares, writes the files that were asked for, and prints the table, or with ``--json`` a list of its rows.
+
+    Args:
+        parsed: The options.
+    """
     check_outputs(parsed)
     cuts = set(names_of(PlanOptions)) - set(names_of(CompareOptions))
     refuse_with("compare, which tries all orders and slicings", parsed, *sorted(cuts))

@@ -40,7 +40,11 @@ _COLORS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "red"}
 
 
 def add(verbs: Verbs) -> None:
-    """Declares the options of ``terapipe doctor``; those of a proof are a group of their own."""
+    """Declares the options of ``terapipe doctor``; those of a proof are a group of their own.
+
+    Args:
+        verbs: The subparsers of the command line.
+    """
     parser = verbs.add_parser(
         "doctor",
         help="check that this machine, or all hosts together, can train",
@@ -78,8 +82,16 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Examines or proves, and prints findings. If torch does not load, that is the one finding: whoever runs the doctor
-    may have nothing else to find out why."""
+    """Examines or proves, and prints findings, or with ``--json`` one object: ``status``, ``findings`` (``check``,
+    ``status``, ``found``, ``remedy``, ``details``) and ``examined``, the facts behind them. If torch does not load,
+    that is the one finding: whoever runs the doctor may have nothing else to find out why.
+
+    Args:
+        parsed: The options.
+
+    Returns:
+        1 if there is a problem or a check fails; 0 on ranks that do not report.
+    """
     if (parsed.ranks is not None and parsed.ranks < 1) or not 0 < parsed.timeout < MOST_SECONDS:
         raise ValueError(f"--ranks and --timeout must be positive, got {parsed.ranks} and {parsed.timeout}")
     if not parsed.prove:
@@ -135,7 +147,13 @@ def _print_proof(proof: dict[str, Any], out: Path) -> None:
 
 
 def _report(findings: Sequence[Finding], examined: dict[str, Any], as_json: bool) -> int:
-    """Prints findings as text or JSON and returns the exit code."""
+    """Prints findings as text or JSON and returns the exit code.
+
+    Args:
+        findings: In the order of the report.
+        examined: The facts, for JSON.
+        as_json: Whether to print JSON.
+    """
     status = worst(findings)
     if as_json:
         print(json.dumps({"status": status, "findings": [f.to_dict() for f in findings], "examined": examined}))

@@ -33,7 +33,11 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints the list as a table, or with ``--json`` the file itself."""
+    """Prints the list as a table, or with ``--json`` the file itself.
+
+    Args:
+        parsed: Whether to print JSON.
+    """
     text = resources.files("terapipe.hf").joinpath("models.json").read_text("utf-8")
     if parsed.json:
         print(text)

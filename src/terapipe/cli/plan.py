@@ -76,7 +76,11 @@ examples:
 
 
 def add(verbs: Verbs) -> None:
-    """Declares the options of ``terapipe plan``. The end of its help lists the orders, which are data, and examples."""
+    """Declares the options of ``terapipe plan``. The end of its help lists the orders, which are data, and examples.
+
+    Args:
+        verbs: The subparsers of the command line.
+    """
     parser = verbs.add_parser(
         "plan",
         help="choose layout, order, microbatches, slices and recomputation",
@@ -111,6 +115,12 @@ def run(parsed: argparse.Namespace) -> int:
 
     Everything that can fail comes before anything is printed or written, so that a plan that cannot be launched leaves
     no half of its files.
+
+    Args:
+        parsed: The options.
+
+    Returns:
+        0; if no plan fits into memory, that is a ValueError with the smallest that was tried.
     """
     _refuse_ignored(parsed)
     check_outputs(parsed)
@@ -152,7 +162,13 @@ def _machine(source: Source | None) -> Cluster | Profile | None:
 
 
 def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
-    """The command that trains with this plan. It sets the batch, which must agree with the plan."""
+    """The command that trains with this plan. It sets the batch, which must agree with the plan; all else is in
+    run.toml.
+
+    Args:
+        parsed: With the file of the plan, if it was saved.
+        result: Whose batch is that of one replica: the command has that of all.
+    """
     plan = result.plan
     file = shlex.quote(str(parsed.save or PLAN))
     batch = f"data.batch_size={plan.batch_size * result.layout.dp} data.seq_len={plan.seq_len}"

@@ -28,7 +28,11 @@ TRUSTED = 0.15  # maximum relative error on held-out points for a reliable profi
 
 
 def add(verbs: Verbs) -> None:
-    """Declares the options of ``terapipe profile``."""
+    """Declares the options of ``terapipe profile``.
+
+    Args:
+        verbs: The subparsers of the command line.
+    """
     parser = verbs.add_parser(
         "profile",
         help="measure a model on this machine",
@@ -58,8 +62,14 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Checks the options, measures on all ranks, writes the profile, and prints what it shows and whether to trust
-    it."""
+    """Checks the options, measures on all ranks, writes the profile, and prints what it shows and whether to trust it.
+
+    Args:
+        parsed: The options.
+
+    Returns:
+        0, also for a profile that is not to be trusted: it was written, and a warning says so.
+    """
     if parsed.seq_len < 1 or not 0 < parsed.seconds < MOST_SECONDS:
         raise ValueError(f"--seq-len and --seconds must be positive, got {parsed.seq_len} and {parsed.seconds}")
     Request(1, parsed.seq_len)  # refuses more tokens than a sequence can have

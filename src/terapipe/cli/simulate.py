@@ -51,7 +51,11 @@ MOST_COLUMNS = 10_000
 
 
 def add(verbs: Verbs) -> None:
-    """Declares the options of ``terapipe simulate``: a plan or the options to make one, and what to draw."""
+    """Declares the options of ``terapipe simulate``: a plan or the options to make one, and what to draw.
+
+    Args:
+        verbs: The subparsers of the command line.
+    """
     parser = verbs.add_parser(
         "simulate",
         help="draw the step of a plan",
@@ -80,7 +84,17 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Simulates, writes the files that were asked for, and prints the drawing, or with ``--json`` one object."""
+    """Simulates, writes the files that were asked for, and prints the drawing, or with ``--json`` one object: the
+    estimate as ``PlanEstimate.to_dict`` has it, ``makespan`` and ``idle_by_cause`` (seconds, for each rank), the same
+    of a ``measured`` run, and ``planned_step_time`` if a saved plan had one.
+
+    Args:
+        parsed: The options. A measured timeline must be of this very plan, or bars would be compared that have
+            nothing to do with each other.
+
+    Returns:
+        0; what cannot be drawn is refused by ValueError.
+    """
     if parsed.json:
         refuse_with("--json", parsed, "width")
     if parsed.width is not None and not 1 <= parsed.width <= MOST_COLUMNS:
@@ -133,7 +147,13 @@ def _estimate(parsed: argparse.Namespace) -> tuple[PlanResult, PlanResult | None
 
 
 def _layout(parsed: argparse.Namespace, plan: Plan) -> Layout:
-    """The layout of a bare plan, by the options."""
+    """The layout of a bare plan, by the options. A bare plan is what ``Plan.to_json`` writes: it says how many pipeline
+    ranks there are, not how many replicas or tensor parallel ranks.
+
+    Args:
+        parsed: With ``--dp``, ``--tp`` and ``--shard``.
+        plan: Whose ranks are the layout's ``pp``.
+    """
     if parsed.dp is None or parsed.tp is None:
         raise ValueError("this is a bare plan, without its layout; give --dp and --tp")
     layout = Layout(parsed.dp, plan.num_ranks, parsed.tp, parsed.shard)
@@ -143,7 +163,13 @@ def _layout(parsed: argparse.Namespace, plan: Plan) -> Layout:
 
 
 def _refuse_other_layout(parsed: argparse.Namespace, saved: PlanResult) -> None:
-    """Refuses options that do not agree with a saved plan."""
+    """Refuses options that do not agree with a saved plan. Those that agree are fine: a script may pass the same
+    options to ``plan`` and ``simulate``.
+
+    Args:
+        parsed: All options.
+        saved: The plan with its layout.
+    """
     batch_size, seq_len = saved.plan.batch_size * saved.layout.dp, saved.plan.seq_len
     for name, value in {**asdict(saved.layout), "batch_size": batch_size, "seq_len": seq_len}.items():
         asked = getattr(parsed, name)

@@ -46,7 +46,14 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Trains, or prints the configuration. Exit code 0 if the run has finished or was stopped, 1 if it failed."""
+    """Trains, or prints the configuration.
+
+    Args:
+        parsed: The file, what overrides it, and whether to print only.
+
+    Returns:
+        0 if the run has finished or was stopped, 1 if it failed.
+    """
     config = load(parsed.file, parsed.replaced)
     if parsed.print_config:
         print(config.to_toml())

@@ -81,7 +81,11 @@ def diagnose(examination: "Examination") -> list[Finding]:
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """Returns the worst status of all findings; OK if there are none."""
+    """Returns the worst status of all findings; OK if there are none. It decides the exit code.
+
+    Args:
+        findings: In any order.
+    """
     return max((f.status for f in findings), key=list(Status).index, default=Status.OK)
 
 
@@ -104,7 +108,15 @@ def satisfies(version: str, wanted: str) -> bool:
 
 
 def _order(version: str, bound: str) -> int:
-    """Returns -1, 0 or 1 if the version is before, equal to or after the bound, by its leading numbers."""
+    """Compares versions by their leading numbers: 2.9 is equal to 2.9.0 and before 2.13, "2.13.0+cpu" is 2.13.0.
+
+    Args:
+        version: Of an installed package.
+        bound: Of a requirement.
+
+    Returns:
+        -1, 0 or 1 if the version is before, equal to or after the bound.
+    """
     mine = re.match(r"\d+(?:\.\d+)*", version)
     pairs = zip_longest(*([int(n) for n in text.split(".")] for text in (mine[0] if mine else "0", bound)), fillvalue=0)
     return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
@@ -274,7 +286,13 @@ def _compare_links(check: str, links: Sequence["Link"], host: Mapping[int, str],
 
 def _is_slow(link: "Link", links: Sequence["Link"]) -> bool:
     """Compares a link with the median of the others. Their own median, not a limit in bytes per second, because what is
-    slow between hosts with InfiniBand is fast between hosts with Ethernet."""
+    slow between hosts with InfiniBand is fast between hosts with Ethernet.
+
+    Args:
+        link: That may be slow: over SLOW times less bytes per second, or over SLOW times the latency and JITTER more.
+            JITTER is for links inside a host, where 30 instead of 10 microseconds mean nothing.
+        links: All of its kind, with it.
+    """
     others = [other for other in links if other is not link]
     if not others:
         return False
@@ -283,6 +301,7 @@ def _is_slow(link: "Link", links: Sequence["Link"]) -> bool:
 
 
 def _speed(link: "Link") -> str:
+    """Writes a link's latency and rate: "90.9 µs, 862 MiB/s"."""
     return f"{seconds(link.latency)}, {memory(link.rate)}/s"
 
 
@@ -373,7 +392,15 @@ def _files(ranks: Sequence["Facts"]) -> Finding:
 
 def _each_host(e: "Examination", check: "HostCheck") -> Iterator[Finding]:
     """Runs a check on every host, and yields a finding for each host with something wrong and one for all others. A
-    thousand hosts that are fine take one line, and the one that is not keeps a line of its own."""
+    thousand hosts that are fine take one line, and the one that is not keeps a line of its own::
+
+        warning  memory   node7: 512 MiB free for 8 ranks
+        ok       memory   on 999 hosts
+
+    Args:
+        e: The examination.
+        check: Of the ranks of one host.
+    """
     findings = {host: check(ranks) for host, ranks in e.hosts.items()}
     if len(findings) == 1:
         yield from findings.values()
@@ -407,6 +434,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _on_hosts(check: "HostCheck") -> "Check":
+    """Makes a check of an examination from one that looks at the ranks of a single host."""
     return lambda e: _each_host(e, check)
 
 

@@ -49,7 +49,12 @@ TOLD = 180.0  # seconds within which survivors of a killed rank must have said s
 
 def kernels(ranks: int, size: Size) -> Proof:
     """Compares the attention kernel that is chosen for each kind of call with float64. It does not run the others: some
-    compile for minutes."""
+    compile for minutes.
+
+    Args:
+        ranks: Not used: one process tries them all.
+        size: Has the sizes of heads to try.
+    """
     results: dict[str, Any] = run_ranks(_kernels, 1, size)
     rows = results["combinations"]
     wrong = [row for row in rows if row["fault"]]
@@ -103,7 +108,12 @@ def _row(case: Case, device: torch.device, dtype: torch.dtype, head: int) -> dic
 
 def products(ranks: int, size: Size) -> Proof:
     """Compares a weight's gradient, summed over slices in float32, with float64. The product adds to the sum itself, if
-    torch can do that."""
+    torch can do that; else every product is rounded to bfloat16 first, and more error is allowed.
+
+    Args:
+        ranks: Not used: one process.
+        size: Has the shapes of a layer's products.
+    """
     result: dict[str, Any] = run_ranks(_products, 1, size)
     how = "one operation" if result["fused"] else "two operations: this torch has none for it here"
     says = f"bfloat16 products, added to a sum in float32 by {how}, largest relative error {result['error']:.1e}"
@@ -148,7 +158,12 @@ def _products(size: Size) -> dict[str, Any]:
 
 def orders(ranks: int, size: Size) -> Proof:
     """Compares the gradients of a step in every order with the plain model's, on a small model in float32. Random
-    delays break what is in order by luck."""
+    delays break what is in order by luck.
+
+    Args:
+        ranks: How many processes to start.
+        size: Not used: the model is always small, so that float32 tells errors from rounding.
+    """
     errors: dict[str, float] = run_ranks(_orders, ranks)
     worst = max(errors.values())
     says = f"{len(errors)} orders on {ranks} ranks, largest relative error of a gradient {worst:.1e}"
@@ -232,7 +247,12 @@ def _add_delays(pipe: Pipeline) -> None:
 
 
 def hugging_face(ranks: int, size: Size) -> Proof:
-    """Compares the gradients of a Hugging Face model, with grouped heads, with those of transformers itself."""
+    """Compares the gradients of a Hugging Face model, with grouped heads, with those of transformers itself.
+
+    Args:
+        ranks: How many processes to start.
+        size: Not used: the model is always small.
+    """
     try:
         import transformers
     except ImportError:
@@ -275,7 +295,12 @@ def small_llama(**changes: int) -> Any:
 
 def autocast(ranks: int, size: Size) -> Proof:
     """Compares a step under torch.autocast, as `bf16=True` of Hugging Face trainers has it, with float32. It must be
-    about as close as one process under autocast."""
+    about as close as one process under autocast: at most twice as far off.
+
+    Args:
+        ranks: How many processes to start.
+        size: Not used: the model is always small.
+    """
     errors: dict[str, float] = run_ranks(_autocast, ranks)
     says = (
         f"gradients on {ranks} ranks are off by {errors['pipeline']:.1e} of float32's, by {errors['plain']:.1e} in one "
@@ -305,7 +330,12 @@ def _autocast() -> dict[str, float]:
 
 
 def checkpoints(ranks: int, size: Size) -> Proof:
-    """Saves a checkpoint, loads it into a pipeline with other stages, and compares every weight."""
+    """Saves a checkpoint, loads it into a pipeline with other stages, and compares every weight, bit by bit.
+
+    Args:
+        ranks: How many processes to start.
+        size: Not used: the model is always small.
+    """
     with tempfile.TemporaryDirectory() as folder:
         error: float = run_ranks(_checkpoints, ranks, folder)
     says = f"saved on {ranks} ranks in the background, loaded with other stages: largest difference {error:g}"
@@ -335,7 +365,13 @@ def _checkpoints(folder: str) -> float:
 
 
 def kill_rank(ranks: int, size: Size) -> Proof:
-    """Kills one rank in the middle of a step, and sees how long the others take to say so, and what they say."""
+    """Kills one rank in the middle of a step, and sees how long the others take to say so, and what they say. All
+    survivors must name rank 1: a message that blames another one sends its reader to the wrong host.
+
+    Args:
+        ranks: How many processes to start; with one there is nobody to notice.
+        size: Not used: the model is always small.
+    """
     if ranks == 1:
         return Proof(None, "one rank: nobody to notice")
     with tempfile.TemporaryDirectory() as folder:

@@ -381,7 +381,11 @@ def _answer(device: torch.device) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of a torch error, without source location and failed condition, which help no user."""
+    """Returns the first line of a torch error, without source location and failed condition, which help no user.
+
+    Args:
+        error: Such as "[enforce fail at .../device.cc:84] ifa != nullptr. No address for: eth9".
+    """
     text = re.sub(r"\[enforce fail at [^\]]*\] [^.]*\. ", "", str(error))
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text).partition("\n")[0]
 

@@ -78,7 +78,12 @@ def _step_times(pipe: Pipeline, size: Size) -> list[float]:
 
 
 def attention(ranks: int, size: Size) -> Proof:
-    """Reports which kernel attention uses in each dtype, and why not a better one."""
+    """Reports which kernel attention uses in each dtype, and why not a better one.
+
+    Args:
+        ranks: Not used: one process.
+        size: Has the model whose heads are looked at.
+    """
     kernels: dict[str, str] = run_ranks(_attention, 1, size)
     return Proof(None, "; ".join(f"{dtype}: {why}" for dtype, why in kernels.items()), dict(kernels))
 
@@ -99,7 +104,12 @@ def _attention(size: Size) -> dict[str, str]:
 
 def reserve(ranks: int, size: Size) -> Proof:
     """Measures what tensors cannot have of each GPU when all connections are there, and looks who else is on it. A
-    process on several GPUs has a context on each, which takes memory for nothing."""
+    process on several GPUs has a context on each, which takes memory for nothing.
+
+    Args:
+        ranks: How many processes to start.
+        size: Of the model that runs a step.
+    """
     if not torch.cuda.is_available():
         return Proof(None, "no GPU: nothing is reserved")
     result: dict[str, Any] = run_ranks(_reserve, ranks, size)
@@ -156,7 +166,12 @@ def gpus_of_processes(listing: str) -> dict[str, int]:
 
 def memory(ranks: int, size: Size) -> Proof:
     """Compares the peak of a step with what the planner counts. One of cuBLAS's workspaces may be missing: whether
-    self-tests of kernels multiply anything depends on the kernels."""
+    self-tests of kernels multiply anything depends on the kernels.
+
+    Args:
+        ranks: How many processes to start.
+        size: Of the model that runs a step.
+    """
     peaks: list[tuple[int, int]] = run_ranks(_memory, ranks, size)
     says = f"measured over predicted peaks: {', '.join(f'{a / b:.2f}' for a, b in peaks)}"
     spare = blas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0
@@ -196,7 +211,12 @@ def _memory(size: Size) -> list[tuple[int, int]]:
 
 
 def host_time(ranks: int, size: Size) -> Proof:
-    """Measures what a layer takes of the host and of the device, and the shortest slice that keeps the device busy."""
+    """Measures what a layer takes of the host and of the device, and the shortest slice that keeps the device busy.
+
+    Args:
+        ranks: Not used: one process has the host to itself.
+        size: Of the model, of which up to five layers are built.
+    """
     if not torch.cuda.is_available():
         return Proof(None, "no GPU: the host computes")
     rows: dict[str, Any] = run_ranks(_host_time, 1, size)
@@ -254,7 +274,12 @@ def _sides(model: PipelineModel, shape: GPTConfig, layers: int, size: Size) -> d
 
 
 def prediction(ranks: int, size: Size) -> Proof:
-    """Profiles a model, plans with the profile, and compares the plan's real step with its prediction."""
+    """Profiles a model, plans with the profile, and compares the plan's real step with its prediction.
+
+    Args:
+        ranks: How many processes to start. The plan uses them all as pipeline ranks.
+        size: Of the model, and how long to profile.
+    """
     times: dict[str, float] = run_ranks(_prediction, ranks, size)
     ratio = times["measured"] / times["predicted"]
     says = f"a step took {times['measured']:.3f} s, {ratio:.2f} of the prediction"
@@ -276,7 +301,12 @@ def _prediction(size: Size) -> dict[str, float]:
 
 
 def waits(ranks: int, size: Size) -> Proof:
-    """Counts the operations of a step that make the host wait for the device, as torch itself warns of them."""
+    """Counts the operations of a step that make the host wait for the device, as torch itself warns of them.
+
+    Args:
+        ranks: How many processes to start.
+        size: Of the model that runs a step.
+    """
     if not torch.cuda.is_available():
         return Proof(None, "no GPU: nothing to wait for")
     result: dict[str, Any] = run_ranks(_waits, ranks, size)
@@ -307,7 +337,12 @@ CTAS = (1, 2, 4)  # multiprocessors of a transfer (NCCL's max CTAs) that are tri
 
 def multiprocessors(ranks: int, size: Size) -> Proof:
     """Times steps in which each transfer may hold one, two or four of the device's multiprocessors. A transfer that
-    waits for its peer holds them, too: fewer leave more to computations, more send faster."""
+    waits for its peer holds them, too: fewer leave more to computations, more send faster.
+
+    Args:
+        ranks: How many processes to start; with one there are no transfers.
+        size: Of the model, and how many steps to time.
+    """
     if not torch.cuda.is_available() or ranks == 1:
         return Proof(None, "no transfers between GPUs")
     times: dict[int, float] = {ctas: run_ranks(_with_ctas, ranks, size, ctas) for ctas in CTAS}
@@ -324,7 +359,12 @@ def _with_ctas(size: Size, ctas: int) -> float:
 
 
 def links_between(ranks: int, size: Size) -> Proof:
-    """Measures the links from rank 0 to the others."""
+    """Measures the links from rank 0 to the others.
+
+    Args:
+        ranks: How many processes to start; with one there are no links.
+        size: Not used.
+    """
     if ranks == 1:
         return Proof(None, "one rank: no links")
     measured: Sequence[Link] = run_ranks(_links, ranks)

@@ -59,10 +59,10 @@ def as_dtensor_like(x: Tensor, part: Tensor) -> Tensor:
 class GradientSum:
     """A hook that sums a parameter's gradient over devices, each of which knows a part of it.
 
-    Some parameters are whole on every device, though each device computes only some of what they take part in: the
-    norms between operators that are split by tokens, for one. The hook belongs to how a stage computes gradients. So it
-    is called for each slice, not once per step as the hooks of users are; gradient_sync.py tells them apart by this
-    class.
+    Some parameters are whole on every device, though each device computes only some of what they take part in: the norm
+    of queries that is applied to each head, for one, where devices share the heads. The hook belongs to how a stage
+    computes gradients. So it is called for each slice, not once per step as the hooks of users are; gradient_sync.py
+    tells them apart by this class.
 
     Args:
         mesh: The devices that share the stage.

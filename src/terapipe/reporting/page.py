@@ -70,7 +70,11 @@ def comparison_heading(runs: Sequence[RunView]) -> str:
 
 
 def _pair(runs: Sequence[RunView]) -> tuple[RunView, RunView] | None:
-    """The predicted and the measured run, if both are there."""
+    """The predicted and the measured run, if both are there.
+
+    Args:
+        runs: As for ``report``.
+    """
     named = {run.name: run for run in runs}
     return (named[PAIR[0]], named[PAIR[1]]) if set(PAIR) <= set(named) else None
 
@@ -100,7 +104,12 @@ def comparison(runs: Sequence[RunView]) -> str:
 
 
 def _totals(timeline: Timeline) -> dict[Op, float]:
-    """Seconds of all ranks by kind of computation."""
+    """Seconds of all ranks together by kind of computation. A measured step whose forwards take longer than predicted
+    shows here, also if idle time hides it in the step's time.
+
+    Args:
+        timeline: Of one run.
+    """
     totals: dict[Op, float] = {}
     for event in timeline.computations:
         totals[event.action.op] = totals.get(event.action.op, 0.0) + event.end - event.start

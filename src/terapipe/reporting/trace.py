@@ -97,7 +97,16 @@ def _duration(pid: int, tid: int, event: Event) -> Record:
 
 
 def _flows(pid: int, run: RunView, lanes: dict[Event, int]) -> Iterator[Record]:
-    """An arrow from each send to its receive. Viewers bind an end to the event around it, so both lie inside theirs."""
+    """An arrow from each send to its receive. Viewers bind an end to the event around it, so both lie inside theirs.
+
+        send      |==s=====|            s: the start of the send
+        receive      |......f..|        f: between the send's start, or the receive's if that is later, and its end
+
+    Args:
+        pid: Of the run's process in the trace.
+        run: With its transfers.
+        lanes: The thread of each event.
+    """
     numbers = count()
     for send, receive in transfers(run.timeline):
         if send and receive:

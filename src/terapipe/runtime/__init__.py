@@ -1,4 +1,9 @@
-"""One step on many ranks: the pipeline, what executes it, and what measures a model."""
+"""One step on many ranks: the pipeline, what executes it, and what measures a model.
+
+These names are the door for other rooms: ``Pipeline`` runs steps, ``Transport`` and ``device_mesh`` meet the other
+ranks, ``Profiler`` and ``MemoryCounter`` measure, ``job``, ``restarts`` and the like say what torchrun told this
+process. README.md beside this file says which file to read first.
+"""
 
 from terapipe.runtime.comm.environment import job, local_device, rank_and_size, restarts, under_torchrun
 from terapipe.runtime.comm.errors import PipelineError

@@ -287,10 +287,13 @@ class Executor:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Of the last run, where the last stage is."""
+        """Numbers beside the loss of the last run: the loss head's and auxiliary losses; empty where the last stage is
+        not."""
         return {**self._loss_head.metrics, **self._auxiliary.metrics} if self._last_stage in self._stages else {}
 
     def _perform_all(self, runs: Sequence[Run]) -> None:
+        """Performs one action after the other. ``at`` says where this rank stands, for messages about failures. When
+        a stage's last backward is through, its gradients begin to be summed over replicas, while others compute."""
         # Caches made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.set_grad_enabled(self._train), self._autocast.off():
             for run in runs:
@@ -361,6 +364,16 @@ class Executor:
         return self._auxiliary.size if s.end == self._plan.seq_len else 0
 
     def _backward(self, action: Action) -> None:
+        """The gradient of a slice goes through its stage. ::
+
+        from the next stage, or the loss head           gradient of the output
+        (recompute="full": the forward again)           output, keys and values
+        from later slices, through the cache            gradients of this slice's keys and values
+                                  |  autograd
+        to .grad, or put off to W (op I)                gradients of weights
+        to earlier slices, through the cache            gradients of their keys and values
+        to the stage before                             gradient of the input, x.grad
+        """
         _, k, s = action
         gradient = self._gradient(k, s) if k < self._last_stage else None
         start = self._clock.mark()
@@ -554,6 +567,7 @@ class Executors:
     ) -> None:
         self._plan, self._stages, self._transport = plan, stages, transport
         self.message_format = MessageFormat(dtype)
+        self.dtype, self.wide = dtype, self.message_format.wide  # of parameters; of losses and logits
         self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
         self._check, self._stage_done = check, stage_done
         self._recent: dict[Plan, Executor] = {}
@@ -601,7 +615,7 @@ class Executors:
         return executor
 
     def for_tokens(self, plan: Plan, *, train: bool, keep: bool) -> Executor:
-        """For values of tokens.
+        """Returns an executor that computes values of tokens.
 
         Args:
             plan: that of the batch.
@@ -625,16 +639,6 @@ class Executors:
         return self.current
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of parameters."""
-        return self.message_format.parameters
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of losses and logits."""
-        return self.message_format.wide
-
-    @property
     def recent(self) -> tuple[Executor, ...]:
-        """Those of the last few plans."""
+        """The executors of the last few plans, oldest first."""
         return tuple(self._recent.values())

@@ -39,7 +39,7 @@ BUCKET = 25 << 20  # bytes that are summed in one message
 
 
 def gradient_sync(stages: Mapping[int, Stage], transport: Transport, *, shard: bool) -> "GradientSync":
-    """What sums gradients over replicas.
+    """Chooses how gradients are summed over replicas: not at all, by all-reduce, or by FSDP2.
 
     Args:
         stages: those of this rank, by number.
@@ -79,7 +79,14 @@ class GradientSync:
 
 
 class AllReduceSync(GradientSync):
-    """Sums gradients over replicas, in buckets, while the pipeline drains; those of half precision in float32."""
+    """Sums gradients over replicas, in buckets, while the pipeline drains; those of half precision in float32. ::
+
+        stage 1 (ends first)   ... B 1 B 0 | all-reduce of its buckets ------>|
+        stage 0                ...     B 1   B 0 | all-reduce ------>| finish: wait for both
+
+    A bucket is up to 25 MB of gradients in one message: a message for each bias would cost more in latency than in
+    bytes. Where a gradient fills a bucket by itself, it is summed in place instead of being copied.
+    """
 
     sums_in_place = True
 
@@ -210,7 +217,11 @@ class ZeroGradients:
         self._is_said = False
 
     def check_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """At the end of a backward."""
+        """Warns if no trainable parameter has a gradient. To be called at the end of a backward.
+
+        Args:
+            parameters: of this rank. One without trainable parameters is right to have no gradients.
+        """
         if self._is_said:
             return
         trainable = [p for p in parameters if p.requires_grad]
@@ -258,7 +269,14 @@ def accumulate_step(
     """Around the backwards of one batch: adds their gradients to ``.grad`` as one backward of the whole model would.
 
     Gradients are first summed over slices, replicas and tied copies; then hooks are called; then the gradients of
-    earlier steps are added. The contexts are nested in the reverse order: what is entered last ends first.
+    earlier steps are added. The contexts are nested in the reverse order: what is entered last ends first. ::
+
+        enter                                           leave
+        hooks of .grad set aside                        5. call them once, with the complete .grad
+          earlier .grad set aside                       4. add it
+            hooks of tensors set aside                  3. call them once, with the step's gradient
+              sums of half precision in float32         2. gather no more of them; sum copies of tied weights
+                the backwards of all slices             1. ``sync``: sum over replicas, round to .grad
 
     Args:
         module: that of all parameters.
@@ -393,7 +411,11 @@ def _hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Par
 
 
 def match_layouts(parameters: Iterable[nn.Parameter]) -> None:
-    """Gives gradients the layout of their parameters: with tokens shared out, those of norms are sums over devices."""
+    """Gives gradients the layout of their parameters: with tokens shared out, those of norms are sums over devices.
+
+    Args:
+        parameters: of a stage whose backwards are through. Those that are no DTensors are left alone.
+    """
     for p in parameters:
         if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
@@ -416,6 +438,8 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups gradients of one dtype, in order, up to ``BUCKET`` bytes. All replicas must come to the same groups, so
+    nothing but sizes and dtypes decides."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         if bucket and (sum(g.nbytes for g in bucket) + gradient.nbytes > BUCKET or bucket[0].dtype != gradient.dtype):
@@ -521,7 +545,8 @@ def total_norm(
 
 
 def _counts_here(parameter: nn.Parameter, transport: Transport) -> bool:
-    """Of ranks that hold the same values, the first counts them; all do of which each holds a part."""
+    """Whether this rank's part of a parameter counts in a norm over all ranks. Of ranks that hold the same values the
+    first counts them; where each holds a part (a sharded DTensor), all do."""
     places = {DP: transport.dp_rank, TP: transport.tp_rank}
     roles = {name: role for role, name in transport.ranks.mesh_dims.items()}
     if isinstance(parameter, DTensor):

@@ -41,7 +41,15 @@ Documents = Sequence[Sequence[int]]
 
 
 class Batch(NamedTuple):
-    """What an executor runs. Token ids and targets are there only where they are needed."""
+    """A batch as an executor runs it: the token ids and targets that this rank needs, and how they are cut.
+
+    ::
+
+        rank                  input_ids           targets
+        of the first stage    (batch, seq_len)    None
+        of the last stage     None                labels (batch, seq_len), or what the objective wants
+        any between           None                None: hidden states come by messages
+    """
 
     plan: Plan
     input_ids: Tensor | None = None
@@ -92,8 +100,8 @@ def _is_per_token(x: Tensor, plan: Plan) -> bool:
 
 
 class LossHead:
-    """Of one run. ``begin`` comes first, then ``forward`` with each slice's hidden states, and in the slice's backward
-    ``gradient`` with the same."""
+    """Computes losses or values on the last stage in one run. ``begin`` comes first, then ``forward`` with each slice's
+    hidden states, and in the slice's backward ``gradient`` with the same."""
 
     loss: Tensor | None  # of the batch so far, times its scale
     metrics: Metrics
@@ -266,7 +274,7 @@ class TokenValues(LossHead):
         return _concatenate([_concatenate(self._values.pop(m), 1) for m in microbatches], 0)
 
     def join_all(self) -> Any:
-        """Those of the batch."""
+        """Returns the values of all microbatches, (batch_size, seq_len, ...), which are then forgotten."""
         return self.join(sorted(self._values))
 
     def set_gradients(self, gradients: Any, microbatches: Sequence[int] | None = None) -> None:
@@ -450,7 +458,8 @@ class LossSetup:
 
     @property
     def warm_up_head(self) -> LossHead:
-        """For a step on made-up numbers without targets."""
+        """A head for a step on made-up numbers: an objective of the user may not be called with targets that it does
+        not know, so the sum of the logits stands for it. The head is run and differentiated all the same."""
         if self.objective is None:
             return TokenLoss(default_loss)
         return TokenLoss(lambda stage, hidden, targets: logits(stage, hidden).sum())
@@ -464,7 +473,8 @@ class LossSetup:
         self._metrics = metrics
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step, summed over replicas, on every rank: each replica's are weighted as its loss is."""
+        """Returns the metrics of the last step on every rank, summed over replicas: each replica's are weighted as its
+        loss is. All ranks call it together; the host waits for the device here, which is why no step does it."""
         total: dict[str, float] = {}
         mine = {name: float(value) for name, value in self._metrics.items()} if self._transport.tp_rank == 0 else {}
         for metrics in self._transport.gather(mine, ALL):

@@ -29,7 +29,17 @@ def _backwards() -> set[Any]:
 
 
 class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages on a device that are alive, now and at most.
+    """Bytes of the storages on a device that are alive, now (``current``) and at most (``peak``).
+
+    ::
+
+        with MemoryCounter(device) as counter:
+            counter.count(pipe)             # what was there before: parameters and buffers
+            pipe.step(input_ids, labels)
+        counter.peak
+
+    Every operator passes through it (a ``TorchDispatchMode``), so it sees results whatever made them, fake tensors too.
+    A storage counts once, however many views it has, and until the last of them is gone.
 
     Attention kernels of GPUs also allocate memory inside, which no result shows. Where tensors are fake and of the CPU,
     ``attention`` names the kernel that they stand for: see planning/memory.py.
@@ -42,6 +52,11 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
 
     def count(self, module: nn.Module) -> None:
+        """Adds the parameters and buffers of a module, which were made before the counter was entered.
+
+        Args:
+            module: whose tensors count where they are on the counter's device.
+        """
         for x in (*module.parameters(), *module.buffers()):
             self._add(to_local(x.detach()))
 

@@ -129,7 +129,8 @@ def configurations(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 class ModuleStates:
-    """Of some modules, their configurations, and which of their parameters are trained, at the moment it is made."""
+    """Remembers some modules' settings, their configurations, and which of their parameters are trained, at the moment
+    it is made; ``restored`` gives them back for a while."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))

@@ -46,7 +46,13 @@ T = TypeVar("T")
 
 
 class Inputs:
-    """Checks what one rank is given, and makes batches of it.
+    """Checks what one rank is given, and makes batches of it. Nothing here talks to other ranks.
+
+    What happens to a batch of another shape than the plan's (``vary``)::
+
+        "refuse"   ValueError, with both shapes
+        "replan"   the plan is resized to the batch; every rank computes that by itself, from the shape alone
+        "pad"      the batch is filled up: ids with 0, labels with -100, documents with one per new row
 
     Args:
         plan: the pipeline's own.
@@ -267,6 +273,8 @@ def _describe(x: Any) -> str:
 
 
 def _refuse_unknown(name: str, ids: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
+    """Refuses token ids that the embedding has no row for. On a GPU they would end in a device assertion, after which
+    the process is of no use; on a CPU the message would not say which token it was."""
     if vocabulary is None:
         return
     unknown = ((ids < 0) | (ids >= vocabulary)) & (ids != ignored)
@@ -369,6 +377,14 @@ class Proposal(NamedTuple, Generic[T]):
 
 class Preflight:
     """The checks of one pipeline before each of its steps.
+
+    ``batch`` and ``tokens`` each write a ``build`` that checks what this rank was given and may raise. ``agree_on``
+    calls it, tells the others whether it raised and what it came to, and raises on all ranks or on none::
+
+        build() -> Proposal (batch, words, terms)     this rank alone; no messages
+        agree_on: gather_numbers(terms)               one message of twelve numbers
+        any refused?          gather the reasons      only now words are sent: refusals may take time, steps must not
+        different work?       gather the words
 
     Args:
         inputs: checks what this rank was given.

@@ -143,7 +143,7 @@ def _by_name(values: Any) -> dict[str, Tensor]:
 
 
 def without_names(values: dict[str, Tensor]) -> Any:
-    """As the function that made the values returned them.
+    """Returns values in the form that the user's function returned them: a tensor, or a dict.
 
     Args:
         values: by name.

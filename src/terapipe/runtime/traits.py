@@ -79,7 +79,11 @@ def _differences(usual: Traits, other: Traits) -> list[str]:
 
 
 def model_traits(model: PipelineModel) -> dict[str, str]:
-    """Of the whole model, as far as it tells: see ``PipelineModel.traits``."""
+    """Describes the whole model, as far as it tells: see ``PipelineModel.traits``.
+
+    Args:
+        model: the same on all ranks, which is what is to be compared.
+    """
     about: dict[str, Any] = {"model class": type(model).__qualname__, "layers": model.num_layers, "tied": model.tied}
     return flatten(about | dict(model.traits()))
 
@@ -123,7 +127,8 @@ def part_traits(
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Of torch's own, which describe themselves: the probability of a dropout, the epsilon of a norm."""
+    """Whether a module is one of torch's own layers, which describe themselves: the probability of a dropout, the
+    epsilon of a norm. Other modules may have anything in their description, also what differs between ranks."""
     return type(module).__module__.startswith("torch.nn.modules.") and not any(module.children())
 
 

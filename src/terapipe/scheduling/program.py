@@ -405,8 +405,7 @@ def run(
     issued = [0.0] * program.num_ranks  # when each host has issued all that came before
     behind = None if host is None else _room(program, host)
     free = [0.0] * len(links)  # when each link is free again
-    starts: list[float] = []
-    ends: list[float] = []
+    starts, ends = list[float](), list[float]()
     arrivals = [0.0] * (len(seconds) + 1)  # the last one is that of need -1: no input
     for i, (rank, need, link, duration, delay) in enumerate(zip(*program.columns, seconds, delays, strict=True)):
         start, arrived = clock[rank], arrivals[need]

@@ -199,6 +199,7 @@ def _moved_buffers(entry: Entry) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
 
 
 def _title(name: str) -> str:
+    """A module's name in a message; that of the whole model is empty."""
     return name or "the model"
 
 

@@ -3,16 +3,14 @@
 import json
 import subprocess
 import sys
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from terapipe import Plan, Timeline, __version__, schedule
+from terapipe import Plan, Timeline, schedule
 from terapipe.cli import main
 from terapipe.planning.profile import Profile
-from terapipe.reporting.plans import HEADER
 from terapipe.scheduling.simulator import simulate
 from tests.support.costs import SimpleCost
 from tests.unit.planning.test_profile import made
@@ -92,36 +90,6 @@ def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Runners-up" in shown
     assert main(["plan", *SMALL, "--dp", "1", "--pp", "1", "--tp", "1", "--memory", "64GiB"]) == 0
     assert "do not slice" in capsys.readouterr().out
-
-
-def test_compare_prints_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, chart = tmp_path / "page.html", tmp_path / "chart.svg"
-    rows = printed(capsys, "compare", *SMALL, *FOUR, "--html", str(page), "--svg", str(chart))
-    assert [row["name"] for row in rows][:2] == ["gpipe", "1f1b"]
-    assert all({"name", "step_time", "idle", "peak_bytes", "fits", "tokens_per_second"} <= set(row) for row in rows)
-    assert "terapipe-1f1b" in page.read_text()
-    assert chart.read_text().startswith("<svg")
-    assert main(["compare", *SMALL, *FOUR]) == 0
-    assert "terapipe, equal slices" in capsys.readouterr().out
-
-
-def test_a_comparison_says_what_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page lacked the ratio, the batch, the budget, that it is simulated, and the version."""
-    page = tmp_path / "page.html"
-    assert main(["compare", *SMALL, *FOUR, "--html", str(page)]) == 0
-    shown, written = capsys.readouterr(), unescape(page.read_text())
-    for name in HEADER:
-        assert name in shown.out
-        assert f"<th scope='col'>{name}</th>" in written
-    for fact in ("simulated", "1 seq of 2048 tokens", "16 GiB, 2.97 GiB less for driver", "the best for each row"):
-        assert fact in shown.out, fact
-        assert fact in written, fact
-    assert __version__ in written
-    assert "times as fast as the best with whole sequences (" in shown.out
-    assert shown.err == ""  # progress is for terminals
-    assert main(["compare", *SMALL, "--same-layout", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert len({tuple(row["layout"].items()) for row in rows}) == 1
 
 
 def test_microbatches_are_written_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ FAST = [
     "llama", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "gpt_neox", "opt", "phi", "gpt_oss",
     "deepseek_v3", "llama4_text", "olmo2", "cohere",
 ]  # fmt: skip
-GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba", "deepseek_v4"]
+GENERAL = ["bloom", "falcon", "gptj", "qwen3_next", "bamba"]
 
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
@@ -54,10 +54,8 @@ class _Float64Torch:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp", "deepseek_v4"])
-def test_gated_delta_rules_and_compressed_keys_differ_by_their_rounding_only(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp"])
+def test_gated_delta_rules_differ_by_their_rounding_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their code computes in float32 whatever the model's dtype, so cut and whole differ by 1e-6 to 5e-5. With the same
     code in float64 they differ by 1e-14."""
     model = small_model(small_config(name))
@@ -77,6 +75,13 @@ def test_gated_delta_rules_and_compressed_keys_differ_by_their_rounding_only(
 def test_models_that_cannot_be_cut_are_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"cannot be cut exactly: attention backend: .*; cache backend: "):
         Decoder(small_model(small_config(name)))
+
+
+def test_layers_that_ask_for_token_ids_are_refused() -> None:
+    """DeepSeek V4 routes by token ids in its first layers. In two stages its small copy was exact; in three, a later
+    stage had none."""
+    with pytest.raises(UnsupportedModelError, match="'NoneType' object has no attribute 'reshape'"):
+        Decoder(small_model(small_config("deepseek_v4")))
 
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,15 @@ whatever the rest of the model does, and what carries state from one forward to 
     model ----------\\
                      changes --> copy of the model with only the layers that have them --> calls of changed modules
     config -> meta --/                                                                     whole = slice by slice?
+
+Examples, and what comes of them:
+
+    layer.mlp.act_fn = nn.ReLU()             another class, which works on each token alone: exact
+    weight_norm(layer.mlp.up_proj)           a parametrization, of weights only: exact
+    layer.register_forward_hook(scale)       a hook that multiplies each token: exact
+    layer.mlp = BatchNorm inside             its forward updates buffers: exact in evaluation mode only
+    layer.mlp = mixes tokens (a convolution) results for some of the tokens differ from those for all: refused
+    model.register_forward_hook(...)         around the layers: stages call it otherwise, refused without a run
 """
 
 import copy
@@ -49,7 +58,13 @@ REMEDY = "undo that, or do it in the __init__ of a subclass of {}, of which a sm
 
 @dataclass(frozen=True)
 class Hook:
-    """A forward hook of a module, or one that comes before its forward."""
+    """A forward hook of a module, or one that comes before its forward.
+
+    Args:
+        call: The hook itself.
+        comes_before: Whether it is a pre-hook, which may change arguments; else it may change the output.
+        with_kwargs: Whether it is given arguments by name, too.
+    """
 
     call: Callable[..., Any]
     comes_before: bool
@@ -58,25 +73,46 @@ class Hook:
 
 @dataclass(frozen=True)
 class Change:
-    """A module that is not as its configuration says."""
+    """A module that is not as its configuration says.
+
+    Args:
+        name: Of the module in the model.
+        what: What is different, in words that follow the name: "is a ReLU where its configuration has a SiLU".
+        is_replaced: Whether its class or its forward is another one: then the whole module is tried.
+        hooks: That were added: then they are tried, each by itself.
+        refusal: Why it is not exact, if that needs no check.
+    """
 
     name: str
     what: str
-    is_replaced: bool = False  # its class or its forward is another one
+    is_replaced: bool = False
     hooks: tuple[Hook, ...] = ()
-    refusal: str = ""  # why it is not exact, if that needs no check
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
 class CheckedChanges:
-    """Changes that are exact in slices."""
+    """Changes that are exact in slices: what a ``Decoder`` must know of them later.
 
-    first: str = ""  # one of them, in words; empty if there are none
-    untrainable: str = ""  # why they are exact in evaluation mode only
+    Args:
+        first: One of them, in words; empty if there are none. Tensor parallel refuses a model with any.
+        untrainable: Why they are exact in evaluation mode only; empty if they are in training mode, too.
+    """
+
+    first: str = ""
+    untrainable: str = ""
 
 
 def check_changes(model: PreTrainedModel, structure: ModelStructure) -> CheckedChanges:
-    """Refuses changes of a model that are not exact in slices."""
+    """Refuses changes of a model that are not exact in slices. ``Decoder`` calls it once, when it is made.
+
+    Args:
+        model: With its weights, if anything in it was changed; else it may be on the meta device.
+        structure: Where its layers are.
+
+    Raises:
+        UnsupportedModelError: A change is not exact in evaluation mode, or cannot be tried.
+    """
     changes = list(_changes(model, meta_model(model.config, kind=type(model)), structure))
     name = type(model).__name__
     for change in changes:
@@ -101,7 +137,14 @@ def check_changes(model: PreTrainedModel, structure: ModelStructure) -> CheckedC
 
 
 def _changes(model: PreTrainedModel, plain: PreTrainedModel, structure: ModelStructure) -> Iterator[Change]:
-    """``plain`` is the model as its configuration says."""
+    """All changes in a model.
+
+    Args:
+        model: The user's.
+        plain: The model as its configuration says, on the meta device.
+        structure: Where the layers are. Changes of modules around them are refused: a stage calls the inner part of the
+            model, with hooks and stubs of its own.
+    """
     layers, wanted = (len(list(m.get_submodule(structure.layers).children())) for m in (model, plain))
     if layers != wanted:
         yield Change(
@@ -120,6 +163,8 @@ def _changes(model: PreTrainedModel, plain: PreTrainedModel, structure: ModelStr
 
 
 def _compare(module: nn.Module, plain: nn.Module, name: str) -> Iterator[Change]:
+    """Changes of a module and of those inside it, side by side with the plain one. Below a module of another class
+    nothing is compared: it is tried as a whole."""
     if type(module).__module__.startswith("peft."):  # adapters of known kinds are exact
         for inner_name, inner in _modules_inside(module, name):
             yield from _compare(inner, plain, inner_name)
@@ -152,6 +197,7 @@ def _modules_inside(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _differences(module: nn.Module, plain: nn.Module, name: str) -> Iterator[Change]:
+    """Changes of one module itself: class, forward, parametrizations, hooks."""
     kind, wanted = parametrize.type_before_parametrizations(module), type(plain)
     if kind is not wanted:
         yield Change(name, f"is a {kind.__name__} where its configuration has a {wanted.__name__}", is_replaced=True)
@@ -168,6 +214,7 @@ def _differences(module: nn.Module, plain: nn.Module, name: str) -> Iterator[Cha
 
 
 def _hooks(module: nn.Module) -> Iterator[Hook]:
+    """Forward hooks that somebody added. Those of transformers and peft are known to leave values as they are."""
     for hooks, with_kwargs, comes_before in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, True),
         (module._forward_hooks, module._forward_hooks_with_kwargs, False),
@@ -178,6 +225,7 @@ def _hooks(module: nn.Module) -> Iterator[Hook]:
 
 
 def _function(call: Any) -> Any:
+    """What a partial calls in the end."""
     return _function(call.func) if isinstance(call, functools.partial) else call
 
 
@@ -191,7 +239,16 @@ def _name(call: Any) -> str:
 
 class _Probe:
     """A copy of the model, with buffers of its own and the layers that have changes: of layers that were changed alike,
-    the first. It is called with a few tokens, and remembers what changed modules are called with and return."""
+    the first. It is called with a few tokens, and remembers what changed modules are called with and return.
+
+    80 layers with the same new activation are one layer here, and 79 stubs. So the check costs a forward of 11 tokens
+    through one layer, whatever the size of the model.
+
+    Args:
+        model: The user's, with weights, which the copy shares.
+        structure: Where its layers are.
+        changes: That need a check.
+    """
 
     def __init__(self, model: PreTrainedModel, structure: ModelStructure, changes: list[Change]) -> None:
         around = f"{structure.layers}."
@@ -209,7 +266,14 @@ class _Probe:
         self._model = owned_copy(few, own_buffers=True)
 
     def reason(self, *, training: bool) -> str:
-        """Why the changes are not exact, empty if they are."""
+        """Why the changes are not exact, empty if they are.
+
+        First the copy runs as a whole: a forward that updates buffers is not exact, whoever updates them. Then each
+        changed module, or hook, is called with the arguments that it had there: whole and in parts.
+
+        Args:
+            training: In which mode.
+        """
         self._model.train(training)
         for module in self._model.modules():
             if isinstance(module, nn.Dropout):
@@ -230,6 +294,7 @@ class _Probe:
         return ""
 
     def _run(self, calls: dict[str, "_Call"]) -> None:
+        """Calls the copy once, and puts the first call of each changed module into ``calls``."""
         handles = [h for change in self._changes for h in _record(self._model, change.name, calls)]
         with torch.no_grad():
             token_logits(self._model, input_ids=Batch.of(self._model, TOKENS).ids, use_cache=False)
@@ -237,6 +302,7 @@ class _Probe:
             handle.remove()
 
     def _inexact(self, change: Change, call: "_Call") -> str:
+        """Why one change is not exact, empty if it is: tried with the arguments of a call."""
         module = self._model.get_submodule(change.name)
         if any(p.dtype not in BOUNDS for p in module.parameters() if p.is_floating_point()):
             module = copy.deepcopy(module).float()  # half precision would hide small errors
@@ -264,7 +330,16 @@ _Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # arguments, named argument
 
 
 def _record(model: nn.Module, name: str, calls: dict[str, _Call]) -> list[Any]:
-    """Hooks that put the first call of a module into ``calls``, as it is without the hooks of others."""
+    """Hooks that put the first call of a module into ``calls``, as it is without the hooks of others.
+
+    Arguments are noted before any other hook changes them, the output before any other hook sees it: so hooks can be
+    tried with both.
+
+    Args:
+        model: The copy.
+        name: Of the module.
+        calls: By name; filled in the next forward.
+    """
     begun: dict[str, Any] = {}
 
     def begin(module: nn.Module, arguments: Any, named: Any) -> None:
@@ -281,12 +356,14 @@ def _record(model: nn.Module, name: str, calls: dict[str, _Call]) -> list[Any]:
 
 
 def _clone(values: Any) -> Any:
+    """Copies of all tensors in nested values: a module may change its arguments in place."""
     leaves, form = tree_flatten(values)
     return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], form)
 
 
 def _call_hook(hook: Hook, module: nn.Module, call: _Call) -> Any:
-    """What goes on after the hook: the arguments of the module, or its output."""
+    """What goes on after the hook: the arguments of the module, or its output, as torch passes them on. A hook that
+    returns None leaves them, or changed them in place."""
     arguments, named, output = call
     if hook.comes_before:
         result = hook.call(module, arguments, named) if hook.with_kwargs else hook.call(module, arguments)
@@ -304,7 +381,21 @@ def _not_local(
 ) -> str:
     """Why the call is not the same for each row and each part of its tokens alone; empty if it is.
 
-    Compares a random sum of all results, and its gradients. ``strictly``: all arguments must be cut.
+    Compares a random sum of all results, and its gradients, which are sensitive to every one of them:
+
+        whole    call(2 rows of 11 tokens)                                 sum of w * result over all
+        parts    call(row 0, tokens 0-3) + call(row 0, tokens 4-10)        the same weights w, cut alike
+               + call(row 1, tokens 0-3) + call(row 1, tokens 4-10)
+
+    If each token's result depends on that token alone, both sums are equal, and so are their gradients to inputs and
+    weights. A module that looks at another token, or at how many there are, gives other ones.
+
+    Args:
+        call: Takes arguments and returns results, in any nesting.
+        arguments: Of all tokens.
+        weights: Whose gradients are compared besides those of arguments.
+        strictly: Whether all arguments and results must have tokens that can be told apart. Of a hook's, those without
+            are passed as they are.
     """
     leaves, form = tree_flatten(arguments)
     inputs = [_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -337,6 +428,7 @@ def _not_local(
 
 
 def _gradient_error(whole: Any, parts: Any, sources: list[Tensor]) -> float:
+    """The largest difference of gradients, relative to the largest gradient."""
     wanted, mine = (
         torch.autograd.grad(value, sources, allow_unused=True, materialize_grads=True) for value in (whole, parts)
     )
@@ -345,6 +437,7 @@ def _gradient_error(whole: Any, parts: Any, sources: list[Tensor]) -> float:
 
 
 def _leaf(x: Tensor) -> Tensor:
+    """A tensor to differentiate by, at least in float32; whole numbers as they are."""
     x = x.detach()
     if x.is_floating_point():
         x = x.to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
@@ -356,6 +449,8 @@ def _is_number(x: Any) -> bool:
 
 
 def _has_tokens(x: Tensor) -> bool:
+    """Whether the first dimensions are rows and tokens, one row for all, or all tokens in one dimension, as experts see
+    them. The sizes 2 and 11 are those of nothing else in a model."""
     return tuple(x.shape[:2]) in ((ROWS, TOKENS), (1, TOKENS)) or x.shape[:1] == (ROWS * TOKENS,)
 
 

@@ -5,7 +5,8 @@ twice, once by the whole copy (``reference``) and once by its stages slice by sl
 largest difference. ``verify`` asks them in this order:
 
     which backend?     attention, else the model's own cache, else that in slices of at least two tokens;
-                       in training and in evaluation mode, with several lengths if RoPE depends on the length
+                       in training mode, with several lengths if RoPE depends on the length, and in evaluation mode
+                       with one stage for each layer
     packed documents?  against each document alone
     router loss?       of a mixture of experts, against what transformers adds to the loss
 
@@ -159,7 +160,7 @@ class ModelVerifier:
         name: The model's name in results.
         config: The configuration of a small copy, as ``shrink_config`` makes it.
         kind: The model's class, by default the causal LM of the configuration.
-        num_stages: Stages of the copy.
+        num_stages: Stages of the copy; in evaluation mode it has one for each layer.
         num_slices: Slices of its sequences of 29 tokens.
         device: Where copies run. On a GPU models run other code than on the CPU, in float32 at most.
     """
@@ -313,8 +314,16 @@ class ModelVerifier:
     ) -> str:
         """Puts the largest error of each group of parameters into ``groups``. Stops at the first batch with an error
         beyond the bound, and returns what is special about it, in words."""
-        sliced = SlicedModel(model, _structure_of(result), backend, self._num_stages)
+        structure = _structure_of(result)
+        depth = len(list(model.get_submodule(structure.layers).children()))
+        # In evaluation mode each layer is a stage of its own. A plan may cut anywhere, and what a layer asks for beside
+        # hidden states shows only where it is not on the first stage: layers of DeepSeek V4 that route by token ids.
+        by_mode = {
+            training: SlicedModel(model, structure, backend, num_stages)
+            for training, num_stages in ((True, self._num_stages), (False, depth))
+        }
         for one in expected:
+            sliced = by_mode[one.training]
             sliced.train(one.training)
             tokens = one.batch.tokens
             count = self._num_slices if tokens == TOKENS else min(self._num_slices, tokens // (2 * min_slice))

@@ -64,7 +64,7 @@ class MessageFormat:
         self.parameters = dtype
         self.wide = torch.promote_types(dtype, torch.float32)  # of losses, which half precisions are too coarse for
         self._learned: dict[Autocast, dict[int, torch.dtype]] = {}
-        self._known: dict[int, torch.dtype] = {}  # in the current run
+        self._agreed: dict[int, torch.dtype] = {}  # in the current run
         self._now: dict[int, torch.dtype] = {}
         self._autocast = Autocast("", None)
 
@@ -76,7 +76,7 @@ class MessageFormat:
         """
         self._autocast = autocast
         self._now = self._learned.setdefault(autocast, {})
-        self._known = dict(self._now)
+        self._agreed = dict(self._now)
 
     def learn(self, autocast: Autocast, dtypes: Mapping[int, torch.dtype]) -> None:
         """Takes dtypes that were found out without messages, as a dry run must: fake messages have no tag to read.
@@ -93,7 +93,7 @@ class MessageFormat:
         Args:
             boundary: between two stages.
         """
-        return self.parameters if self._autocast.dtype is None else self._known.get(boundary)
+        return self.parameters if self._autocast.dtype is None else self._agreed.get(boundary)
 
     def layout(self, shape: Shape, boundary: int, extra: int = 0) -> tuple[Shape, torch.dtype]:
         """The shape and dtype of a message.
