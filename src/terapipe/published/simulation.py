@@ -34,7 +34,7 @@ from terapipe.planning.device import GB, GIB, MIB, usable_memory
 from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import MOST_BYTES, ShapeMemory
-from terapipe.planning.presets import PRESETS, GPTConfig
+from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
 from terapipe.published.estimates import Estimate, estimate_fsdp
@@ -126,11 +126,14 @@ class Setup:
         if unknown:
             raise ValueError(f"a setup has the keys {[f.name for f in fields(cls)]}, got {sorted(unknown)}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        if "model" in values:
-            model = values["model"]
-            values["model"] = PRESETS[model] if isinstance(model, str) else GPTConfig(**model)
-        if "layout" in values:
-            values["layout"] = Layout(*values["layout"])
+        try:
+            if "model" in values:
+                model = values["model"]
+                values["model"] = gpt_config(model) if isinstance(model, str) else GPTConfig(**model)
+            if "layout" in values:
+                values["layout"] = Layout(*values["layout"])
+        except TypeError as error:  # keys that a GPTConfig does not have, or more than three numbers
+            raise ValueError(f"a setup's model or layout cannot be read: {error}") from None
         return cls(**values)
 
     @property

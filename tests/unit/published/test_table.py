@@ -1,5 +1,7 @@
 """The published tables: that all of them can be simulated, and how near the fast ones come."""
 
+from pathlib import Path
+
 import pytest
 
 from terapipe.published.simulation import Setup
@@ -8,16 +10,14 @@ from terapipe.published.table import OOM, Cell, Column, Score, Table, names
 
 @pytest.mark.parametrize("name", names())
 def test_every_row_says_what_was_run(name: str) -> None:
-    """A typing error in a data file shows here, without a simulation."""
+    """A typing error in a data file shows when it is loaded, without a simulation."""
     table = Table.load(name)
     columns = {column.name: column for column in table.columns}
     assert table.source
     assert table.hardware
-    assert table.title
     assert len({row["name"] for row in table.rows}) == len(table.rows)
     for row in table.rows:
         assert set(row) <= {"name", "setup", "published", "reason"}
-        assert row["published"]
         for key in row["published"]:
             setup = Setup.of({**table.setup, **row.get("setup", {}), **columns[key].setup})
             assert setup.described or row.get("reason") or columns[key].reason, f"{row['name']}: {key}"
@@ -91,6 +91,55 @@ def test_a_score_is_of_absolute_errors_and_keeps_the_sign_of_the_worst() -> None
 def test_an_unknown_table_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown table 'none'; the tables are terapipe"):
         Table.load("none")
+
+
+OWN = """
+title = "Our runs"
+source = "us"
+hardware = "one host"
+unit = "s"
+
+[setup]
+model = "llama3-8b"
+cluster = "dgx-a100:1"
+layout = [1, 4, 2]
+batch_size = 8
+seq_len = 8192
+
+[columns]
+"step" = { order = "1f1b" }
+
+[[rows]]
+name = "Monday"
+published = { "step" = 3.0 }
+"""
+
+
+def test_measurements_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text(OWN)
+    table = Table.load(str(tmp_path / "ours.toml"))
+    assert table.name == "ours"
+    (cell,) = table.cells
+    assert cell.ours is not None
+    assert 1 < cell.ours < 10
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "message"),
+    [
+        ('title = "Our runs"', "", "lacks title"),
+        ('unit = "s"', 'unit = "hours"', "has the unit 'hours'; the units are s, ms"),
+        ('"step" = 3.0', '"stpe" = 3.0', "published numbers of \\['step'\\]"),
+        ("seq_len = 8192", "sequence = 8192", "got \\['sequence'\\]"),
+        ('"llama3-8b"', '"llama3-9b"', "did you mean 'llama3-8b'"),
+        ("layout = [1, 4, 2]", "layout = [1, 4, 2, false, 1]", "model or layout cannot be read"),
+        ("[setup]", "[setup", "line"),
+    ],
+)
+def test_a_slip_in_a_file_is_named(tmp_path: Path, was: str, becomes: str, message: str) -> None:
+    (tmp_path / "ours.toml").write_text(OWN.replace(was, becomes))
+    with pytest.raises(ValueError, match=message):
+        Table.load(str(tmp_path / "ours.toml"))
 
 
 def test_the_planner_is_never_worse_than_the_published_slices() -> None:
