@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from terapipe.modeling.weight_grads import to_local
-from terapipe.planning.hardware import FLASH
+from terapipe.planning.device import FLASH
 from terapipe.planning.memory import attention_inside
 
 _CPU_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

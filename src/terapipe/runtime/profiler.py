@@ -1,4 +1,17 @@
-"""Measures one stage of a model on a grid of slices, on all ranks at the same time, as in a real step."""
+"""Measures one stage of a model on a grid of slices, on all ranks at the same time, as in a real step.
+
+All ranks measure together because they share what they run on: cores and memory of a host, the power and heat of its
+GPUs. One rank alone would seem faster than it is in a step. A point of the grid is a shape of slice: sequences, tokens,
+and tokens of context before them (profile_grid.py). What is measured at a point::
+
+    forward, backward      of a stage of several layers; short slices three in a row
+    weights                the half of a backward that orders with split backwards put off
+    block                  what block recomputation adds to a backward
+    head                   loss and its gradient, from hidden states
+    embedding              first stage less a stage without an embedding, forward and backward
+
+The last four do not depend on the context, and are measured at a few lengths without any.
+"""
 
 import os
 import platform
@@ -20,7 +33,7 @@ from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Autocast, PipelineModel, SlicedStage, Stage
 from terapipe.modeling.weight_grads import accumulate_deferred, drop_main_grads
-from terapipe.planning.hardware import blas_workspaces
+from terapipe.planning.device import blas_workspaces
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.planning.recompute import Recompute
@@ -118,7 +131,15 @@ class Profiler:
         return dtype
 
     def run(self, seconds: float = 45.0, progress: Progress = lambda share: None) -> Profile:
-        """Round after round over all points, until everything is known well enough or the time is up."""
+        """Measures round after round over all points, until everything is known well enough or the time is up.
+
+        Whole rounds, not one point after the other: what a machine does beside us comes and goes, and then touches all
+        points alike instead of spoiling one. The first round warms up, and is forgotten where it was quick.
+
+        Args:
+            seconds: for everything. A tenth of it is for messages, a tenth for the optimizer.
+            progress: is called with the share that is done, from 0 to 1.
+        """
         began = time.monotonic()
         deadline = began + seconds * (1 - 2 * SHARE)
         points = self._grid.measurement_order()
@@ -137,7 +158,15 @@ class Profiler:
 
     def round(self, points: Sequence[Point] | None = None, until: float = inf) -> bool:
         """Measures every point once. When a rank's time is up, all stop, and only points without which there is no
-        profile are still measured; whether none was left out."""
+        profile are still measured.
+
+        Args:
+            points: in this order; by default all of the grid.
+            until: the end of the time, as ``time.monotonic`` counts.
+
+        Returns:
+            Whether no point was left out.
+        """
         whole, first = True, self._grid.required()
         for point in self.points if points is None else points:
             late = self._together(time.monotonic() > until)
@@ -149,8 +178,8 @@ class Profiler:
         return whole
 
     def _time_host(self) -> None:
-        """What the host of a GPU takes to queue each kind of work. It is the same for all lengths, so short slices
-        tell: they leave the device idle."""
+        """Measures how long the host of a GPU takes to queue each kind of work. It is the same for all lengths, so
+        short slices tell: they leave the device idle. The planner must know when slices are too short."""
         if self.device.type != "cuda":
             return
         shortest = sorted(self._grid.sparse_lengths & {p.length for p in self.points})[:2]
@@ -164,7 +193,8 @@ class Profiler:
         self._clock = self._timed
 
     def profile(self) -> Profile:
-        """What has been measured so far, on all ranks, with the host, messages and the optimizer measured now."""
+        """Returns what has been measured so far, on all ranks, with the host, messages and the optimizer measured now.
+        All ranks call it together."""
         self._time_host()
         return self._profile(self._transfers(), self._optimizer())
 
@@ -187,6 +217,8 @@ class Profiler:
         )  # fmt: skip
 
     def _machine(self) -> dict[str, Any]:
+        """Describes where the profile was measured, for readers and for the planner, which takes the attention kernel
+        and the memory that context and NCCL leave from here."""
         dtype = self._autocast.dtype or self.dtype
         machine: dict[str, Any] = {
             "platform": platform.platform(),
@@ -229,8 +261,8 @@ class Profiler:
 
     def _block(self, point: Point) -> float:
         """Seconds that block recomputation adds to a backward."""
-        (kept,), (again,) = (self._passes(self.stage, point, 1, block=each)[1] for each in (False, True))
-        return max(0.0, again - kept)
+        (plain,), (again,) = (self._passes(self.stage, point, 1, block=each)[1] for each in (False, True))
+        return max(0.0, again - plain)
 
     def _passes(
         self,
@@ -242,9 +274,22 @@ class Profiler:
         deferred: bool = False,
         block: bool = False,
     ) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of forwards, of their backwards, and of what these put off.
+        """Times some slices of one shape, each with a cache of its own, so that all have the same context. ::
+
+            F F F | B W  B W  B W        W takes no time unless the backwards defer it
 
         A short slice after a pause is slower than one of many; with ``warm`` the first is not counted.
+
+        Args:
+            stage: which stage.
+            point: the shape of the slices.
+            count: how many are counted.
+            warm: whether one more comes before them.
+            deferred: whether backwards put gradients of weights off.
+            block: whether blocks are recomputed.
+
+        Returns:
+            Seconds of forwards, of their backwards, and of what these put off.
         """
         shape = stage.hidden_shape(point.size, point.length)
         gradient = torch.randn(shape, dtype=self.dtype, device=self.device)
@@ -266,6 +311,7 @@ class Profiler:
         return forwards[warm:], times[2 * warm :: 2], times[2 * warm + 1 :: 2]
 
     def _begin_slice(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
+        """A cache with the point's context in it. A clone: slices of one shape must not see each other's states."""
         cache = self._cache(stage, point.size, point.context).clone()
         cache.begin(point.context, point.length, defer=deferred, main_grads=True)
         return cache

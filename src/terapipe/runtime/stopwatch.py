@@ -22,7 +22,14 @@ class Stopwatch:
         self._queueing = 0.0  # seconds that the host took to queue one action
 
     def __call__(self, *actions: Callable[[], object]) -> list[float]:
-        """Seconds of each on the device, one after the other."""
+        """Runs the actions one after the other.
+
+        Args:
+            actions: each queues some work on the device, or on a CPU does it.
+
+        Returns:
+            Seconds of each on the device.
+        """
         return self._by_events(actions) if self._device.type == "cuda" else [_by_host(action) for action in actions]
 
     def queueing(self, *actions: Callable[[], object]) -> list[float]:

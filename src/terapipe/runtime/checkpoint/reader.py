@@ -29,7 +29,8 @@ _CLASSES: tuple[type, ...] = (
     Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata,
     TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
 )  # fmt: skip
-_KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
+# A pickle names the classes that it makes. These describe tensors and nothing else; any other name is refused.
+_DESCRIPTIONS = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 
 
 class Reader(FileSystemReader):
@@ -131,8 +132,8 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles what torch writes to an index, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if (module, name) in _DESCRIPTIONS:
+            return _DESCRIPTIONS[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         stand_in = _stand_in(module, name)
