@@ -72,6 +72,7 @@ class Setup:
         devices: With ``sharding``, how many devices of the cluster were used; all if left out.
         offload: With ``sharding``, whether what layers keep for their backward is on the host.
         attention_kernel: The kernel of attention that the program used; that of the device if left out.
+        masked: Whether the program passes a mask of its own to attention, which then computes whole rectangles.
         card: Bytes per second of a host's network card, where it is not the cluster's.
         rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
@@ -104,6 +105,7 @@ class Setup:
     devices: int | None = None
     offload: bool = False
     attention_kernel: str = ""
+    masked: bool = False
     card: float | None = None
     rings: float | None = None
     overlapped: bool | None = None
@@ -169,6 +171,9 @@ class Simulation:
             host = replace(host, device=replace(host.device, summed=setup.summed))
         if setup.attention_kernel:
             host = replace(host, device=with_attention(host.device, setup.attention_kernel))
+        if setup.masked:
+            speed = host.device.attention_speed._replace(causal=False)
+            host = replace(host, device=replace(host.device, attention_speed=speed))
         return Cluster(cluster.name, host, cluster.hosts)
 
     @cached_property
