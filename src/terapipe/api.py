@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from terapipe.planning.cost import with_recompute
 from terapipe.planning.documents import DocumentCosts, DocumentPlanner
-from terapipe.planning.hardware import Cluster
+from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.options import CompareOptions, CostOptions, PlanOptions, explain, values_of
@@ -449,12 +449,17 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
                 f"the profile was measured in {costs.dtype} without autocast; measure again under torch.autocast, or "
                 "leave autocast out"
             )
+        if options.attention is not None:
+            raise ValueError(f"the profile was measured with attention kernel {costs.attention}; leave attention out")
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
         return ProfileSource(costs, options.devices or fixed or costs.ranks, request.tp or 1, fused)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
         raise ValueError("a Cluster says nothing of the model; give a preset, a GPTConfig, or a model to plan for")
+    if options.attention is not None:
+        device = with_attention(costs.host.device, options.attention)
+        costs = Cluster(costs.name, replace(costs.host, device=device), costs.hosts)
     # For sequences longer than the preset's, plan for the same model with more positions.
     config = replace(spec.config, max_seq_len=max(spec.config.max_seq_len, request.seq_len))
     if options.autocast and costs.host.device.element != 2:

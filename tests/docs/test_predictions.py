@@ -1,6 +1,8 @@
 """docs/predictions.md and the README have the numbers that the simulator gives today."""
 
+import re
 import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,3 +36,9 @@ def test_the_readme_has_the_numbers_of_today(script: dict[str, Any]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert script["OPENING"] in text
     assert script["readme"](text) == text, REMEDY
+
+
+def test_the_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```text\n(.*?)```", (DOCS / "predictions.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "ours.toml").write_text(example)
+    assert [cell.ours is not None for cell in Table.load(str(tmp_path / "ours.toml")).cells] == [True, True]

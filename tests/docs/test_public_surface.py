@@ -20,7 +20,7 @@ LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dp
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 HF = "Decoder UnsupportedModelError save_pretrained split_layers"
 TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
-SOURCE = "--model --cluster --profile --layers-only --autocast"
+SOURCE = "--model --cluster --profile --layers-only --attention --autocast"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
 --chunks --recompute --shard --tile --distinct"""
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"

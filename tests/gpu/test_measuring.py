@@ -16,7 +16,7 @@ from terapipe.modeling.kernel_choice import kernel_for
 from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.slice_cache import KeyValueStore
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import usable_of_measured
+from terapipe.planning.device import usable_of_measured
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.profile import KINDS, FittedCost
 from terapipe.runtime.profiler import Profiler

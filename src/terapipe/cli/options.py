@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from terapipe import files
 from terapipe.api import Costs
-from terapipe.planning.hardware import HOSTS, Cluster
+from terapipe.planning.hardware import DESCRIPTION, DEVICES, HOSTS, Cluster
 from terapipe.planning.options import (
     COSTS,
     FIXED,
@@ -101,9 +101,12 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required
     costs = group.add_mutually_exclusive_group(required=required)
     costs.add_argument(
         "--cluster",
-        metavar="HOST:COUNT",
-        help="a described cluster, such as dgx-h100:8 for eight hosts. Costs are computed from data sheets. "
-        f"HOST is one of {', '.join(HOSTS)}, or cpu for this machine",
+        metavar="CLUSTER",
+        help="a described cluster: HOST:COUNT, such as dgx-h100:8 for eight hosts, or "
+        f"{DESCRIPTION}, such as l40s:8,pcie,25Gb:4. Costs are computed from data sheets. HOST is one of "
+        f"{', '.join(HOSTS)}, cpu for this machine, or a file of `terapipe calibrate`; DEVICE is one of "
+        f"{', '.join(DEVICES)}, or such a file; LINK is pcie, nvlink or a bandwidth such as 50GB; NETWORK is a host's, "
+        "such as 25Gb or 8x400Gb",
     )
     costs.add_argument("--profile", metavar="FILE", type=Path, help="measurements of `terapipe profile`")
     if table:

@@ -2,7 +2,7 @@
 open.
 
     terapipe reproduce                      every published table, in seconds
-    terapipe reproduce --table seq1f1b      one of them
+    terapipe reproduce --table seq1f1b      one of them, or a file of your own measurements
     terapipe reproduce --json               mean and worst of each table, and every number
     terapipe reproduce --question --grow --what-if      the TeraPipe paper's open questions, in minutes
 
@@ -148,7 +148,10 @@ def add(verbs: Verbs) -> None:
         "Prints published and simulated numbers, mean and worst error of each table, and what cannot be simulated.",
     )
     parser.add_argument(
-        "--table", metavar="NAME", action="append", choices=names(), help=f"only this table: {', '.join(names())}"
+        "--table",
+        metavar="NAME",
+        action="append",
+        help=f"only this table, or a .toml file of your own: {', '.join(names())}",
     )
     parser.add_argument(
         "--out",

@@ -32,7 +32,7 @@ from terapipe.modeling.kernel_choice import kernel_for, kernel_report
 from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.stage import PipelineModel, next_token_labels
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import blas_workspace, blas_workspaces
+from terapipe.planning.device import blas_workspace, blas_workspaces
 from terapipe.planning.layout import split_layers
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import FittedCost

@@ -2,8 +2,9 @@
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, LinkBehavior, Memory, StageSpec, stage_specs
+from terapipe.planning.device import Device, Link
 from terapipe.planning.documents import DocumentCosts, DocumentPlanner
-from terapipe.planning.hardware import HOSTS, Cluster, Device, Host, Link
+from terapipe.planning.hardware import HOSTS, Cluster, Host
 from terapipe.planning.layout import Layout, balance, split_layers
 from terapipe.planning.memory import ShapeMemory, parse_bytes
 from terapipe.planning.order import ORDERS, InFlight, Order, register

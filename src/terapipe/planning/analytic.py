@@ -1,45 +1,114 @@
-"""A cost model without measurements: seconds from the shape of a model, the hardware and the layout."""
+"""A cost model without measurements: seconds from the shape of a model, the hardware and the layout.
+
+A layer is a sum of three kinds of work, each bound by something else:
+
+    products      4 in a forward, 4 for gradients of inputs, 4 for gradients of weights     multiplications
+    attention     its kernel's share of the peak, or scores in memory if it is not fused    multiplications, or memory
+    elementwise   norms, rotary embeddings, residuals, activation functions                 memory
+
+Elementwise work is why narrow models use a GPU badly: it grows with the width, products with its square. Products
+alone run at nearly the same speed at all widths, as measured gradients of weights show (tests/unit/planning).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, StageSpec
-from terapipe.planning.hardware import Cluster, Link
+from terapipe.planning.device import Link
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import parameters
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 
+# Of a tile's loop over inputs: filling the pipeline of loads and multiplications, and writing the tile. Measured
+# gradients of weights (Qi et al., Zero Bubble Pipeline Parallelism, table 9) are 6 % slower with 1,024 tokens than with
+# 6,144.
+_RAMP = 64.0
+# The last round of tiles of 128 x 128 leaves half of the multiprocessors idle on average. Libraries choose among tiles
+# of several sizes, which halves that.
+_TAIL = 128 * 128 / 4
+# FlashAttention's measured speed over 512 to 16k tokens (Shah et al., FlashAttention-3, figure 5): as if every row had
+# so many more keys. Blocks on the diagonal are computed whole, and rows have a start and an end.
+_RAMP_KEYS = 160.0
+_REPLICATED = 18.0  # of `Device.passes`: norms, residuals and dropouts, on every rank without sequence parallelism
+# Bytes per logit of the loss: its cast to float32, log-softmax, their backwards, and the cast back.
+_LOSS_BYTES = 28.0
 _WEIGHTS = 0.2  # of the host's time for a layer's backward: products of weight gradients, and their bookkeeping
+
+
+class Products(NamedTuple):
+    """Seconds of matrix products, by the number of tokens."""
+
+    per_token: float
+    fixed: float  # of every slice
+    least: float  # reading and writing weights, or their sums, takes so long
+
+    def __call__(self, tokens: Numbers) -> Array:
+        return np.asarray(np.maximum(np.multiply(tokens, self.per_token) + self.fixed, self.least), dtype=np.float64)
+
+
+class LayerTerms(NamedTuple):
+    """What a layer's seconds are made of. They are the same for all modes of recomputation."""
+
+    forward: Products
+    inputs: Products  # gradients of the products' inputs
+    weights: Products  # gradients of weights, added to their sums
+    block: Products  # what block recomputation repeats: all but the last product
+    head: Products
+    elementwise: float  # seconds per token
+    attention: tuple[float, float]  # seconds of a token and a key that it sees, in a forward and in a backward
 
 
 @dataclass(frozen=True)
 class AnalyticCost:
-    """A layer takes its overhead plus its arithmetic, or plus reading its weights if that takes longer (roofline). No
-    computation is shorter than its host takes to issue it.
+    """Seconds by first principles. No computation is shorter than its host takes to issue it.
 
     Ranks are numbered tp innermost, then pp, then dp, so a tensor parallel group lies within a host.
+
+    Args:
+        config: The shape of the model.
+        cluster: Its devices and links.
+        layout: Replicas, pipeline ranks and tensor parallel ranks.
+        recompute: What backwards compute again.
+        ends: Whether embedding, head and loss count.
+        fused: Whether gradients of weights are added to their sums by the products themselves, and can be deferred.
+        autocast: Whether weights are float32, and products in the device's dtype.
+        sequence_parallel: Whether tensor parallel ranks divide norms and residuals among them, as ours do. Megatron
+            before 2022 did not: every rank computed them for all tokens.
+        scatter: Whether each tensor parallel rank sends its part of a message. Otherwise each sends all of it, through
+            the same network card.
+        hosted: Whether a computation takes as long as its host does, if that is longer.
     """
 
     config: GPTConfig
     cluster: Cluster
     layout: Layout
     recompute: Recompute = "none"
-    ends: bool = True  # whether embedding, head and loss count
-    fused: bool = True  # whether gradients of weights are added in place, and can be deferred
-    autocast: bool = False  # whether weights are float32, and products in the device's dtype
-    hosted: bool = True  # whether a computation takes as long as its host does, if that is longer
+    ends: bool = True
+    fused: bool = True
+    autocast: bool = False
+    sequence_parallel: bool = True
+    scatter: bool = True
+    hosted: bool = True
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
         """The same costs, with backwards that compute activations again."""
-        return replace(self, recompute=mode)
+        return self._copy_with(recompute=mode)
 
     def by_side(self) -> tuple["AnalyticCost", HostTime]:
         """Device and host apart: a device that never waits for its host, and what the host takes."""
-        return replace(self, hosted=False), self._host if self.hosted else HostTime()
+        return self._copy_with(hosted=False), self._host if self.hosted else HostTime()
+
+    def _copy_with(self, **fields: Any) -> "AnalyticCost":
+        """A copy with the same terms: simulations ask for thousands of copies."""
+        changed = replace(self, **fields)
+        changed.__dict__["_terms"] = self._terms
+        return changed
 
     @cached_property
     def _host(self) -> HostTime:
@@ -63,26 +132,27 @@ class AnalyticCost:
         return np.maximum(seconds, self._host.of_forward(stage)) if self.hosted else seconds
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """Seconds of a backward: twice the products of a forward, and what it computes again."""
-        recomputed = self._recompute_time(size, length, context)
-        device = self.cluster.host.device
-        # Input and weight gradients take the FLOPs of one forward each. Weight gradients are then accumulated.
-        busy = 2 * (device.layer_overhead + self._products(size, length, context)) + self._accumulation
+        """Seconds of a backward: gradients of inputs and of weights, each as many products as a forward has, and what
+        it computes again."""
+        device, terms, tokens = self.cluster.host.device, self._terms, np.multiply(size, length)
+        busy = 2 * device.layer_overhead + terms.inputs(tokens) + terms.weights(tokens)
+        busy = busy + tokens * terms.elementwise + self._attention(size, length, context, backward=True)
         layer = np.maximum(2 * device.min_layer_time, busy) + self._all_reduces(size, length)
+        recomputed = self._recompute_time(size, length, context)
         seconds = np.asarray(stage.layers * (layer + recomputed) + self._embedding_backward(stage, size, length))
         return np.maximum(seconds, self._host.of_backward(stage)) if self.hosted else seconds
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        device = self.cluster.host.device
-        flops = 2.0 * np.multiply(size, length) * self.config.layer_parameters / self.layout.tp
-        products = np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
-        seconds = np.asarray(stage.layers * (products + self._accumulation) * self.fused, dtype=np.float64)
+        products = self._terms.weights(np.multiply(size, length))
+        seconds = np.asarray(stage.layers * products * self.fused, dtype=np.float64)
         return np.maximum(seconds, self._host.of_weights(stage)) if self.hosted else seconds
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
         sent = max(self.cluster.host.device.element, 4 * self.autocast)
         nbytes = np.multiply(size, length) * float(self.config.hidden * sent)
         link = self._link(source * self.layout.tp, target * self.layout.tp)
+        if not self.scatter and link is self.cluster.host.inter_node:
+            nbytes = nbytes * self.layout.tp  # every rank sends all of it, through the same card
         return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
@@ -98,59 +168,91 @@ class AnalyticCost:
 
     # One layer
 
-    @property
-    def _rate(self) -> float:
-        """FLOP/s of hidden x (hidden / tp) matmuls, treated as squares of the same area."""
-        return self.cluster.host.device.rate(self.config.hidden / self.layout.tp**0.5)
+    @cached_property
+    def _terms(self) -> LayerTerms:
+        """The layer has four products: queries, keys and values; attention's output; both of the MLP."""
+        c, tp, device = self.config, self.layout.tp, self.cluster.host.device
+        qkv = c.hidden + 2 * c.num_kv_heads * c.head_size
+        shapes = [(c.hidden, qkv / tp), (c.hidden / tp, c.hidden), (c.hidden, c.ffn_hidden / tp)]
+        shapes.append((c.ffn_hidden / tp, c.hidden))
+        repeated = 0.0 if self.sequence_parallel else _REPLICATED * (1 - 1 / tp)
+        nbytes = (device.passes / tp + repeated) * c.hidden * device.element
+        return LayerTerms(
+            forward=self._products(shapes),
+            inputs=self._products([(outputs, inputs) for inputs, outputs in shapes]),
+            weights=self._weight_products(shapes, self.fused),
+            block=self._products(shapes[:-1]),
+            head=self._products([(c.hidden, c.vocab / tp)]),
+            elementwise=nbytes / device.bandwidth,
+            attention=(self._attention_rate(1.0, backward=False), self._attention_rate(2.5, backward=True)),
+        )
 
-    @property
-    def _weight_bytes(self) -> float:
-        return self.config.layer_parameters * self.cluster.host.device.element / self.layout.tp
+    def _products(self, shapes: Sequence[tuple[float, float]]) -> Products:
+        """Products of (tokens, inputs) and (inputs, outputs) matrices.
+
+        A multiprocessor computes one tile of the result after the other, each over all inputs. The loop over inputs has
+        a start and an end (``_RAMP``), and the last tiles do not keep all multiprocessors busy (``_TAIL``):
+
+            seconds = 2 / rate * sum of (tokens * outputs + tail) * (inputs + ramp)
+
+        This is linear in the tokens, so a slice has a fixed cost beside that of its tokens.
+        """
+        device = self.cluster.host.device
+        per_token = sum((inputs + _RAMP) * outputs for inputs, outputs in shapes)
+        fixed = _TAIL * device.units * sum(inputs + _RAMP for inputs, _ in shapes)
+        read = sum(inputs * outputs for inputs, outputs in shapes) * device.element / device.bandwidth
+        return Products(2 * per_token / device.rate, 2 * fixed / device.rate, read)
+
+    def _weight_products(self, shapes: Sequence[tuple[float, float]], fused: bool) -> Products:
+        """Gradients of weights, products of (inputs, tokens) and (tokens, outputs) matrices, and their accumulation.
+
+        A product that adds to the sum itself reads and writes it while it computes, so the longer of the two counts.
+        Else (in compiled code, under autocast, on devices that cannot) it is written, and an addition reads it.
+        """
+        device = self.cluster.host.device
+        weight_bytes = sum(inputs * outputs for inputs, outputs in shapes) * device.element
+        per_token = 2 * sum(inputs * outputs + _TAIL * device.units for inputs, outputs in shapes) / device.rate
+        traffic = device.accumulated * weight_bytes / device.bandwidth
+        if fused and device.fuses and not self.autocast:
+            return Products(per_token, _RAMP * per_token, traffic)
+        apart = 2 * weight_bytes / device.bandwidth * device.fuses  # else ``accumulated`` has it already
+        return Products(per_token, _RAMP * per_token + traffic + apart, 0.0)
+
+    def _attention_rate(self, products: float, *, backward: bool) -> float:
+        """Seconds of a token and a key that it sees. ``products`` are those of a fused kernel, 1 in a forward: its
+        backward computes the scores once more."""
+        c, device, speed = self.config, self.cluster.host.device, self.cluster.host.device.attention_speed
+        flops = 4.0 * c.hidden / self.layout.tp * (2.0 if speed.scores and backward else products)
+        seconds = flops / (device.peak * (speed.backward if backward else speed.forward))
+        return seconds + speed.scores * c.heads / self.layout.tp * device.element / device.bandwidth
+
+    def _attention(self, size: Numbers, length: Numbers, context: Numbers, backward: bool = False) -> Array:
+        """Seconds of attention. A row of the causal triangle has on average half of the slice's own keys."""
+        own = 0.5 if self.cluster.host.device.attention_speed.causal else 1.0
+        keys = np.add(context, np.multiply(length, own)) + _RAMP_KEYS
+        return np.asarray(np.multiply(size, length) * keys * self._terms.attention[backward], dtype=np.float64)
 
     def _layer_parameters(self, stages: Sequence[StageSpec]) -> float:
         return sum(stage.layers for stage in stages) * self.config.layer_parameters / self.layout.tp
 
-    def _flops(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """FLOPs of one layer's forward on one device. A multiply-add counts as two."""
-        tokens = np.multiply(size, length)
-        attended = np.add(context, np.multiply(length, 0.5 if self.cluster.host.device.causal else 1.0))
-        linear = 2.0 * tokens * self.config.layer_parameters
-        return np.asarray((linear + 4.0 * tokens * attended * self.config.hidden) / self.layout.tp, dtype=np.float64)
-
-    def _products(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """Seconds of one layer's matmuls: arithmetic, or reading the weights if that takes longer."""
-        device = self.cluster.host.device
-        return np.maximum(self._flops(size, length, context) / self._rate, self._weight_bytes / device.bandwidth)
-
-    @property
-    def _accumulation(self) -> float:
-        """Seconds to accumulate one layer's weight gradients of a slice."""
-        return self._accumulate(self._weight_bytes, self.fused)
-
-    def _accumulate(self, weight_bytes: float, fused: bool = True) -> float:
-        """A product that cannot add to the sum itself (in compiled code, or in another dtype) is written, and read by
-        an addition."""
-        device = self.cluster.host.device
-        times = device.accumulated + (0.0 if fused and not self.autocast else 2.0)
-        return times * weight_bytes / device.bandwidth
-
     def _layer(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        device = self.cluster.host.device
-        busy = device.layer_overhead + self._products(size, length, context)
+        """A layer's forward."""
+        device, tokens = self.cluster.host.device, np.multiply(size, length)
+        busy = device.layer_overhead + self._terms.forward(tokens) + tokens * self._terms.elementwise
+        busy = busy + self._attention(size, length, context)
         return np.asarray(np.maximum(device.min_layer_time, busy) + self._all_reduces(size, length), dtype=np.float64)
 
     def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
-        """The part of a layer's forward that its backward computes again. Selective recomputation leaves out attention,
+        """The part of a layer's forward that its backward computes again. Block recomputation leaves out attention,
         and ends before the last product of the layer, of which only the input is needed."""
         if self.recompute == "none":
             return 0.0
         if self.recompute == "full":
             return self._layer(size, length, context)
-        device, config = self.cluster.host.device, self.config
-        share = 1 - config.hidden * config.ffn_hidden / config.layer_parameters
-        flops = 2.0 * np.multiply(size, length) * config.layer_parameters / self.layout.tp
-        products = share * np.maximum(flops / self._rate, self._weight_bytes / device.bandwidth)
-        return np.asarray(device.layer_overhead + products + self._all_reduces(size, length) / 2, dtype=np.float64)
+        tokens = np.multiply(size, length)
+        seconds = self._terms.block(tokens) + tokens * self._terms.elementwise
+        overhead = self.cluster.host.device.layer_overhead
+        return np.asarray(overhead + seconds + self._all_reduces(size, length) / 2, dtype=np.float64)
 
     def _all_reduces(self, size: Numbers, length: Numbers) -> Array | float:
         """The two all-reduces of tensor parallelism in a layer, after attention and after the MLP."""
@@ -164,17 +266,18 @@ class AnalyticCost:
     def _ends(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array | float:
         """Embedding, head and loss. The embedding reads and writes rows. The head counts three products, its forward
         and its backward, which the executor runs in the forward of the last stage, each at least as long as reading its
-        weights; and its gradient is accumulated once for every slice."""
+        weights, or reading and writing their gradient's sum. The loss reads and writes logits in float32."""
         if not self.ends:
             return 0.0
         device, tokens = self.cluster.host.device, np.multiply(size, length) * 1.0
         embedding = 2.0 * tokens * self.config.hidden * device.element / device.bandwidth if stage.first else 0.0
         if not stage.last:
             return np.asarray(embedding, dtype=np.float64)
-        weight_bytes = self.config.vocab * self.config.hidden * device.element / self.layout.tp
-        product = self.config.head_flops(1) * tokens / self.layout.tp / self._rate
-        head = 3 * np.maximum(product, weight_bytes / device.bandwidth) + self._accumulate(weight_bytes)
-        return np.asarray(embedding + head + 3 * device.layer_overhead, dtype=np.float64)
+        vocab = self.config.vocab / self.layout.tp
+        gradient = self._weight_products([(self.config.hidden, vocab)], fused=True)
+        head = 2 * self._terms.head(tokens) + gradient(tokens)
+        loss = tokens * vocab * _LOSS_BYTES / device.bandwidth
+        return np.asarray(embedding + head + loss + 3 * device.layer_overhead, dtype=np.float64)
 
     def _embedding_backward(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array | float:
         """Adds the slice's rows to those of the sum: reads the gradient, reads and writes the sum, in float32."""
@@ -211,7 +314,7 @@ class AnalyticCost:
         inside = host.intra_node.seconds(sent) if replica < host.devices else 0.0
         if self.layout.devices <= host.devices:
             return inside
-        return max(inside, host.inter_node.seconds(sent * min(replica, host.devices)))
+        return max(inside, host.inter_node.seconds(sent * min(replica, host.devices) / host.rings))
 
     def _tied_exchange(self, stages: Sequence[StageSpec]) -> float:
         """The gradient of a tied weight, exchanged between the first and the last stage's rank; sharded by tp."""

@@ -1,92 +1,153 @@
-"""Descriptions of devices, hosts and clusters, for the analytic cost model."""
+"""Devices and hosts that people have, with the sources of their constants; and `Cluster`, which reads their names.
 
+Where a constant comes from:
+
+- *Data sheets*: peak (dense matrices, half precision, sums in float32), memory, bandwidth, links.
+- ``achieved``: the share of the peak that large products reach for as long as training lasts. Measured maxima (S.
+  Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS") are A100 0.87, H100 0.80, B200 0.78, MI300X
+  0.60. Under the load of training, clocks are lower: gradients of weights alone ran at 0.77 to 0.81 on A100s (Qi et
+  al., Zero Bubble Pipeline Parallelism, table 9).
+- ``ATTENTION``: measured speeds of kernels, see there.
+- Links: what NCCL's rings reach of the data sheet's, about four fifths of NVLink. Networks are at their line rate.
+
+None of it was measured by us on these devices. ``terapipe calibrate`` measures the device at hand.
+"""
+
+import json
 import os
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-GB, GIB, MIB = 1e9, 2**30, 2**20
-FLASH, EFFICIENT, CPU_ATTENTION = "flash", "memory-efficient", "flash for CPUs"  # attention kernels
+from terapipe import files
+from terapipe.planning.device import (
+    CPU_ATTENTION,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FLASH3,
+    FLASH4,
+    GB,
+    GIB,
+    UNFUSED,
+    AttentionSpeed,
+    Device,
+    Link,
+    blas_workspaces,
+)
+
+# Speeds of attention kernels, as shares of the peak, by GPU. Forward and backward with causal masks, heads of 128,
+# 16k tokens.
+# - Hopper: Shah et al., FlashAttention-3, figures 5 and 6, of 989 TFLOP/s. Forward, causal: FlashAttention-2 335,
+#   cuDNN 539, FlashAttention-3 616. Backward (without a mask): 322, 516, 561; with one about a tenth less.
+# - Ampere: Dao, FlashAttention-2, figures 4 to 6: up to 73 % of 312 TFLOP/s forward and 63 % backward without a mask,
+#   about 190 and 170 with one.
+# - Blackwell: Together AI, FlashAttention-4: up to 1605 of 2250 TFLOP/s forward, 1.3 times cuDNN 9.13. Backwards are
+#   bound by shared memory. FlashAttention-2 is as fast as on Hopper.
+# - Ada: FlashAttention-2 reaches 165 TFLOP/s on an RTX 4090 (Zhang et al., SageAttention); 0.55 of an L40S is assumed.
+# - MI300X: about 500 TFLOP/s forward by AMD's Composable Kernel, half of it backward. An estimate.
+# - ``unfused``: products of half precision and a fused softmax, which write and read scores about five times: fitted to
+#   Megatron's forward on A100s (Qi et al., table 9).
+_UNFUSED = AttentionSpeed(0.45, 0.45, causal=False, scores=5.0)
+ATTENTION: dict[str, dict[str, AttentionSpeed]] = {
+    "ampere": {FLASH: AttentionSpeed(0.62, 0.54), EFFICIENT: AttentionSpeed(0.35, 0.25), UNFUSED: _UNFUSED},
+    "ada": {FLASH: AttentionSpeed(0.55, 0.45), UNFUSED: _UNFUSED},
+    "geforce": {FLASH: AttentionSpeed(0.90, 0.75), UNFUSED: _UNFUSED},  # whose products are held at half speed
+    "hopper": {
+        FLASH: AttentionSpeed(0.34, 0.30),
+        CUDNN: AttentionSpeed(0.545, 0.50),
+        FLASH3: AttentionSpeed(0.62, 0.54),
+        UNFUSED: _UNFUSED,
+    },
+    "blackwell": {
+        FLASH: AttentionSpeed(0.16, 0.14),
+        CUDNN: AttentionSpeed(0.55, 0.45),
+        FLASH4: AttentionSpeed(0.70, 0.50),
+        UNFUSED: _UNFUSED,
+    },
+    "cdna3": {FLASH: AttentionSpeed(0.38, 0.20), UNFUSED: _UNFUSED},
+    "volta": {EFFICIENT: AttentionSpeed(0.35, 0.25), UNFUSED: AttentionSpeed(0.30, 0.30, causal=False, scores=5.0)},
+}
 
 
-@dataclass(frozen=True)
-class Link:
-    """A connection between devices. A message takes its latency, then its bytes at the bandwidth."""
+def with_attention(device: Device, kernel: str) -> Device:
+    """The device with another attention kernel. Without it, a device has the one that the runtime would choose there.
 
-    bandwidth: float  # bytes per second, in one direction
-    latency: float  # seconds
-
-    def seconds(self, nbytes: float) -> float:
-        """Seconds of a message."""
-        return self.latency + nbytes / self.bandwidth
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device, and how well transformer layers use it."""
-
-    peak: float  # FLOP/s in the dtype of training
-    achieved: float  # utilization of the peak by very wide matmuls
-    bandwidth: float  # memory bandwidth, bytes per second
-    memory: int  # bytes
-    layer_overhead: float  # seconds of a layer's forward besides its arithmetic
-    min_layer_time: float  # lower bound on the seconds of a layer's forward: its kernels, however little they do
-    half_width: float = 0.0  # matmul width at which utilization is half of `achieved`
-    # Memory traffic of accumulating a slice's weight gradients, as a multiple of weight bytes. A product that adds to a
-    # sum in float32 reads and writes 4 bytes for each weight: 4 times the bytes of half precision.
-    accumulated: float = 4.0
-    element: int = 2  # bytes of a weight, an activation, a gradient
-    summed: int = 4  # bytes of a gradient in the all-reduce over replicas, which is in float32
-    state: int = 12  # bytes of optimizer state per parameter: float32 copy and Adam's two moments
-    causal: bool = True  # whether attention skips masked blocks; otherwise it computes whole rectangles
-    tile: int = 8  # tokens; slice lengths that are multiples of it use the device well
-    accelerator: bool = True  # whether a context and NCCL take part of its memory, see ``usable_memory``
-    flash: bool = True  # whether FlashAttention runs in half precision; else memory-efficient attention
-    blas: int = 3 * 32 * MIB  # bytes of cuBLAS's workspaces, see ``blas_workspaces``
-    # Seconds of the host that issues the kernels; zero where ``min_layer_time`` has them, or the device is the host.
-    host_forward: float = 0.0  # of a layer's forward
-    host_backward: float = 0.0  # of a layer's backward
-    host_action: float = 0.0  # of a computation beside its layers
-    host_message: float = 0.0  # to post a send or a receive
-
-    def rate(self, width: float) -> float:
-        """FLOP/s of a matmul of this width. Narrow ones do not fill the device."""
-        return self.peak * self.achieved * width / (width + self.half_width)
-
-    @property
-    def attention(self) -> str:
-        """The attention kernel, as modeling/kernels.py names it."""
-        if not self.accelerator:
-            return CPU_ATTENTION
-        return FLASH if self.flash and self.element == 2 else EFFICIENT
+    Args:
+        device: One of ``DEVICES``.
+        kernel: One of the kernels that ``ATTENTION`` has for its architecture.
+    """
+    speeds = ATTENTION.get(device.architecture, {})
+    if kernel not in speeds:
+        listed = ", ".join(speeds) or "none"
+        raise ValueError(
+            f"the speed of attention kernel {kernel!r} is not known on {device.architecture or 'CPU'} devices; those "
+            f"of {listed} are"
+        )
+    return replace(device, attention_kernel=kernel, attention_speed=speeds[kernel])
 
 
-# What a plan cannot have of an accelerator's memory. Typical values, not measured on the device at hand.
-REPORTED = 0.989  # of the data sheet's memory: a card of 80 GiB reports 79.1 GiB, one of 40 GiB 39.6, of 16 GiB 15.8
-CONTEXT = 3 << 28  # bytes of the CUDA context with loaded kernels: 0.5 to 1 GiB
-COLLECTIVES = 3 << 29  # bytes of NCCL's buffers for pipeline, tensor and data parallel groups: 1 to 2 GiB
-LATER_GROUPS = 1 << 29  # of these, bytes of the groups of replicas and tensor parallel ranks
-FRAGMENTED = 0.04  # of the rest: gaps between tensors that torch's allocator cannot fill, 3 to 5 %
+# What the host takes to issue a layer of an eager Hugging Face decoder for one slice, however short. Counted: about 139
+# kernels and 620 Python calls for forward and backward of a Llama layer, the former as many as transformers alone.
+# Measured: 1.7 ms on a busy virtual core. Scaled by 0.4 to an idle core of 3.5 GHz or more: an estimate. The V100's
+# 1.46 ms were measured with the host's part in them.
+EAGER_FORWARD, EAGER_BACKWARD = 0.35e-3, 0.40e-3
+EAGER_ACTION = 0.1e-3  # beside the layers of a stage: positions, rotary embeddings, masks, bookkeeping
+EAGER_MESSAGE = 40e-6  # NCCL's launch, its events and flight recorder
+
+# The V100 as the TeraPipe paper used it: attention is not fused (so our own, memory-efficient, is faster), products do
+# not add to sums, and transfers do not overlap. From figure 3: a layer takes at least 1.46 ms, however short the slice.
+_V100 = Device(
+    125e12, 0.73, 900 * GB, 16 * GIB, 0.5e-3, 1.46e-3, units=80, fuses=False, architecture="volta",
+    attention_kernel=EFFICIENT, attention_speed=ATTENTION["volta"][UNFUSED], blas=blas_workspaces(7),
+)  # fmt: skip
 
 
-def usable_memory(device: Device) -> int:
-    """Bytes that a plan may use: the data sheet's, less what driver, CUDA context, NCCL and fragmentation take."""
-    if not device.accelerator:
-        return device.memory
-    return _without_fragmentation(device.memory * REPORTED - CONTEXT - COLLECTIVES)
+def _gpu(
+    architecture: str, tflops: float, achieved: float, gb_per_s: float, gib: float, units: int, capability: int = 9,
+    kernel: str = FLASH, overhead: float = 0.08e-3,
+) -> Device:  # fmt: skip
+    """A GPU of 2020 or later, fed by an eager host. Its kernels work on tiles of 128 rows."""
+    return Device(
+        tflops * 1e12, achieved, gb_per_s * GB, int(gib * GIB), overhead, 2 * overhead, units=units, tile=128,
+        architecture=architecture, attention_kernel=kernel, attention_speed=ATTENTION[architecture][kernel],
+        blas=blas_workspaces(capability), host_forward=EAGER_FORWARD, host_backward=EAGER_BACKWARD,
+        host_action=EAGER_ACTION, host_message=EAGER_MESSAGE,
+    )  # fmt: skip
 
 
-def usable_of_measured(free: int) -> int:
-    """The same of a GPU on which ``free`` bytes were measured to be left for tensors when context and connections of a
-    pipeline were there. Profiling makes no groups of replicas and tensor parallel ranks; a run may."""
-    return _without_fragmentation(free - LATER_GROUPS)
+# TFLOP/s, share achieved, GB/s, GiB as the driver reports them (about), multiprocessors.
+DEVICES: dict[str, Device] = {
+    "v100": _V100,
+    "a100-40": _gpu("ampere", 312, 0.79, 1555, 40, 108, 8, overhead=0.10e-3),  # NVIDIA A100 data sheet, SXM4
+    "a100": _gpu("ampere", 312, 0.79, 2039, 80, 108, 8, overhead=0.10e-3),
+    "a10": _gpu("ampere", 125, 0.60, 600, 22.5, 72, 8, overhead=0.10e-3),  # A10 data sheet; 150 W bound its clocks
+    "h100": _gpu("hopper", 989, 0.72, 3350, 80, 132, kernel=CUDNN),  # H100 data sheet, SXM5
+    "h200": _gpu("hopper", 989, 0.72, 4800, 141, 132, kernel=CUDNN),  # H200 data sheet
+    "b200": _gpu("blackwell", 2250, 0.70, 8000, 180, 148, kernel=CUDNN),  # DGX B200 data sheet
+    "gb200": _gpu("blackwell", 2500, 0.70, 8000, 186, 148, kernel=CUDNN),  # GB200 NVL72 data sheet, one of two GPUs
+    "l40s": _gpu("ada", 362, 0.65, 864, 45, 142),  # L40S data sheet; 350 W bound its clocks
+    "rtx4090": _gpu("geforce", 165, 0.90, 1008, 24, 128),  # NVIDIA Ada architecture paper, appendix: with float32 sums
+    "rtx5090": _gpu("geforce", 209.5, 0.90, 1792, 32, 170, 12),  # RTX Blackwell architecture paper, appendix
+    "mi300x": _gpu("cdna3", 1307, 0.55, 5300, 192, 304),  # AMD Instinct MI300X data sheet
+}
+"""Devices by name, for descriptions such as ``l40s:8,pcie,25Gb:4``."""
 
-
-def _without_fragmentation(nbytes: float) -> int:
-    return max(0, int(nbytes * (1 - FRAGMENTED)))
+# GB/s in one direction between devices of a host, as rings of NCCL use them. NVLink: V100 150, A100 300, H100 450,
+# B200 900 by data sheet; Infinity Fabric of MI300X 448. PCIe 4.0 x16 is 32, 5.0 is 64; GeForce cards have no direct way
+# to each other's memory, so that messages pass through the host's.
+_FAST: dict[str, float] = {
+    "v100": 130, "a100-40": 235, "a100": 235, "h100": 360, "h200": 360, "b200": 720, "gb200": 720, "mi300x": 300,
+}  # fmt: skip
+_PCIE: dict[str, float] = {"v100": 11, "rtx4090": 12, "rtx5090": 20, "h100": 50, "h200": 50, "b200": 50, "mi300x": 50}
+_PCIE_4 = 24.0
+_LATENCY, _NETWORK_LATENCY = 8e-6, 20e-6
 
 
 @dataclass(frozen=True)
@@ -96,15 +157,82 @@ class Host:
     device: Device
     devices: int
     intra_node: Link  # between two devices of the host
-    inter_node: Link  # the network card of the host, shared by its devices
+    inter_node: Link  # all network cards of the host together, shared by its devices
     overlapped: bool = True  # whether devices compute while they send
+    rings: float = 0.9  # share of the network's bandwidth that NCCL's rings over hosts reach
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: in saved plans, and in files of ``terapipe calibrate``."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Host":
+        """Reads what ``to_dict`` gave. Refuses what something would be divided by, if it is not positive."""
+        device, others = (
+            dict(fields["device"]),
+            _numbers({key: fields[key] for key in ("devices", "overlapped", "rings")}),
+        )
+        speed = AttentionSpeed(*device.pop("attention_speed"))
+        words: dict[str, Any] = {name: str(device.pop(name)) for name in ("attention_kernel", "architecture")}
+        _numbers(speed._asdict())
+        intra_node, inter_node = (Link(**_numbers(fields[name])) for name in ("intra_node", "inter_node"))
+        measured = Device(**_numbers(device), **words, attention_speed=speed)
+        return cls(measured, intra_node=intra_node, inter_node=inter_node, **others)
+
+
+_POSITIVE = {"peak", "achieved", "bandwidth", "memory", "devices", "rings", "element", "units", "forward", "backward"}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not (value > 0 if name in _POSITIVE else value >= 0):
+            raise ValueError(f"{name}, which is {value!r}")
+    return dict(values)
+
+
+def _dgx(name: str, network: float, devices: int = 8, latency: float = 10e-6) -> Host:
+    """Devices on NVLink, and GB/s of all cards together."""
+    return Host(DEVICES[name], devices, Link(_FAST[name] * GB, _LATENCY), Link(network * GB, latency))
+
+
+# InfiniBand and EFA; over TCP, as on p3, rings reach less: 0.62 fits the TeraPipe paper's settings with replicas, which
+# sum gradients in half precision.
+# Networks: p3 25 Gb/s, p4d 4 x 100, p5 32 x 100, g6e 400 Gb/s; DGX A100 8 x 200, later ones 8 x 400 Gb/s; each GPU of
+# an NVL72 has 400 Gb/s.
+HOSTS: dict[str, Host] = {
+    "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False, rings=0.62),
+    "p4d.24xlarge": _dgx("a100-40", 50, latency=20e-6),
+    "dgx-a100": _dgx("a100", 200),
+    "p5.48xlarge": _dgx("h100", 400, latency=20e-6),
+    "dgx-h100": _dgx("h100", 400),
+    "dgx-h200": _dgx("h200", 400),
+    "dgx-b200": _dgx("b200", 400),
+    "gb200-nvl72": _dgx("gb200", 3600, 72),
+    "mi300x-8": _dgx("mi300x", 400),
+    "g6e.48xlarge": Host(DEVICES["l40s"], 8, Link(_PCIE_4 * GB, 10e-6), Link(50 * GB, 20e-6)),
+}
+MOST_HOSTS = 100_000  # more than there are anywhere
+MOST_DEVICES = 1024  # of one host
+DESCRIPTION = "DEVICE:PER_HOST,LINK,NETWORK:HOSTS"  # of a cluster in words
 
 
 @dataclass(frozen=True, init=False)
 class Cluster:
-    """``Cluster("dgx-h100:8")`` is 8 hosts of a known type. ``Cluster("cpu")`` is this machine, calibrated on the spot.
+    """Hosts that are all alike.
 
-    For other hosts, describe them: ``Cluster("mine", Host(...), hosts=4)``.
+    - ``Cluster("dgx-h100:8")`` is 8 hosts of a known type. ``Cluster("cpu")`` is this machine, calibrated on the spot.
+    - ``Cluster("l40s:8,pcie,25Gb:4")`` is 4 hosts with 8 devices each, which PCIe connects, and one card of 25 Gb/s.
+      Inside of a host: ``pcie``, ``nvlink``, or a bandwidth in one direction such as ``50GB``. The network is that of a
+      host: ``25Gb`` for bits, ``12.5GB`` for bytes per second, ``8x400Gb`` for eight cards.
+    - ``Cluster("rtx4090:2")`` is one host, with the fastest link that such devices have.
+    - ``Cluster("mine.json:4")`` is 4 hosts as ``terapipe calibrate`` saved one; ``mine.json`` also stands for its
+      device in a description.
+    - ``Cluster("mine", Host(...), hosts=4)`` is anything else.
+
+    Args:
+        name: A name or a description; with ``host``, what to call it.
+        host: A host, if the name does not say which.
+        hosts: The number of such hosts, with ``host``.
     """
 
     name: str
@@ -124,77 +252,104 @@ class Cluster:
         return self.host.devices * self.hosts
 
 
-def blas_workspace(capability: int) -> int:
-    """Bytes that torch's cuBLAS keeps for each thread, on a GPU of this compute capability (its first number)."""
-    return 32 * MIB if capability >= 9 else 8 * MIB + 128 * 2**10
-
-
-def blas_workspaces(capability: int) -> int:
-    """For the threads of forwards, of backwards, and of attention kernels' self-tests, if these multiply anything."""
-    return 3 * blas_workspace(capability)
-
-
-# The V100 as the TeraPipe paper used it.
-# - From data sheets: peak, memory and memory bandwidth.
-# - From figure 3 of the paper: a layer takes at least 1.46 ms, however short the slice.
-# - From the paper's implementation: attention computes whole rectangles, transfers do not overlap, gradients are
-#   all-reduced in float32, and accumulating a weight gradient moves four times the weight's bytes (write the gradient,
-#   read it, read the sum, write the sum).
-# - Calibrated on figure 3 and settings 5, 8 and 10 of the main table: utilization, half width, overhead per layer.
-
-
-_V100 = Device(
-    125e12, 0.944, 900 * GB, 16 * GIB, 0.45e-3, 1.46e-3, half_width=2330.0, accumulated=4.0, summed=4, causal=False,
-    flash=False, blas=blas_workspaces(7),
-)  # fmt: skip
-# What the host takes to issue a layer of an eager Hugging Face decoder for one slice, however short. Counted: about 139
-# kernels and 620 Python calls for forward and backward of a Llama layer, the former as many as transformers alone.
-# Measured: 1.7 ms on a busy virtual core. Scaled by 0.4 to an idle core of 3.5 GHz or more: an estimate. The V100's
-# 1.46 ms were measured with the host's part in them.
-EAGER_FORWARD, EAGER_BACKWARD = 0.35e-3, 0.40e-3
-EAGER_ACTION = 0.1e-3  # beside the layers of a stage: positions, rotary embeddings, masks, bookkeeping
-EAGER_MESSAGE = 40e-6  # NCCL's launch, its events and flight recorder
-# The others have published peaks, and the utilization and overhead of well-tuned training. We did not measure them.
-# Their matmul and attention kernels work on tiles of 128 rows.
-_H100 = Device(
-    989e12, 0.70, 3.35e12, 80 * GIB, 0.08e-3, 0.15e-3, half_width=2000.0, tile=128, host_forward=EAGER_FORWARD,
-    host_backward=EAGER_BACKWARD, host_action=EAGER_ACTION, host_message=EAGER_MESSAGE,
-)  # fmt: skip
-_H200 = replace(_H100, bandwidth=4.8e12, memory=141 * 10**9)
-_B200 = replace(_H100, peak=2250e12, bandwidth=8.0e12, memory=180 * 10**9)
-_A100 = replace(
-    _H100, peak=312e12, achieved=0.75, bandwidth=2.0e12, layer_overhead=0.10e-3, min_layer_time=0.20e-3,
-    half_width=1000.0, blas=blas_workspaces(8),
-)  # fmt: skip
-_A100_40 = replace(_A100, bandwidth=1.55e12, memory=40 * GIB)
-
-MOST_HOSTS = 100_000  # more than there are anywhere
-
-HOSTS: dict[str, Host] = {
-    "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False),
-    "p4d.24xlarge": Host(_A100_40, 8, Link(235 * GB, 8e-6), Link(50 * GB, 20e-6)),
-    "dgx-a100": Host(_A100, 8, Link(235 * GB, 8e-6), Link(200 * GB, 10e-6)),
-    "p5.48xlarge": Host(_H100, 8, Link(360 * GB, 8e-6), Link(400 * GB, 20e-6)),
-    "dgx-h100": Host(_H100, 8, Link(360 * GB, 8e-6), Link(400 * GB, 10e-6)),
-    "dgx-h200": Host(_H200, 8, Link(360 * GB, 8e-6), Link(400 * GB, 10e-6)),
-    "dgx-b200": Host(_B200, 8, Link(720 * GB, 8e-6), Link(400 * GB, 10e-6)),
-}
-
-
 def _parse_cluster(text: str) -> tuple[str, Host, int]:
-    """Parses ``HOST:COUNT``, such as ``p3.16xlarge:48``."""
-    name, _, count = text.partition(":")
-    if name != "cpu" and name not in HOSTS:
-        raise ValueError(f"unknown host {name!r} in cluster {text!r}; the hosts are {', '.join([*HOSTS, 'cpu'])}")
+    """``HOST:COUNT``, such as ``p3.16xlarge:48``, ``FILE:COUNT``, or a description of devices and links."""
+    first, *links = (word.strip() for word in text.split(","))
+    name, _, count = first.rpartition(":") if re.search(r":[^/.]*$", first) else (first, "", "")
+    if links or name in DEVICES:
+        return _described(text, name, count, links)
+    hosts = _count(text, count, MOST_HOSTS, f"a cluster is HOST:COUNT with a count of at least 1, try {name}:1")
+    if name == "cpu":
+        host = this_cpu()
+    elif name in HOSTS:
+        host = HOSTS[name]
+    elif name.endswith(".json"):
+        host = read_host(name)
+    else:
+        raise ValueError(
+            f"unknown host {name!r} in cluster {text!r}; the hosts are {', '.join([*HOSTS, 'cpu'])}; or describe one "
+            f"as {DESCRIPTION}, such as l40s:8,pcie,25Gb:4, with a device of {', '.join(DEVICES)}; or give a file of "
+            "`terapipe calibrate`"
+        )
+    return f"{name}:{hosts}", host, hosts
+
+
+def _described(text: str, name: str, count: str, words: list[str]) -> tuple[str, Host, int]:
+    """A cluster in words: devices of a host, their link, the network of a host and the number of hosts."""
+    if name not in DEVICES and not name.endswith(".json"):
+        raise ValueError(
+            f"unknown device {name!r} in cluster {text!r}; the devices are {', '.join(DEVICES)}, or a file of "
+            "`terapipe calibrate`"
+        )
+    if len(words) > 2:
+        raise ValueError(
+            f"a described cluster is {DESCRIPTION}, such as l40s:8,pcie,25Gb:4; got {len(words) + 1} parts in {text!r}"
+        )
+    device = DEVICES[name] if name in DEVICES else read_host(name).device
+    devices = _count(text, count, MOST_DEVICES, f"a host has 1 to {MOST_DEVICES} devices, as in {name}:8")
+    inside = Link(_inside(text, name, words[0] if words else "") * GB, _LATENCY)
+    network, _, number = (words[1] if len(words) > 1 else "").partition(":")
+    hosts = _count(text, number, MOST_HOSTS, f"a cluster has 1 to {MOST_HOSTS} hosts, as in 25Gb:4")
+    outside = Link((_bandwidth(text, network, "the network") if network else 25 / 8) * GB, _NETWORK_LATENCY)
+    return text.replace(" ", ""), Host(device, devices, inside, outside), hosts
+
+
+def _inside(text: str, name: str, word: str) -> float:
+    """GB/s between devices of a host."""
+    if word == "nvlink" or (not word and name in _FAST):
+        if name not in _FAST:
+            raise ValueError(
+                f"{name} has no NVLink that we know of, got {text!r}; say pcie, or a bandwidth such as 50GB"
+            )
+        return _FAST[name]
+    return _PCIE.get(name, _PCIE_4) if word in ("", "pcie") else _bandwidth(text, word, "the link inside of a host")
+
+
+def _bandwidth(text: str, word: str, what: str) -> float:
+    """GB/s of ``25Gb``, ``12.5GB`` or ``8x400Gb``."""
+    match = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(\d{1,6}(?:\.\d+)?)(Gb|GB)", word)
+    if match is None or not float(match[2]):
+        raise ValueError(
+            f"{what} is a bandwidth per second such as 25Gb (bits), 12.5GB (bytes) or 8x400Gb (eight cards), or inside "
+            f"of a host pcie or nvlink; got {word!r} in {text!r}"
+        )
+    return int(match[1] or 1) * float(match[2]) / (8 if match[3] == "Gb" else 1)
+
+
+def _count(text: str, word: str, most: int, rule: str) -> int:
+    number = int(word or 1) if re.fullmatch(r"\d{0,9}", word) else 0
+    if not 1 <= number <= most:
+        raise ValueError(f"{rule}; got {word!r} in {text!r}")
+    return number
+
+
+FORMAT = 1  # of files with a host
+
+
+def save_host(host: Host, path: Path, origin: Mapping[str, Any]) -> None:
+    """Writes a host that ``Cluster("FILE:COUNT")`` reads.
+
+    Args:
+        host: The host, with a measured device.
+        path: The file.
+        origin: Where its constants come from, for readers of the file.
+    """
+    files.write(path, json.dumps({"format": FORMAT, "host": host.to_dict(), "origin": dict(origin)}, indent=1))
+
+
+def read_host(path: str) -> Host:
+    """The host in a file of ``terapipe calibrate``."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a file; `terapipe calibrate --out {path}` writes one")
     try:
-        hosts = int(count or "1")
-    except ValueError:
-        hosts = 0
-    if hosts < 1:
-        raise ValueError(f"a cluster is HOST:COUNT with a count of at least 1, got {text!r}; try {name}:1")
-    if hosts > MOST_HOSTS:
-        raise ValueError(f"a cluster has at most {MOST_HOSTS} hosts, got {hosts}")
-    return f"{name}:{hosts}", this_cpu() if name == "cpu" else HOSTS[name], hosts
+        content = json.loads(files.read(Path(path)))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {FORMAT}, it is of format {content['format']!r}")
+        return Host.from_dict(content["host"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no description of a host: it lacks or misnames {error}; measure again with `terapipe calibrate`"
+        ) from None
 
 
 @cache
@@ -209,7 +364,7 @@ def this_cpu() -> Host:
     # A float32 sum is read and written: twice the bytes of its weight.
     device = Device(
         rate, 0.8, bandwidth, memory, 0.4e-3, 0.5e-3, accumulated=2.0, element=4, summed=4, state=8, accelerator=False,
-        flash=False, blas=0,
+        attention_kernel=CPU_ATTENTION, blas=0,
     )  # fmt: skip
     link = Link(bandwidth / 6, 50e-6)  # a message through a socket is copied several times
     return Host(device, cores, link, Link(1.25 * GB, 50e-6))

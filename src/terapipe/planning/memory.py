@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
-from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
+from terapipe.planning.device import CPU_ATTENTION, CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 
@@ -43,7 +43,13 @@ def attention_inside(
     return np.asarray(np.multiply(rows, heads * padded * 4.0) + expanded, dtype=np.float64)
 
 
-_FLASH = (FLASH, "flash-attn", "cudnn")  # cuDNN's stands beside FlashAttention, which takes the slices that it does not
+_FLASH = (
+    FLASH,
+    FLASH3,
+    FLASH4,
+    "flash-attn",
+    CUDNN,
+)  # cuDNN's stands beside FlashAttention, which takes the slices that it does not
 _PLAIN = 5 * 4  # bytes of the matrices of a backward by matrix products, for a row and a key of a block ...
 _PLAIN_BLOCK = 512, 1024  # ... of at most so many
 

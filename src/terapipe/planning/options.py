@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args, get_origin
 
+from terapipe.planning.device import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
 from terapipe.planning.limits import LARGEST, check_whole_number
 from terapipe.planning.memory import MOST_BYTES, parse_bytes
 from terapipe.planning.order import ORDERS, order_named
@@ -191,6 +192,10 @@ class CostOptions(Options):
     layers_only: bool = knob(
         "ignore embedding, head and loss, as the TeraPipe paper does (with a described cluster)",
         default=False, group=COSTS,
+    )  # fmt: skip
+    attention: str | None = knob(
+        "attention kernel of a described cluster, where not the usual one is used", group=COSTS, unit="KERNEL",
+        unset="what the runtime would choose there", choices=lambda: (FLASH, FLASH3, FLASH4, CUDNN, EFFICIENT),
     )  # fmt: skip
     autocast: bool = knob(
         "weights are float32, products are autocast to half precision, as bf16=True of Hugging Face trainers has it "

@@ -14,7 +14,7 @@ import numpy as np
 
 from terapipe import files
 from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, StageSpec
-from terapipe.planning.hardware import CPU_ATTENTION, EFFICIENT, FLASH
+from terapipe.planning.device import CPU_ATTENTION, EFFICIENT, FLASH
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import LARGEST
 from terapipe.planning.memory import parameters

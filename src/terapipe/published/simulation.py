@@ -20,7 +20,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from terapipe.planning import hardware
 from terapipe.planning.cost import (
     Array,
     Cost,
@@ -31,10 +30,11 @@ from terapipe.planning.cost import (
     stage_specs,
     with_recompute,
 )
-from terapipe.planning.hardware import GB, GIB, MIB, Cluster, usable_memory
+from terapipe.planning.device import GB, GIB, MIB, usable_memory
+from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import MOST_BYTES, ShapeMemory
-from terapipe.planning.presets import PRESETS, GPTConfig
+from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
 from terapipe.published.estimates import Estimate, estimate_fsdp
@@ -72,8 +72,13 @@ class Setup:
         devices: With ``sharding``, how many devices of the cluster were used; all if left out.
         offload: With ``sharding``, whether what layers keep for their backward is on the host.
         attention_kernel: The kernel of attention that the program used; that of the device if left out.
+        masked: Whether the program passes a mask of its own to attention, which then computes whole rectangles.
         card: Bytes per second of a host's network card, where it is not the cluster's.
+        rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
+        summed: Bytes of a gradient in the sum over replicas, where they are not in float32.
+        sequence_parallel: Whether tensor parallel ranks divide norms and residuals among them.
+        scatter: Whether each of them sends its part of a message, or each all of it.
         staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
             longest span of a rank. Otherwise all ranks wait for each other.
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
@@ -100,8 +105,13 @@ class Setup:
     devices: int | None = None
     offload: bool = False
     attention_kernel: str = ""
+    masked: bool = False
     card: float | None = None
+    rings: float | None = None
     overlapped: bool | None = None
+    summed: int | None = None
+    sequence_parallel: bool = True
+    scatter: bool = True
     staggered: bool = False
     prefix_copies: bool = False
     state_bytes: float | None = None
@@ -118,11 +128,14 @@ class Setup:
         if unknown:
             raise ValueError(f"a setup has the keys {[f.name for f in fields(cls)]}, got {sorted(unknown)}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        if "model" in values:
-            model = values["model"]
-            values["model"] = PRESETS[model] if isinstance(model, str) else GPTConfig(**model)
-        if "layout" in values:
-            values["layout"] = Layout(*values["layout"])
+        try:
+            if "model" in values:
+                model = values["model"]
+                values["model"] = gpt_config(model) if isinstance(model, str) else GPTConfig(**model)
+            if "layout" in values:
+                values["layout"] = Layout(*values["layout"])
+        except TypeError as error:  # keys that a GPTConfig does not have, or more than three numbers
+            raise ValueError(f"a setup's model or layout cannot be read: {error}") from None
         return cls(**values)
 
     @property
@@ -150,10 +163,17 @@ class Simulation:
         host = cluster.host
         if setup.card is not None:
             host = replace(host, inter_node=replace(host.inter_node, bandwidth=setup.card))
+        if setup.rings is not None:
+            host = replace(host, rings=setup.rings)
         if setup.overlapped is not None:
             host = replace(host, overlapped=setup.overlapped)
-        if setup.attention_kernel and (with_attention := getattr(hardware, "with_attention", None)):
+        if setup.summed is not None:
+            host = replace(host, device=replace(host.device, summed=setup.summed))
+        if setup.attention_kernel:
             host = replace(host, device=with_attention(host.device, setup.attention_kernel))
+        if setup.masked:
+            speed = host.device.attention_speed._replace(causal=False)
+            host = replace(host, device=replace(host.device, attention_speed=speed))
         return Cluster(cluster.name, host, cluster.hosts)
 
     @cached_property
@@ -161,7 +181,10 @@ class Simulation:
         """Model and cluster, as the planner takes them."""
         if self.setup.model is None:
             raise ValueError("a setup without a model has no cluster source; give model and cluster")
-        return ClusterSource(self.setup.model, self.cluster, ends=self.setup.ends)
+        s = self.setup
+        return ClusterSource(
+            self.setup.model, self.cluster, ends=s.ends, sequence_parallel=s.sequence_parallel, scatter=s.scatter
+        )
 
     @cached_property
     def evaluator(self) -> PlanEvaluator:

@@ -11,15 +11,17 @@ simulate it. Both stay in the report, so that nobody has to guess what was left 
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Self
 
 from terapipe.published.simulation import MEASURES, Measure, Setup, Simulation
 
 OOM: Literal["OOM"] = "OOM"
+_TEXTS = ("title", "source", "hardware", "unit", "address", "note")  # keys of a file; the last two may be left out
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,9 @@ class Table:
         source: Where it was published.
         address: Where to find it, if it is known.
         hardware: On what it was measured.
-        measure: What its numbers are.
-        unit: The same as text.
+        unit: Of its numbers: a key of ``MEASURES``.
         note: What a reader must know to judge the comparison.
+        setup: What all cells have in common.
         columns: By name.
         rows: Name, configuration, published numbers by column, and the reason not to simulate it, or nothing.
     """
@@ -135,7 +137,6 @@ class Table:
     address: str
     hardware: str
     unit: str
-    measure: Measure = field(repr=False)
     note: str
     setup: Mapping[str, Any]
     columns: tuple[Column, ...]
@@ -143,21 +144,42 @@ class Table:
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """Reads the file of this name.
+        """Reads a table of this package, or a file of your own measurements in the same form.
 
         Args:
-            name: Such as ``megatron_sc21``: see `names`.
+            name: Such as ``megatron_sc21`` (see `names`), or the path of a file that ends in ``.toml``.
         """
+        if name.endswith(".toml"):
+            return cls.of(Path(name).stem, tomllib.loads(Path(name).read_text(encoding="utf-8")))
         if name not in names():
-            raise ValueError(f"unknown table {name!r}; the tables are {', '.join(names())}")
-        data = tomllib.loads(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
-        columns = tuple(Column.of(key, value) for key, value in data["columns"].items())
-        optional = {key: data.get(key, "") for key in ("address", "note")}
-        plain = {key: data[key] for key in ("title", "source", "hardware", "unit")}
-        measure = MEASURES[data["unit"]]
-        return cls(
-            name, **plain, **optional, measure=measure, setup=data["setup"], columns=columns, rows=tuple(data["rows"])
-        )
+            raise ValueError(f"unknown table {name!r}; the tables are {', '.join(names())}; or name a .toml file")
+        return cls.of(name, tomllib.loads(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8")))
+
+    @classmethod
+    def of(cls, name: str, data: Mapping[str, Any]) -> Self:
+        """Checks what a file says, so that a slip in it is named before anything is simulated.
+
+        Args:
+            name: For reports.
+            data: The file's content.
+        """
+        if missing := [key for key in (*_TEXTS[:4], "setup", "columns", "rows") if key not in data]:
+            raise ValueError(f"table {name} lacks {', '.join(missing)}")
+        if data["unit"] not in MEASURES:
+            raise ValueError(f"table {name} has the unit {data['unit']!r}; the units are {', '.join(MEASURES)}")
+        columns = {key: Column.of(key, value) for key, value in data["columns"].items()}
+        for row in data["rows"]:
+            if "name" not in row or not row.get("published") or set(row["published"]) - set(columns):
+                raise ValueError(f"table {name}: a row has a name and published numbers of {list(columns)}, got {row}")
+            for key in row["published"]:
+                Setup.of({**data["setup"], **row.get("setup", {}), **columns[key].setup})
+        texts = {key: data.get(key, "") for key in _TEXTS}
+        return cls(name, **texts, setup=data["setup"], columns=tuple(columns.values()), rows=tuple(data["rows"]))
+
+    @property
+    def measure(self) -> Measure:
+        """What its numbers are."""
+        return MEASURES[self.unit]
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from terapipe.planning.hardware import Cluster, Device, usable_memory
+from terapipe.planning.device import Device, usable_memory
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan
 from terapipe.reporting import charts, style

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from terapipe.modeling.weight_grads import to_local
-from terapipe.planning.hardware import FLASH
+from terapipe.planning.device import FLASH
 from terapipe.planning.memory import attention_inside
 
 _ASK = "_propagate_tensor_meta_non_cached"  # of torch's class below: not public, and in no other place

@@ -33,7 +33,7 @@ from terapipe.modeling.kernels import KernelRequest
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Autocast, PipelineModel, SlicedStage, Stage
 from terapipe.modeling.weight_grads import accumulate_deferred, drop_main_grads
-from terapipe.planning.hardware import blas_workspaces
+from terapipe.planning.device import blas_workspaces
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile, Sample, Transfer, typical
 from terapipe.planning.recompute import Recompute

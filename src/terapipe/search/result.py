@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from terapipe import files
 from terapipe.planning.cost import Memory, by_side, with_recompute
 from terapipe.planning.documents import DocumentCosts
-from terapipe.planning.hardware import Cluster, Device, Host, Link
+from terapipe.planning.hardware import Cluster, Host
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
 from terapipe.planning.presets import GPTConfig
@@ -335,7 +335,7 @@ def restore(costs: Mapping[str, Any]) -> tuple[Source | None, str]:
 def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
     """What is saved to restore the costs: the whole description of a cluster, or a profile's path and checksum."""
     if isinstance(source, ClusterSource):
-        host = asdict(source.cluster.host)
+        host = source.cluster.host.to_dict()
         cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
         model = {"model": asdict(source.config), "layers_only": not source.ends, "fused_grads": source.fused}
         return {**cluster, **model, "autocast": source.autocast}
@@ -350,23 +350,12 @@ def _checksum(profile: Profile) -> int:
 
 def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
     try:
-        fields = dict(costs["host"])
-        device, intra_node, inter_node = (_numbers(fields.pop(name)) for name in ("device", "intra_node", "inter_node"))
-        host = Host(Device(**device), intra_node=Link(**intra_node), inter_node=Link(**inter_node), **_numbers(fields))
+        host = Host.from_dict(costs["host"])
         config = GPTConfig(**costs["model"])
         cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
         return ClusterSource(config, cluster, ends, costs.get("fused_grads", True), costs.get("autocast", False))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
-
-
-def _numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Checks the fields of a device, a link or a host. Those that something is divided by must be positive."""
-    for name, value in values.items():
-        positive = name in ("peak", "achieved", "bandwidth", "memory", "devices", "element")
-        if not isinstance(value, int | float) or not (value > 0 if positive else value >= 0):
-            raise ValueError(f"{name}, which is {value!r}")
-    return values
 
 
 def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from terapipe.planning.hardware import Host, Link
+from terapipe.planning.device import Link
+from terapipe.planning.hardware import Host
 from terapipe.search.choose import choose
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator
 from terapipe.search.request import Request

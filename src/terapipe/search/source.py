@@ -5,7 +5,8 @@ from typing import Protocol
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, Memory
-from terapipe.planning.hardware import Cluster, usable_memory, usable_of_measured
+from terapipe.planning.device import usable_memory, usable_of_measured
+from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.presets import GPTConfig
@@ -58,6 +59,8 @@ class ClusterSource:
     ends: bool = True  # whether embedding, head and loss count
     fused: bool = True  # see ModelSpec.fused_grads
     autocast: bool = False  # whether weights are float32, and products autocast to the device's dtype
+    sequence_parallel: bool = True  # see AnalyticCost
+    scatter: bool = True
 
     @property
     def name(self) -> str:
@@ -76,7 +79,16 @@ class ClusterSource:
         return usable_memory(self.cluster.host.device)
 
     def cost(self, layout: Layout) -> Cost:
-        return AnalyticCost(self.config, self.cluster, layout, ends=self.ends, fused=self.fused, autocast=self.autocast)
+        return AnalyticCost(
+            self.config,
+            self.cluster,
+            layout,
+            ends=self.ends,
+            fused=self.fused,
+            autocast=self.autocast,
+            sequence_parallel=self.sequence_parallel,
+            scatter=self.scatter,
+        )
 
     def memory(self, layout: Layout) -> Memory:
         device = self.cluster.host.device
@@ -88,7 +100,7 @@ class ClusterSource:
             shards=layout.shards,
             replicas=layout.dp,
             autocast=self.autocast,
-            attention=device.attention,
+            attention=device.attention_kernel,
             blas=device.blas,
             fused=self.fused,
         )

@@ -7,7 +7,8 @@ import pytest
 
 from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import EAGER_ACTION, EAGER_BACKWARD, EAGER_FORWARD, HOSTS, Cluster
+from terapipe.planning.device import CUDNN, EFFICIENT, FLASH, FLASH3, UNFUSED
+from terapipe.planning.hardware import EAGER_ACTION, EAGER_BACKWARD, EAGER_FORWARD, HOSTS, Cluster, with_attention
 from terapipe.planning.layout import Layout
 from terapipe.planning.presets import PRESETS, gpt_config
 
@@ -60,29 +61,108 @@ def test_the_hosts_time_of_the_v100_is_in_its_measurements() -> None:
 
 
 def test_sums_in_float32_are_read_and_written() -> None:
-    """4 bytes for each weight and slice were counted, not 8."""
-    c, config = cost("llama3-8b", where="dgx-h100:1"), PRESETS["llama3-8b"]
-    seconds = 8 * config.layer_parameters / HOSTS["dgx-h100"].device.bandwidth
-    assert c._accumulation == pytest.approx(seconds)
-    unfused = replace(c, fused=False)
-    assert unfused._accumulation == pytest.approx(1.5 * seconds), "the product is written and read, too"
-    device, compiled = c.by_side()[0], unfused.by_side()[0]
-    assert compiled.backward(LAYER, 1, 512, 0) > device.backward(LAYER, 1, 512, 0)
+    """8 bytes for each weight and slice, while the product computes: they bound short slices. A product that cannot add
+    to its sum is written and read as well, and nothing of that is hidden."""
+    config, device = PRESETS["llama3-8b"], HOSTS["dgx-h100"].device
+    c = cost("llama3-8b", where="dgx-h100:1").by_side()[0]
+    traffic = 8 * config.layer_parameters / device.bandwidth
+    assert c.weights(LAYER, 1, 1) == pytest.approx(traffic, rel=1e-3)
+    flops = 2 * 65536 * config.layer_parameters
+    assert c.weights(LAYER, 1, 65536) == pytest.approx(flops / device.rate, rel=0.03), "hidden behind the product"
+    compiled = replace(c, fused=False)
     assert compiled.weights(LAYER, 1, 512) == 0, "cannot be deferred"
+    added = compiled.backward(LAYER, 1, 65536, 0) - c.backward(LAYER, 1, 65536, 0)
+    assert added == pytest.approx(1.5 * traffic, rel=1e-3)
+    volta = cost("gpt3-1b").by_side()[0]
+    alone = 8 * PRESETS["gpt3-1b"].layer_parameters / HOSTS["p3.16xlarge"].device.bandwidth
+    assert volta.weights(LAYER, 1, 2048) > alone + 2 * 2048 * PRESETS["gpt3-1b"].layer_parameters / 125e12
 
 
 def test_the_vocabulary_costs_something_with_every_slice() -> None:
-    """However short it is: the head's weight is read for three products, and its gradient's sum read and written."""
+    """However short it is: the head's weight is read for two products, and its gradient's sum read and written."""
     c, config = cost("llama3-8b", where="dgx-h100:1").by_side()[0], PRESETS["llama3-8b"]
     device, weights = HOSTS["dgx-h100"].device, config.vocab * config.hidden
     bare = c.forward(LAYER, 1, 1, 0)
     head = float(c.forward(StageSpec(1, last=True), 1, 1, 0) - bare)
-    assert head == pytest.approx((3 * 2 + 8) * weights / device.bandwidth + 3 * device.layer_overhead, rel=0.01)
+    assert head == pytest.approx((2 * 2 + 8) * weights / device.bandwidth + 3 * device.layer_overhead, rel=0.01)
     first = StageSpec(1, first=True)
     rows = (c.forward(first, 1, 64, 0) - c.forward(LAYER, 1, 64, 0)) + (
         c.backward(first, 1, 64, 0) - c.backward(LAYER, 1, 64, 0)
     )
     assert rows == pytest.approx(64 * config.hidden * (3 * 2 + 8) / device.bandwidth, rel=0.01), "rows only"
+
+
+def test_gradients_of_weights_run_at_the_measured_speed() -> None:
+    """Zero Bubble Pipeline Parallelism, table 9: milliseconds of the weight halves of a stage on an A100, which are
+    nothing but products. Narrow products were taken for a third slower than wide ones; they are not."""
+    for layers, hidden, heads, tokens, published in (
+        (3, 2304, 24, 6 * 1024, 9.33),
+        (4, 4096, 32, 3 * 1024, 19.6),
+        (3, 5120, 40, 1024, 8.11),
+        (2, 6144, 48, 1024, 7.70),
+    ):
+        shape = gpt_config(f"layers=8,hidden={hidden},heads={heads}")
+        c = AnalyticCost(shape, Cluster("dgx-a100"), Layout()).by_side()[0]
+        assert c.weights(StageSpec(layers), 1, tokens) * 1e3 == pytest.approx(published, rel=0.07)
+
+
+def test_forwards_run_at_the_measured_speed() -> None:
+    """The same table: forwards take twice as long, with norms, dropouts and scores of unfused attention in memory."""
+    host = HOSTS["dgx-a100"]
+    megatron = Cluster("megatron", replace(host, device=with_attention(host.device, UNFUSED)))
+    for layers, hidden, heads, size, published in (
+        (3, 2304, 24, 6, 18.52),
+        (4, 4096, 32, 3, 29.8),
+        (3, 5120, 40, 1, 11.33),
+        (2, 6144, 48, 1, 10.41),
+    ):
+        shape = gpt_config(f"layers=8,hidden={hidden},heads={heads}")
+        c = AnalyticCost(shape, megatron, Layout()).by_side()[0]
+        assert c.forward(StageSpec(layers), size, 1024, 0) * 1e3 == pytest.approx(published, rel=0.06)
+
+
+@pytest.mark.parametrize(("kernel", "forward", "backward"), [(FLASH, 335, 297), (CUDNN, 539, 495), (FLASH3, 616, 534)])
+def test_attention_by_kernel(kernel: str, forward: float, backward: float) -> None:
+    """TFLOP/s of a causal forward and backward over 16k tokens on an H100 (FlashAttention-3, figures 5 and 6)."""
+    host, tokens = HOSTS["dgx-h100"], 16384
+    cluster = Cluster("x", replace(host, device=with_attention(host.device, kernel)))
+    c = AnalyticCost(PRESETS["llama3-8b"], cluster, Layout())
+    flops = 2 * tokens**2 * 4096
+    speeds = [
+        flops / c._attention(1, tokens, 0) / 1e12,
+        2.5 * flops / c._attention(1, tokens, 0, backward=True) / 1e12,
+    ]
+    assert speeds == pytest.approx([forward, backward], rel=0.03)
+    # Over 512 tokens FlashAttention-2 reaches 191 instead of 335 TFLOP/s.
+    assert c._attention(1, 512, 0) == pytest.approx(c._attention(1, tokens, 0) * (512 / tokens) ** 2 * 1.7, rel=0.1)
+
+
+def test_unfused_attention_reads_and_writes_scores() -> None:
+    host = HOSTS["dgx-h100"]
+    cluster = Cluster("x", replace(host, device=with_attention(host.device, UNFUSED)))
+    c = AnalyticCost(PRESETS["llama3-8b"], cluster, Layout())
+    scores = 2 * 32 * 8192**2  # bytes, of whole rectangles
+    assert c._attention(1, 8192, 0) > 5 * scores / host.device.bandwidth
+    assert c._attention(1, 8192, 0) > 5 * cost("llama3-8b", where="dgx-h100")._attention(1, 8192, 0)
+
+
+def test_attention_is_what_the_runtime_would_choose() -> None:
+    kernels = {name: host.device.attention_kernel for name, host in HOSTS.items()}
+    assert kernels["dgx-a100"] == kernels["g6e.48xlarge"] == FLASH
+    assert kernels["dgx-h100"] == kernels["dgx-h200"] == kernels["dgx-b200"] == CUDNN
+    assert kernels["p3.16xlarge"] == EFFICIENT
+    with pytest.raises(ValueError, match="'cudnn' is not known on ampere devices; those of flash, memory-efficient"):
+        with_attention(HOSTS["dgx-a100"].device, CUDNN)
+
+
+def test_without_sequence_parallelism_norms_are_on_every_rank() -> None:
+    """As in Megatron of 2021; and without ``scatter``, each tensor parallel rank sends all of a message."""
+    ours, older = (cost("gpt3-13b", Layout(1, 2, 8), "dgx-a100:2", sequence_parallel=flag) for flag in (True, False))
+    assert older.forward(LAYER, 8, 2048, 0) > 1.05 * ours.forward(LAYER, 8, 2048, 0)
+    alone = [cost("gpt3-13b", where="dgx-a100:2", sequence_parallel=flag) for flag in (True, False)]
+    assert alone[0].forward(LAYER, 8, 2048, 0) == alone[1].forward(LAYER, 8, 2048, 0)
+    part, whole = (cost(layout=Layout(1, 2, 8), scatter=flag).transfer(0, 1, 1, 2048) for flag in (True, False))
+    assert whole == pytest.approx(8 * part, rel=0.1)
 
 
 def test_answers_are_element_wise() -> None:
@@ -107,7 +187,7 @@ def test_replicas_pay_for_their_reduction_once() -> None:
     assert alone.per_step([LAYER]) < 0.05
     layer_bytes = 4 * PRESETS["gpt3-1b"].layer_parameters
     assert eight.per_step([LAYER]) - alone.per_step([LAYER]) == pytest.approx(
-        2 * 7 / 8 * layer_bytes * 8 / 3.125e9, rel=0.01
+        2 * 7 / 8 * layer_bytes * 8 / (0.62 * 3.125e9), rel=0.01
     )
 
 
@@ -122,7 +202,7 @@ def test_a_ring_over_replicas_leaves_a_host_once(layout: Layout, rings: int) -> 
     added = cost(layout=layout).per_step(layers) - alone
     layer_bytes = 4 * 8 * PRESETS["gpt3-1b"].layer_parameters / layout.tp
     sent = 2 * (layout.dp - 1) / layout.dp * layer_bytes
-    assert added == pytest.approx(host.inter_node.seconds(sent * rings))
+    assert added == pytest.approx(host.inter_node.seconds(sent * rings / host.rings))
 
 
 def test_replicas_in_one_host_never_use_its_card() -> None:
@@ -140,7 +220,9 @@ def test_shards_gather_weights_instead_of_half_the_sum() -> None:
     )
     count = 8 * PRESETS["gpt3-1b"].layer_parameters / 8
     optimizer = count / 2 * (2 * device.element + 2 * device.state) / device.bandwidth
-    assert whole - sharded == pytest.approx(optimizer + 0.5 * 2 * count * 8 / HOSTS["dgx-a100"].inter_node.bandwidth)
+    assert whole - sharded == pytest.approx(
+        optimizer + 0.5 * 2 * count * 8 / (0.9 * HOSTS["dgx-a100"].inter_node.bandwidth)
+    )
 
 
 def test_recomputation_adds_a_forward() -> None:
@@ -158,14 +240,11 @@ def test_ends_can_be_left_out() -> None:
 def test_clusters_by_name() -> None:
     assert Cluster("p3.16xlarge:48").devices == 384
     assert Cluster("dgx-h100").hosts == 1
-    for text, said in (("p9:4", "unknown host 'p9'"), ("dgx-a100:0", "HOST:COUNT"), ("dgx-a100:x", "HOST:COUNT")):
-        with pytest.raises(ValueError, match=said):
-            Cluster(text)
 
 
 def test_this_cpu_is_calibrated() -> None:
     here = Cluster("cpu").host
-    assert 1e8 < here.device.rate(1024) < 1e13
+    assert 1e8 < here.device.rate < 1e13
     assert 1e8 < here.device.bandwidth < 1e13
     assert here.devices >= 1
 

@@ -5,7 +5,7 @@ import torch
 
 from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
 from terapipe.planning.cost import StageSpec, stage_specs
-from terapipe.planning.hardware import blas_workspaces
+from terapipe.planning.device import blas_workspaces
 from terapipe.planning.memory import ShapeMemory, parameters
 from terapipe.runtime import MemoryCounter
 from terapipe.scheduling.simulator import peaks, program

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from terapipe.planning.cost import StageSpec
-from terapipe.planning.hardware import GB
+from terapipe.planning.device import GB
 from terapipe.published.simulation import MEASURES, PrefixCopies, Setup, Simulation
 
 TIMED = Setup.of({"times": [1.0, 1.0, 1.0, 0.0], "layout": [1, 4, 1], "batch_size": 8, "order": "1f1b", "seq_len": 8})
