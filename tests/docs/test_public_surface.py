@@ -12,7 +12,7 @@ from terapipe import hf, losses, trainers
 from terapipe.cli import parser
 
 ROOT = Path(__file__).parents[2]
-NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
+NAMES = """Action AuxiliaryLoss Cluster ClusterComparison Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
 ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError PipelineModel Plan PlanEstimate PlanResult Profile Schedule
 Slice SliceCache Stage Timeline Verification attend balance compare dependencies device_mesh document_planner
 dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers validate verify"""

@@ -2,12 +2,14 @@
 
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request
-from terapipe.search.result import Comparison, PlanResult
+from terapipe.search.result import ClusterComparison, Comparison, PlanResult
+from terapipe.search.rivals import Rival, rivals
 from terapipe.search.sensitivity import Sensitivity, sensitivities
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
 __all__ = [
+    "ClusterComparison",
     "ClusterSource",
     "Comparison",
     "CostTable",
@@ -16,9 +18,11 @@ __all__ = [
     "PlanResult",
     "ProfileSource",
     "Request",
+    "Rival",
     "Sensitivity",
     "Source",
     "choose_by_table",
     "pareto_front",
+    "rivals",
     "sensitivities",
 ]

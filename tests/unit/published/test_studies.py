@@ -29,4 +29,4 @@ def test_what_if_cases_have_an_outcome() -> None:
     assert result.planned.step_time <= result.whole.step_time * 1.006  # but for preferring whole sequences
     assert result.whole.step_time <= result.best_1f1b.step_time
     assert result.planned.fits
-    assert result.others
+    assert result.rival is not None
