@@ -1,4 +1,4 @@
-"""``terapipe calibrate``: measures one device of this machine, for plans of a cluster of it. In Python: tp.calibrate."""
+"""``terapipe calibrate``: measures one device, for plans of a cluster of it. In Python: ``tp.calibrate``."""
 
 import argparse
 from pathlib import Path
@@ -19,14 +19,14 @@ def add(verbs: Verbs) -> None:
         "calibrate",
         help="measure one device, to plan for a cluster of it",
         description="Measures products, attention, memory bandwidth and overheads of one device, in about a minute, "
-        "and saves them as a host. `terapipe plan --cluster host.json:4` plans for four such hosts. Where the model and "
-        "all ranks are at hand, `terapipe profile` is more exact.",
+        "and saves them as a host. `terapipe plan --cluster host.json:4` plans for four such hosts. Where the model "
+        "and all ranks are at hand, `terapipe profile` is more exact.",
     )
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help=f"the host whose device is measured, for its links: HOST or {DESCRIPTION} (default: what this machine seems "
-        "to be)",
+        help=f"the host whose device is measured, for its links: HOST or {DESCRIPTION} (default: what this machine "
+        "seems to be)",
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long to measure, at most (default: 60)")
     parser.add_argument(
@@ -57,9 +57,8 @@ def run(parsed: argparse.Namespace) -> int:
         f"  attention   {attention[0]:.3g} TFLOP/s forward, {attention[1]:.3g} backward ({device.attention_kernel})"
     )
     console.print(f"  memory      {device.bandwidth / 1e9:.4g} GB/s, {style.memory(device.memory)}")
-    console.print(
-        f"  a layer     at least {style.seconds(device.min_layer_time)}, {device.passes:.0f} passes over memory"
-    )
+    least = style.seconds(device.min_layer_time)
+    console.print(f"  a layer     at least {least}, {device.passes:.0f} passes over memory")
     if device.host_forward:
         both = f"{style.seconds(device.host_forward)} forward, {style.seconds(device.host_backward)} backward"
         console.print(f"  host        {both}, to issue the kernels of a layer")

@@ -1,7 +1,7 @@
 """Calibration: one device, measured in a minute, gives the constants with which a cluster of it is planned.
 
-A *profile* times one model on the ranks that will train it, and is the better of the two. A *calibration* times what all
-models are made of, on one device, and leaves the rest to the cost model (planning/analytic.py): it answers what a
+A *profile* times one model on the ranks that will train it, and is the better of the two. A *calibration* times what
+all models are made of, on one device, and leaves the rest to the cost model (planning/analytic.py): it answers what a
 cluster would do that is not there yet. Each constant is measured by what it will stand for:
 
     copy of a large tensor                      bandwidth
@@ -168,8 +168,8 @@ class Calibrator:
         return _Attention(kernel.name, tokens, flops / forward, 2.5 * flops / backward)
 
     def _layer(self, device: Device) -> tuple[Device, dict[str, Any]]:
-        """Elementwise work and overheads, from a layer of this project's GPT over one token and over many: what the cost
-        model, with products and attention as measured, leaves of their seconds."""
+        """Elementwise work and overheads, from a layer of this project's GPT over one token and over many: what the
+        cost model, with products and attention as measured, leaves of their seconds."""
         hidden = max(h for h in WIDTHS[:4] if h == WIDTHS[0] or 3 * 48.0 * h**3 / device.rate < self._longest)
         tokens = 2 * hidden
         config = GPTConfig(3, hidden, hidden // 128, vocab=8, max_seq_len=tokens)

@@ -49,7 +49,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     other = "cpu" if torch.cuda.is_available() else "dgx-h100"
     with pytest.raises(ValueError, match=f"{other} and this machine must both have GPUs, or neither"):
         tp.calibrate(other)
-    with pytest.raises(ValueError, match="ends in .json"):
+    with pytest.raises(ValueError, match=r"ends in \.json"):
         Calibration(HOSTS["dgx-h100"], {}).save("host")
 
 
