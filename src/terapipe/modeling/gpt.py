@@ -30,11 +30,25 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from terapipe.modeling.attention import attend
-from terapipe.modeling.linear import plain_class
+from terapipe.modeling.linear import gathers_input, plain_class
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import PipelineModel, Stage, TensorParallel
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec
+
+
+class _GatheringColwise(ColwiseParallel):
+    """As ColwiseParallel for an input of which each device has some tokens. Inside of a slice it leaves gathering them
+    to the layer, which saves only this device's for its backward: see ``linear.project``."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if gathers_input(mod):
+            return DTensor.from_local(inputs[0], device_mesh, input_layouts, run_check=False)
+        prepare: Any = ColwiseParallel._prepare_input_fn
+        return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
 
 
 class _Replicated(ParallelStyle):
@@ -123,6 +137,12 @@ class Block(nn.Module):
         wide = F.gelu(self.up(self.norm2(x)), approximate="tanh")
         out: Tensor = x + self.down(wide)
         return out
+
+
+def _has(stage: nn.Module, name: str) -> bool:
+    """Whether a stage has a module of this name; ``layers.*.up`` stands for all layers."""
+    module = getattr(stage, name.partition(".")[0])
+    return module is not None and (not isinstance(module, nn.ModuleDict) or len(module) > 0)
 
 
 class GPT(Stage, PipelineModel):
@@ -316,7 +336,8 @@ class GPT(Stage, PipelineModel):
         # Between operators every device has all tokens, or some of them: the same bytes are exchanged either way.
         between: Placement = Shard(1) if tp.sequence_parallel else Replicate()
         norm = SequenceParallel(use_local_output=True) if tp.sequence_parallel else _Replicated()
-        into, out_of = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
+        into = _GatheringColwise(input_layouts=between) if tp.sequence_parallel else ColwiseParallel()
+        out_of = RowwiseParallel(output_layouts=between)
         styles: dict[str, ParallelStyle] = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
             "positions": _Replicated(between),
@@ -329,7 +350,8 @@ class GPT(Stage, PipelineModel):
             "norm": norm,
             "head": ColwiseParallel(input_layouts=between, use_local_output=False),
         }
-        present = {name: style for name, style in styles.items() if "*" in name or getattr(self, name) is not None}
+        # A stage may have no embedding, no head, and at an end no layers; torch would warn of each.
+        present = {name: style for name, style in styles.items() if _has(self, name)}
         parallelize_module(self, tp.mesh, present, src_data_rank=None)
         self._tie()
         self.cut = parts if tp.sequence_parallel else 1

@@ -28,10 +28,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, cache_that_adds, cast_input
-from terapipe.modeling.weight_grads import HALF, DeferredGrad, add_rows, as_dtensor_like, call_hooks, to_local
+from terapipe.modeling.weight_grads import (
+    HALF,
+    DeferredGrad,
+    add_rows,
+    as_dtensor_like,
+    call_hooks,
+    gather_tokens,
+    to_local,
+)
 
 
 def is_split_alike(x: Tensor, weight: Tensor) -> bool:
@@ -45,7 +54,16 @@ def is_split_alike(x: Tensor, weight: Tensor) -> bool:
         return False
     inputs, weights = x.placements, weight.placements
     by_rows = weights == (Shard(1),) and inputs in ((Shard(x.ndim - 1),), (Shard(-1),))
-    return by_rows or (weights == (Shard(0),) and inputs == (Replicate(),))
+    return by_rows or (weights == (Shard(0),) and (inputs == (Replicate(),) or _is_split_by_tokens(x)))
+
+
+def _is_split_by_tokens(x: DTensor) -> bool:
+    return x.ndim == 3 and x.placements == (Shard(1),)
+
+
+def gathers_input(linear: nn.Module) -> bool:
+    """Whether a linear layer, as it would be called now, takes an input of which each device has some tokens."""
+    return isinstance(linear, _FusedLinear) and cache_that_adds(linear.weight) is not None
 
 
 def project(
@@ -56,6 +74,7 @@ def project(
     *,
     inputs_first: bool = False,
     adds_bias: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Tensor:
     """As ``F.linear``, with a weight whose gradient is added in place.
 
@@ -82,7 +101,7 @@ def project(
         keeper = []
         x = _Keep.apply(x, keeper)  # type: ignore[no-untyped-call]
     x = torch._C._functorch.unwrap_if_dead(x)
-    out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper)
+    out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper, mesh)
     return out
 
 
@@ -98,7 +117,10 @@ def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: Slice
         out = project(x.to_local(), weight, bias, cache, adds_bias=mesh.get_local_rank() == 0)
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
     # Each device has some of the outputs, and knows their part of the input's gradient.
-    out = project(x.to_local(grad_placements=[Partial()]), weight, bias, cache)
+    if _is_split_by_tokens(x):
+        out = project(x.to_local(), weight, bias, cache, mesh=mesh)
+    else:
+        out = project(x.to_local(grad_placements=[Partial()]), weight, bias, cache)
     shape = torch.Size((*out.shape[:-1], weight.shape[0]))  # devices may have unequal parts, of a vocabulary for one
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
@@ -140,14 +162,17 @@ class _Project(torch.autograd.Function):
         inputs_first: bool,
         adds_bias: bool,
         keeper: list[Any] | None,  # holds the context of _Keep, which saved the input
+        mesh: DeviceMesh | None,  # among whose devices the input's tokens are shared out
     ) -> Tensor:
         if keeper is None:
             ctx.save_for_backward(x)
+        if mesh is not None:
+            x = gather_tokens(x, mesh)
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
         local = weight if dtype is None else cache.cast(weight, dtype)
         local = to_local(local) if type(local) is DTensor else local
         local = local.t() if inputs_first else local
-        ctx.of_forward = weight, local, cache, dtype, inputs_first, keeper
+        ctx.of_forward = weight, local, cache, dtype, inputs_first, keeper, mesh
         ctx.version = weight._version if ctx.needs_input_grad[0] else None
         # Of F.linear the output would be a view, which models may not change in place behind a Function.
         out = x.new_empty(*x.shape[:-1], local.shape[0])
@@ -165,7 +190,7 @@ class _Project(torch.autograd.Function):
         The weight is not saved by autograd, so this compares its version, as autograd would: a weight that was changed
         since the forward would give a wrong gradient of x.
         """
-        weight, local, cache, dtype, inputs_first, keeper = ctx.of_forward
+        weight, local, cache, dtype, inputs_first, keeper, mesh = ctx.of_forward
         (x,) = ctx.saved_tensors if keeper is None else keeper[0].saved_tensors
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         if want_x and weight._version != ctx.version:
@@ -174,11 +199,14 @@ class _Project(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody will differentiate this: by the weight, too
             local = to_local(weight) if dtype is None else to_local(weight).to(dtype)
             local = local.t() if inputs_first else local
+        current, grad_x = cache.current, None
         if want_weight:
-            inputs = x.reshape(-1, x.shape[-1])
+            inputs = x.reshape(-1, x.shape[-1]) if mesh is None else x
             left, right = (inputs, rows) if inputs_first else (rows, inputs)
-            current = cache.current
-            deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF)
+            deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF, mesh)
+            if mesh is not None and not current.defer:
+                deferred = deferred.gather()
+                grad_x = _scatter(grad @ local, mesh) if want_x else None  # while tokens are gathered
             # Whether this backward is the slice's own, as ``is_own_backward`` says, without one more call.
             if torch._C._current_graph_task_id() != current.own_task or weight._backward_hooks:
                 returned = as_dtensor_like(weight, deferred.product().to(weight.dtype))
@@ -186,8 +214,15 @@ class _Project(torch.autograd.Function):
                 current.deferred.append(deferred)
             else:
                 deferred.add()
-        want_rest = grad @ local if want_x else None, returned, rows.sum(0) if want_bias else None
-        return *want_rest, None, None, None, None, None
+        if want_x and grad_x is None:
+            grad_x = grad @ local if mesh is None else _scatter(grad @ local, mesh)
+        return grad_x, returned, rows.sum(0) if want_bias else None, None, None, None, None, None, None
+
+
+def _scatter(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sums an input's gradient over devices; each gets that of its tokens."""
+    total = DTensor.from_local(grad, mesh, [Partial()], run_check=False)
+    return total.redistribute(placements=[Shard(1)]).to_local()
 
 
 # In C alone. ``Function.apply`` prepares for transforms of torch.func, which ``cache_that_adds`` leaves to autograd:
@@ -227,8 +262,30 @@ def embed(ids: Tensor, weight: Tensor, padding: int | None, cache: SliceCache) -
         padding: The row that gets no gradient, or None.
         cache: That of the slice being computed.
     """
+    if isinstance(weight, DTensor):
+        return _embed_split(to_local(ids), weight, padding, cache)
     out: Tensor = _apply_embed(ids, weight, NO_PADDING if padding is None else padding, cache)
     return out
+
+
+def _embed_split(ids: Tensor, weight: DTensor, padding: int | None, cache: SliceCache) -> DTensor:
+    """Each device has some rows of the table, and zeros for the tokens of others: the embedding is the sum over
+    devices::
+
+        ids                            7      2      9
+        device 0, rows 0 to 4          0     row 2   0
+        device 1, rows 5 to 9        row 7    0    row 9
+    """
+    mesh, rows = weight.device_mesh, weight.to_local().shape[0]
+    if weight.placements == (Replicate(),):  # every device has the whole table, and does the same
+        whole: Tensor = _apply_embed(ids, weight, NO_PADDING if padding is None else padding, cache)
+        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    first = min(mesh.get_local_rank() * -(-weight.shape[0] // mesh.size()), weight.shape[0])  # as torch cuts it
+    elsewhere = (ids < first) | (ids >= first + rows)
+    own_padding = NO_PADDING if padding is None or not first <= padding < first + rows else padding - first
+    out: Tensor = _apply_embed((ids - first).masked_fill(elsewhere, 0), weight, own_padding, cache)
+    out = out.masked_fill(elsewhere[..., None], 0.0)
+    return DTensor.from_local(out, mesh, [Partial()], run_check=False)
 
 
 class _Embed(torch.autograd.Function):
@@ -238,7 +295,7 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, cache: SliceCache) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.of_forward = weight, padding, cache
-        return F.embedding(ids, weight)
+        return F.embedding(ids, to_local(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
@@ -259,8 +316,9 @@ _apply_embed: Any = super(torch.autograd.Function, _Embed).apply  # as _apply_pr
 
 def _table(grad: Tensor, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
     """The gradient of the whole table, as autograd makes it: zeros but for the rows of the ids."""
-    table: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, weight.shape[0], padding, False)
-    return table
+    rows = to_local(weight).shape[0]
+    table: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, False)
+    return as_dtensor_like(weight, table)
 
 
 @torch.no_grad()
@@ -282,7 +340,7 @@ def _add(weight: Tensor, ids: Tensor, rows: Tensor, padding: int, *, to_main_gra
     if weight.grad is None:
         weight.grad = _table(rows, ids, weight, NO_PADDING)
     else:
-        weight.grad.index_add_(0, ids, rows)
+        to_local(weight.grad).index_add_(0, ids, rows)
     call_hooks(weight)
 
 
@@ -376,9 +434,16 @@ class _FusedEmbedding(_Fused, nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         cache = cache_that_adds(self.weight)
         special = self.max_norm is not None or self.scale_grad_by_freq or self.sparse  # more than a sum of rows
-        if cache is None or special or isinstance(self.weight, DTensor):
+        if cache is None or special or not _has_own_rows(self.weight):
             return super().forward(ids)
         return embed(ids, self.weight, self.padding_idx, cache)
+
+
+def _has_own_rows(table: Tensor) -> bool:
+    """Whether this device has the whole table, or some of its rows as torch's RowwiseParallel gives them out."""
+    if not isinstance(table, DTensor):
+        return True
+    return table.placements in ((Shard(0),), (Replicate(),)) and table.to_local().shape[0] > 0
 
 
 _fused: dict[type[nn.Module], type[nn.Module] | None] = {nn.Linear: _FusedLinear, nn.Embedding: _FusedEmbedding}

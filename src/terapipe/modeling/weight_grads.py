@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 HALF = (torch.float16, torch.bfloat16)
 ROUNDED_TOGETHER = 1 << 24  # numbers that one operation rounds to .grad: that many exist in both dtypes at once
@@ -54,6 +54,19 @@ def as_dtensor_like(x: Tensor, part: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         return part
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def gather_tokens(x: Tensor, mesh: DeviceMesh, *, wait: bool = True) -> Tensor:
+    """Gathers all tokens of an input, of which each device has an equal part.
+
+    Args:
+        x: This device's part, (batch, tokens, width).
+        mesh: The devices.
+        wait: With False, the result is waited for when it is used, so that a product may be computed meanwhile.
+    """
+    part = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+    whole: Tensor = part.redistribute(placements=[Replicate()], async_op=not wait).to_local()
+    return whole
 
 
 class GradientSum:
@@ -86,17 +99,30 @@ class DeferredGrad(NamedTuple):
         left: Gradients of the layer's output, one row for each token.
         right: The layer's input, one row for each token. For a weight of (inputs, outputs) the two change places.
         to_main_grad: Whether it is added to ``main_grad``, not to ``.grad``.
+        mesh: Devices among which the tokens of ``right`` are shared out, (batch, tokens, inputs), so that they must be
+            gathered for the product. None if all are here.
     """
 
     weight: Tensor
     left: Tensor
     right: Tensor
     to_main_grad: bool = False
+    mesh: DeviceMesh | None = None
+
+    def gather(self) -> "DeferredGrad":
+        """The same with all tokens, of which the gathering has begun."""
+        if self.mesh is None:
+            return self
+        rows = gather_tokens(self.right, self.mesh, wait=False)
+        return self._replace(right=rows.flatten(0, -2), mesh=None)
 
     def add(self) -> None:
         """Multiplies, and adds to the weight's sum. Then calls the weight's hooks, as autograd would have."""
         weight = self.weight
         if not weight.requires_grad:  # frozen since the forward: autograd adds nothing then
+            return
+        if self.mesh is not None:
+            self.gather().add()
             return
         if self.to_main_grad:
             add_product(weight, self.left, self.right)
@@ -115,7 +141,8 @@ class DeferredGrad(NamedTuple):
 
     def product(self) -> Tensor:
         """The gradient as a matrix of its own, local and in the factors' dtype."""
-        return self.left.t() @ self.right
+        whole = self.gather()
+        return whole.left.t() @ whole.right
 
 
 def call_hooks(weight: Tensor) -> None:
@@ -207,7 +234,7 @@ def add_rows(parameter: Tensor, ids: Tensor, rows: Tensor) -> None:
     """
     total = main_grad(parameter)
     if total is None:
-        total = torch.zeros_like(parameter, dtype=torch.float32)
+        total = torch.zeros_like(to_local(parameter), dtype=torch.float32)
         setattr(parameter, _NAME, total)
     total.index_add_(0, ids, rows.float())
 

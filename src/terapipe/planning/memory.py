@@ -106,7 +106,10 @@ class ShapeMemory:
         return GradientBytes(0.0, sums, rounded)
 
     def _parameters(self, stage: StageSpec) -> float:
-        return parameters(self.config, [stage]) / self.tp
+        """Of one device. Positions, norms, and biases of products whose outputs are sums are whole on every one."""
+        c = self.config
+        whole = c.hidden * (6 * stage.layers + stage.first * c.max_seq_len + 2 * stage.last)
+        return whole + (parameters(c, [stage]) - whole) / self.tp
 
     @property
     def _weight(self) -> int:
@@ -143,7 +146,9 @@ class ShapeMemory:
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
-        logits = tokens * (3 * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
+        # Of float32 logits: torch's cross-entropy over a split vocabulary holds one more than that of one device.
+        copies = 3 if self.tp == 1 else 4
+        logits = tokens * (copies * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
         layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
         # When the last layer's attention has its turn, what its MLP had saved is gone already.
         attention = np.maximum(self._attention(size, length, context) - self._mlp(size, length), 0.0)
@@ -173,14 +178,13 @@ class ShapeMemory:
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
-        """What autograd saves in one layer. Tensor parallel ranks gather the inputs of the two projections and shard
-        the rest."""
+        """What autograd saves in one layer. Tensor parallel ranks share out all of it, the inputs of the two
+        projections by tokens: see ``project`` in modeling/linear.py."""
         c = self.config
-        replicated = 2 * c.hidden
-        # Inputs of the norms, queries, attention output, both sides of the activation.
-        norms, sharded = 2 * c.hidden, 2 * c.hidden + 2 * c.ffn_hidden
-        saved = (replicated + sharded / self.tp) * self.element + norms / self.tp * self._weight
-        per_token = saved + 4 * (c.heads / self.tp + 4)
+        # Inputs of the norms; inputs of both projections, queries, attention output, both sides of the activation.
+        norms, products = 2 * c.hidden, 4 * c.hidden + 2 * c.ffn_hidden
+        saved = products * self.element + norms * self._weight
+        per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:

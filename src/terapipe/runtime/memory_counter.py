@@ -3,18 +3,20 @@
 import weakref
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.device import FLASH
 from terapipe.planning.memory import attention_inside
 
+_ASK = "_propagate_tensor_meta_non_cached"  # of torch's class below: not public, and in no other place
 _CPU_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CUDNN_BACKWARD: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
@@ -39,7 +41,9 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counter.peak
 
     Every operator passes through it (a ``TorchDispatchMode``), so it sees results whatever made them, fake tensors too.
-    A storage counts once, however many views it has, and until the last of them is gone.
+    A storage counts once, however many views it has, and until the last of them is gone. Of a DTensor its local part
+    counts, and what operators do with that; not the tensors of global shape with which torch finds out, once for each
+    operator, what shape a result has.
 
     Attention kernels of GPUs also allocate memory inside, which no result shows. Where tensors are fake and of the CPU,
     ``attention`` names the kernel that they stand for: see planning/memory.py.
@@ -50,6 +54,25 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device, self._attention = device, attention
         self._alive: set[int] = set()
         self.current = self.peak = 0
+        self._asks_for_shapes: Any = None  # torch's own method, while it is replaced
+
+    def __enter__(self) -> Self:
+        ask: Any = getattr(ShardingPropagator, _ASK, None)
+        self._asks_for_shapes = ask
+
+        def ask_uncounted(*arguments: Any) -> Any:
+            with _disable_current_modes():
+                return ask(*arguments)
+
+        if ask is not None:
+            setattr(ShardingPropagator, _ASK, ask_uncounted)
+        entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    def __exit__(self, *arguments: Any) -> None:
+        super().__exit__(*arguments)  # type: ignore[no-untyped-call]
+        if self._asks_for_shapes is not None:
+            setattr(ShardingPropagator, _ASK, self._asks_for_shapes)
 
     def count(self, module: nn.Module) -> None:
         """Adds the parameters and buffers of a module, which were made before the counter was entered.
@@ -61,9 +84,11 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(to_local(x.detach()))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # so that it takes itself apart, and what it does with its parts comes here
         out = function(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not isinstance(x, DTensor):  # the parts of those are seen by themselves
+            if isinstance(x, Tensor):
                 self._add(x)
         if function.overloadpacket in _backwards():
             self.peak = max(self.peak, self.current + self._inside(function.overloadpacket, *args[1:3]))

@@ -120,7 +120,7 @@ register(
         "TeraPipe",
         flush,
         unsliced_twin="gpipe",
-        tried_chunks=(1, 2),
+        tried_chunks=(1, 2, 3, 4, 6, 8),
         variants=("whole", "equal", "sliced"),
     )
 )
@@ -129,7 +129,7 @@ register(
         "terapipe-deferred",
         "TeraPipe, deferred weight gradients",
         terapipe_deferred,
-        tried_chunks=(1, 2),
+        tried_chunks=(1, 2, 3, 4, 6, 8),
         bubble=2 / 3,  # weight gradients fill a third of the drain
         deferred=True,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from terapipe.planning.cost import Array, StageSpec, stage_specs
-from terapipe.planning.order import ORDERS, InFlight, Order, order_named
+from terapipe.planning.order import ORDERS, InFlight, Order, all_microbatches, order_named
 from terapipe.planning.recompute import MODES, Recompute
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request, layouts
@@ -17,11 +17,13 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of slice
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind of plan to simulate. ``estimate``, ``peak`` and ``promise`` only decide what is simulated first."""
+    """A kind of plan to simulate. ``estimate``, ``peak`` and ``promise`` decide what is simulated first; ``floor`` is a
+    lower bound, which rules out."""
 
     estimate: float  # step time by the formula
     peak: float  # rough number of bytes
     promise: float  # step time by the formula if memory to spare is spent on less recomputation
+    floor: float  # step time if ranks had equal shares of the work and nobody waited
     evaluator: PlanEvaluator
     order: str
     size: int  # sequences per microbatch
@@ -82,35 +84,44 @@ def _promising(candidate: Candidate, lighter: Candidate | None) -> Candidate:
 def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
     """The candidates of one layout with one mode of recomputation, by the formula::
 
-    step = microbatches * seconds of one microbatch + bubble + work once per step
+    step = batch / size * seconds of one microbatch + bubble + work once per step
     bubble = (ranks - 1) * seconds of one slice / chunks * what the order has of a flush's bubble
     """
     kinds = set(stage_specs(evaluator.boundaries()))
     per_step = max(evaluator.cost.per_step([stage]) for stage in kinds)
     memory, pp = evaluator.memory, evaluator.layout.pp
-    model_state = max(memory.model_state(stage) + memory.gradients(stage).during for stage in kinds)
+    state = max(map(memory.model_state, kinds))
+    gradients = max(memory.gradients(stage).during for stage in kinds)
     counts = _counts(evaluator)
     choices = [list(_orders(evaluator, count)) for count in counts]
     for size in _sizes(evaluator):
         microbatches = -(-evaluator.batch_size // size)
+        share = evaluator.batch_size / size  # a last microbatch with fewer sequences takes less time
         kept, deferred = _microbatch_bytes(evaluator, size)
-        for count, chosen, total in zip(counts, choices, _totals(evaluator, size, counts), strict=True):
+        for count, chosen, total, floor in zip(counts, choices, *_totals(evaluator, size, counts), strict=True):
             for order, chunks in chosen:
                 bubble = (pp - 1) * total / count / chunks * order.bubble
                 in_flight = order.in_flight(InFlight(microbatches, count, pp, chunks))
-                peak = model_state + (max(kept, deferred) if order.deferred else kept) * in_flight
-                seconds = total * microbatches + bubble + per_step
-                yield Candidate(seconds, peak, seconds, evaluator, order.name, size, count, chunks)
+                live = (max(kept, deferred) if order.deferred else kept) * in_flight
+                # After a flush the stages of a rank have their backwards one after the other: gradients come and
+                # activations go, and the peak is at the first or at the last stage.
+                stages = chunks if order.in_flight is all_microbatches else 1
+                peak = state + max(gradients / stages + live, gradients + live / stages)
+                seconds = total * share + bubble + per_step
+                yield Candidate(seconds, peak, seconds, floor * share, evaluator, order.name, size, count, chunks)
 
 
-def _totals(evaluator: PlanEvaluator, size: int, counts: list[int]) -> list[float]:
-    """The seconds of a microbatch in so many equal slices, for every number. All slices are computed at once."""
+def _totals(evaluator: PlanEvaluator, size: int, counts: list[int]) -> tuple[list[float], list[float]]:
+    """For every number of equal slices, the seconds of a microbatch: on the slowest stage, and if all ranks had equal
+    shares of the model and only devices took time. All slices of all numbers are computed at once."""
     lengths = [_even(evaluator.request, count) for count in counts]
-    contexts = [np.cumsum(each) - each for each in lengths]
-    seconds = evaluator.seconds(size, np.concatenate(lengths), np.concatenate(contexts))
+    length = np.concatenate(lengths)
+    context = np.concatenate([np.cumsum(each) - each for each in lengths])
     starts = np.cumsum([0, *(len(each) for each in lengths[:-1])])
-    totals: list[float] = np.add.reduceat(seconds, starts).tolist()
-    return totals
+    device = np.add.reduceat(evaluator.seconds_on_device(size, length, context), starts)
+    totals: list[float] = np.maximum(device, evaluator.host_seconds * np.array(counts)).tolist()
+    shares: list[float] = np.add.reduceat(evaluator.equal_share(size, length, context), starts).tolist()
+    return totals, shares
 
 
 def _even(request: Request, count: int) -> Array:

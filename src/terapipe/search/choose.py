@@ -3,11 +3,13 @@ that fits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NoReturn
 
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan, even_lengths
+from terapipe.search.bounds import Work
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
@@ -15,10 +17,14 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
 
-WORK = 250_000  # computations to simulate for each row
+WORK = 120_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
+SWEEP = 1_000_000  # computations to simulate of candidates that a lower bound does not rule out
+FAR = 1.2  # times the fastest row: those that begin slower are not refined if only one plan is wanted
+ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
+GAIN = 0.005  # relative; what a candidate must gain over the best plan to be simulated after all
 WORTH = 1.005  # slicing must gain more than this factor over whole sequences
 
 Progress = Callable[[float], None]  # takes the share that is done
@@ -37,10 +43,12 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         progress: Is called with the share of the work that is done.
 
     Returns:
-        The chosen plan, with the best of every other row of a comparison as runners-up.
+        The chosen plan, with the best of every other row of a comparison as runners-up. Rows that are far behind are
+        not refined, so a comparison may show them somewhat faster.
     """
     pool = candidates(source, request)
-    rows = [e for e in best_rows(pool, source, request, progress) if e.fits and not e.name.endswith(EQUAL)]
+    estimates = best_rows(pool, source, request, progress, far=FAR)
+    rows = [e for e in estimates if e.fits and not e.name.endswith(EQUAL)]
     chosen = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not chosen), key=preference))
     if request.distinct is None or request.fixed_slices:
@@ -126,20 +134,38 @@ def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
 
 
 def best_rows(
-    pool: list[Candidate], source: Source, request: Request, progress: Progress = silent
+    pool: list[Candidate], source: Source, request: Request, progress: Progress = silent, *, far: float = inf
 ) -> list[PlanEstimate]:
-    """The best plan of every row. Raises ValueError if none of them fits the memory budget."""
-    rows, best_by_title = list(rows_of(pool)), dict[str, PlanEstimate]()
+    """The best plan of every row. Raises ValueError if none of them fits the memory budget.
+
+    First every row is searched, then the best of each is refined, and at last all candidates are held against the best
+    of all rows (``sweep``).
+
+    Args:
+        pool: All candidates, the most promising first.
+        source: Model and devices, for messages.
+        request: What was asked for, for messages.
+        progress: Is called with the share of the work that is done.
+        far: Rows that are slower than the fastest one by this factor are not refined, which takes as long as searching
+            them. A comparison refines all.
+    """
+    rows, starts = list(rows_of(pool)), list[tuple[Row, PlanEstimate]]()
     for i, row in enumerate(rows):
-        progress(i / len(rows))
-        if (start := best_of(row.pool, even=row.even)) is None:
-            continue
-        best = _refine_even(start) if row.even else finish(start)
+        progress(i / len(rows) / 2)
+        if start := best_of(row.pool, even=row.even):
+            starts.append((row, start))
+    limit = far * min((start.step_time for _, start in starts if start.fits), default=inf)
+    best_by_title: dict[str, PlanEstimate] = {}
+    for i, (row, start) in enumerate(starts):
+        progress((1 + i / len(starts)) / 2)
+        best = start if start.step_time > limit else _refine_even(start) if row.even else finish(start)
         if equal := best_by_title.get(row.name + EQUAL):
             best = min(best, equal, key=preference)
         # Refinement may have merged the slices. Whole sequences have their own row.
         best = replace(best if best.sliced == row.sliced else start, name=row.name)
         best_by_title[best.title] = best
+    if best_by_title and (better := sweep(pool, min(best_by_title.values(), key=preference))):
+        best_by_title[better.title] = better
     progress(1.0)
     estimates = list(best_by_title.values())
     if not estimates:
@@ -147,6 +173,52 @@ def best_rows(
     if not any(estimate.fits for estimate in estimates):
         _refuse_budget(pool, estimates)
     return estimates
+
+
+def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
+    """Simulates every candidate that may be faster than the best plan of all rows, by its lower bound.
+
+    Rows are searched by a formula, which errs by several percent, differently for every kind of plan. Bounds do not
+    err: what they rule out is not faster. Only plans that would gain more than ``GAIN`` are looked for.
+
+    Args:
+        pool: All candidates.
+        best: The best plan so far.
+
+    Returns:
+        The fastest plan, refined and named as its row, or None if the best so far stays the best.
+    """
+    if not best.fits:
+        return None
+    spent, start = 0, best
+    for bound, candidate in sorted(_not_ruled_out(pool, best), key=lambda pair: pair[0]):
+        if spent > SWEEP or bound > start.step_time * (1 - GAIN):
+            break
+        spent += candidate.work
+        start = _better(start, _first_estimate(candidate, start)) or start
+    if start is best:
+        return None
+    order = order_named(start.plan.order)
+    name = start.plan.order + (WHOLE if order.sliced and not start.sliced else "") if start.layout.pp > 1 else ""
+    finished = finish(start)
+    return replace(finished if finished.sliced == start.sliced else start, name=name)
+
+
+def _not_ruled_out(pool: list[Candidate], best: PlanEstimate) -> Iterator[tuple[float, Candidate]]:
+    """Candidates with a lower bound below the best step time, less what must be gained, and these bounds."""
+    limit = best.step_time * (1 - GAIN)
+    works: dict[tuple[PlanEvaluator, int, int], Work] = {}
+    for c in pool:
+        evaluator = c.evaluator
+        too_large = evaluator.budget is not None and c.peak > NEAR * evaluator.budget
+        if too_large or c.floor >= limit or c.estimate > ERROR * best.step_time:
+            continue
+        key = evaluator, c.size, c.count
+        if key not in works:
+            works[key] = Work(evaluator, c.size, first_plan(c).lengths[0])
+        bound = works[key].step_time(order_named(c.order), evaluator.rank_boundaries(c.order, c.chunks), limit)
+        if bound < limit:
+            yield bound, c
 
 
 def best_of(pool: list[Candidate], *, even: bool = False) -> PlanEstimate | None:
@@ -161,7 +233,7 @@ def best_of(pool: list[Candidate], *, even: bool = False) -> PlanEstimate | None
     best = _best_of_groups(fitting, even)
     # The count of bytes so far was rough. Some candidates that are too large by it may fit after all.
     for candidate in _too_large(pool, budget, best):
-        best = _better(best, candidate.evaluator.unless_beaten(first_plan(candidate, even=even), best))
+        best = _better(best, _first_estimate(candidate, best, even=even))
     return best
 
 
@@ -229,13 +301,30 @@ def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> Pl
     """None if memory rules it out. If the candidate leaves memory and recomputation slows it down, and it may be the
     best then, it recomputes less."""
     evaluator = candidate.evaluator
-    own = evaluator.unless_beaten(first_plan(candidate, even=even), best)
+    own = _first_estimate(candidate, best, even=even)
     if own is None or candidate.promise == candidate.estimate:
         return own
     hoped = own.step_time * candidate.promise / candidate.estimate
     if best is not None and best.fits and hoped * OPTIMISM > best.step_time:
         return own
     return with_less_recompute(evaluator, own)
+
+
+def _first_estimate(candidate: Candidate, rival: PlanEstimate | None, *, even: bool = False) -> PlanEstimate | None:
+    """The first plan of a candidate, or None if memory alone makes ``rival`` better.
+
+    If it does not fit, a second one may: slices of equal length and equally many layers on every rank need less memory
+    than slices and ranks of equal time, because no rank then makes up with layers for the head of the last::
+
+        by time   17 layers + embedding | 15 layers + head      the first rank needs most memory
+        evenly    16 layers + embedding | 16 layers + head
+    """
+    evaluator = candidate.evaluator
+    own = evaluator.unless_beaten(first_plan(candidate, even=even), rival)
+    if own is not None and own.fits:
+        return own
+    light = replace(first_plan(candidate, even=True), boundaries=evaluator.even_boundaries(candidate.chunks))
+    return _better(own, evaluator.unless_beaten(light, rival))
 
 
 def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
@@ -278,7 +367,7 @@ def _refine_even(start: PlanEstimate) -> PlanEstimate:
 
     def evaluate(count: int) -> PlanEstimate:
         lengths = even_lengths(request.seq_len, count, evaluator.tile)
-        return evaluator.evaluate(evaluator.plan(plan.order, plan.sizes[0], lengths, plan.chunks))
+        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute))
 
     best = hill_climb(evaluate, len(plan.lengths[0]), request.seq_len // evaluator.tile)
     return min(start, with_less_recompute(evaluator, best), key=preference)

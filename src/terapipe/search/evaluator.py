@@ -8,7 +8,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from terapipe.planning.cost import Array, Cost, Memory, Numbers, StageSpec, slice_time, stage_specs, with_recompute
+from terapipe.planning.cost import (
+    Array,
+    Cost,
+    Memory,
+    Numbers,
+    StageSpec,
+    by_side,
+    slice_time,
+    stage_specs,
+    with_recompute,
+)
 from terapipe.planning.layout import Layout, balance, balance_ranks
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, microbatch_sizes
@@ -180,6 +190,11 @@ class PlanEvaluator:
         """Stages balanced by time, including embedding and head."""
         return _balance(self.source.layers, self.layout.pp * chunks, *self._parts, self.request.bare_ends)
 
+    def even_boundaries(self, chunks: int = 1) -> tuple[int, ...]:
+        """Stages with as equal numbers of layers as there can be, whatever embedding and head take."""
+        stages = self.layout.pp * chunks
+        return tuple(self.source.layers * k // stages for k in range(stages + 1))
+
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
         """Ranks balanced by time, each with all of its stages."""
         if chunks == 1:
@@ -223,7 +238,27 @@ class PlanEvaluator:
 
     def seconds(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
         """A slice's forward, backward and transfers on the slowest stage with the slowest links: the paper's t."""
-        return slice_time(self.cost, self.slowest_stage, self._slowest_links, self.layout.pp, size, length, context)
+        return self._slice_time(self.cost, size, length, context)
+
+    def seconds_on_device(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """The same on a device that never waits for its host. A host that is slow in one slice catches up in others, so
+        seconds of many slices are the device's or the host's, not the sum of whichever is longer in each."""
+        return self._slice_time(by_side(self.cost)[0], size, length, context)
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Seconds in which the host issues forward and backward of any slice on the slowest stage."""
+        host = by_side(self.cost)[1]
+        return host.of_forward(self.slowest_stage) + host.of_backward(self.slowest_stage)
+
+    def _slice_time(self, cost: Cost, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        return slice_time(cost, self.slowest_stage, self._slowest_links, self.layout.pp, size, length, context)
+
+    def equal_share(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
+        """A slice's forward and backward through all layers on devices that never wait, divided by the ranks."""
+        stage, cost = StageSpec(self.source.layers, first=True, last=True), by_side(self.cost)[0]
+        seconds = cost.forward(stage, size, length, context) + cost.backward(stage, size, length, context)
+        return np.asarray(seconds / self.layout.pp, dtype=np.float64)
 
     def grid(self, size: int) -> Grid:
         """The seconds of slices of microbatches of this size. Made once for each size."""

@@ -27,7 +27,7 @@ def refine(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     grid = evaluator.grid(size)
 
     def evaluate(lengths: Lengths) -> PlanEstimate:
-        return evaluator.evaluate(evaluator.plan(plan.order, size, lengths, plan.chunks))
+        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes)))
 
     most = request.seq_len // evaluator.tile
     estimates = [start, hill_climb(lambda n: evaluate(grid.equal_time(n)), count, most)]

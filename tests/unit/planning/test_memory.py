@@ -76,13 +76,10 @@ def test_recomputation_keeps_only_the_ends() -> None:
 
 def test_tensor_parallelism_divides() -> None:
     one, four = ShapeMemory(CONFIG), ShapeMemory(CONFIG, tp=4)
-    assert four.model_state(StageSpec(2)) == one.model_state(StageSpec(2)) / 4
+    whole = 2 * 6 * 64 * 12  # norms, and biases of sums over devices: weight and state
+    assert four.model_state(StageSpec(2)) == (one.model_state(StageSpec(2)) - whole) / 4 + whole
     assert four.kv_cache(StageSpec(2), 1, 256) == one.kv_cache(StageSpec(2), 1, 256) / 4
-    assert (
-        one.activations(StageSpec(2), 1, 64) / 4
-        < four.activations(StageSpec(2), 1, 64)
-        < one.activations(StageSpec(2), 1, 64)
-    )
+    assert four.activations(StageSpec(2), 1, 64) == one.activations(StageSpec(2), 1, 64) / 4
 
 
 def test_flash_attention_needs_all_query_heads_of_the_context() -> None:

@@ -1,0 +1,3 @@
+from benchmarks.planner.measure import main
+
+main()
