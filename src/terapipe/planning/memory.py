@@ -154,8 +154,8 @@ class ShapeMemory:
         copies = 3 if self.tp == 1 else 4
         logits = tokens * (copies * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
         layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
-        # The backward begins with the MLP of the last layer: a gradient as wide as it is beside that of the output. When
-        # attention has its turn, what the MLP had saved is gone already.
+        # The backward begins with the MLP of the last layer: a gradient as wide as it is, beside that of the output.
+        # When attention has its turn, what the MLP had saved is gone already.
         mlp = tokens * ((self.config.hidden + self.config.ffn_hidden) * self.element / self.tp)
         attention = self._attention(size, length, context) - self._mlp(size, length)
         backward = layers * self._layer(size, length) + np.maximum(attention, mlp)
