@@ -22,7 +22,9 @@ ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 HF = "Decoder UnsupportedModelError save_pretrained split_layers"
 TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
 # Knobs are declared in planning/options.py, and a new one is one line there: they are not listed a second time.
-KNOBS = {kind: " ".join(f"--{name.replace('_', '-')}" for name in names_of(kind)) for kind in (CostOptions, PlanOptions)}
+KNOBS = {
+    kind: " ".join(f"--{name.replace('_', '-')}" for name in names_of(kind)) for kind in (CostOptions, PlanOptions)
+}
 SOURCE = f"--model --cluster --profile {KNOBS[CostOptions].replace('--devices', '')}"
 REQUEST = f"--batch-size --seq-len {KNOBS[PlanOptions]}"
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"

@@ -366,13 +366,13 @@ class Executor:
     def _backward(self, action: Action) -> None:
         """The gradient of a slice goes through its stage::
 
-            from the next stage, or the loss head           gradient of the output
-            (recompute="full": the forward again)           output, keys and values
-            from later slices, through the cache            gradients of this slice's keys and values
-                                      |  autograd
-            to .grad, or put off to W (op I)                gradients of weights
-            to earlier slices, through the cache            gradients of their keys and values
-            to the stage before                             gradient of the input, x.grad
+        from the next stage, or the loss head           gradient of the output
+        (recompute="full": the forward again)           output, keys and values
+        from later slices, through the cache            gradients of this slice's keys and values
+                                  |  autograd
+        to .grad, or put off to W (op I)                gradients of weights
+        to earlier slices, through the cache            gradients of their keys and values
+        to the stage before                             gradient of the input, x.grad
         """
         _, k, s = action
         gradient = self._gradient(k, s) if k < self._last_stage else None
