@@ -43,13 +43,8 @@ def attention_inside(
     return np.asarray(np.multiply(rows, heads * padded * 4.0) + expanded, dtype=np.float64)
 
 
-_FLASH = (
-    FLASH,
-    FLASH3,
-    FLASH4,
-    "flash-attn",
-    CUDNN,
-)  # cuDNN's stands beside FlashAttention, which takes the slices that it does not
+# cuDNN's stands beside FlashAttention, which takes the slices that it does not.
+_FLASH = (FLASH, FLASH3, FLASH4, "flash-attn", CUDNN)
 _PLAIN = 5 * 4  # bytes of the matrices of a backward by matrix products, for a row and a key of a block ...
 _PLAIN_BLOCK = 512, 1024  # ... of at most so many
 
@@ -122,9 +117,8 @@ class ShapeMemory:
         return max(self.element, 4)
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
-        # that gradient.
-        """What a slice keeps from its forward to its backward, by the mode of recomputation."""
+        """What a slice keeps from its forward to its backward, by the mode of recomputation. Besides what the layers
+        save, that is its output until the gradient returns, and on the last stage also that gradient."""
         hidden = np.multiply(size, length) * float(self.config.hidden * self._weight) / self.tp  # sequence parallel
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)

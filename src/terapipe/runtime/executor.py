@@ -365,7 +365,7 @@ class Executor:
         return self._auxiliary.size if s.end == self._plan.seq_len else 0
 
     def _backward(self, action: Action) -> None:
-        """The gradient of a slice goes through its stage. ::
+        """The gradient of a slice goes through its stage::
 
         from the next stage, or the loss head           gradient of the output
         (recompute="full": the forward again)           output, keys and values
@@ -549,7 +549,7 @@ class Executors:
         plan: the pipeline's own.
         stages: those of this rank, by number.
         transport: to the other ranks.
-        dtype: that of the parameters, and so of messages.
+        dtype: that of the parameters; without autocast that of messages, too (see ``MessageFormat``).
         check: refuses plans that the model cannot follow.
         stage_done: is told when a stage's gradients are complete.
         fused: see ``SlicedStage``.
