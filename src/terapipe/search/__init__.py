@@ -1,7 +1,8 @@
 """The planner: chooses layout, order, slices and recomputation for a model within a memory budget. No torch here."""
 
+from terapipe.search.bounds import Work
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
-from terapipe.search.request import Request
+from terapipe.search.request import Request, layouts
 from terapipe.search.result import Comparison, PlanResult
 from terapipe.search.sensitivity import Sensitivity, sensitivities
 from terapipe.search.source import ClusterSource, ProfileSource, Source
@@ -18,7 +19,9 @@ __all__ = [
     "Request",
     "Sensitivity",
     "Source",
+    "Work",
     "choose_by_table",
+    "layouts",
     "pareto_front",
     "sensitivities",
 ]
