@@ -8,20 +8,17 @@ faster than a limit, so the best of the grid below that limit is exact, not samp
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import inf
+from typing import get_args
 
 import numpy as np
 
 from terapipe import ORDERS, Layout, Plan
-from terapipe.planning.order import Order
-from terapipe.planning.recompute import MODES
-from terapipe.planning.slices import even_lengths, microbatch_sizes
-from terapipe.search import ClusterSource, PlanEstimate, PlanEvaluator, Request
-from terapipe.search.bounds import Work
-from terapipe.search.request import layouts
+from terapipe.planning import Order, Recompute
+from terapipe.search import ClusterSource, PlanEstimate, PlanEvaluator, Request, Work, layouts
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -61,7 +58,7 @@ class Grid:
     def _plans(self, limit: float) -> Iterator[tuple[float, PlanEvaluator, Plan]]:
         """All plans whose lower bound is below the limit, with that bound; without a limit, with that of bytes."""
         request, layers = self.request, self.source.layers
-        modes = [request.recompute] if request.recompute else MODES
+        modes = [request.recompute] if request.recompute else get_args(Recompute)
         sizes = [request.microbatch_size] if request.microbatch_size else [2**i for i in range(7)]
         for layout, mode in product(layouts(self.source, request), modes):
             evaluator = PlanEvaluator(self.source, request, layout, mode)
@@ -73,9 +70,8 @@ class Grid:
                     for boundaries in self._boundaries(evaluator, order, chunks):
                         bound = work.least_bytes if limit == inf else work.step_time(order, boundaries, limit)
                         if bound < limit:
-                            rows = microbatch_sizes(evaluator.batch_size, size)
-                            cuts = (lengths,) * len(rows)
-                            yield bound, evaluator, Plan(rows, cuts, boundaries, order.name, chunks, mode)
+                            plan = evaluator.plan(order.name, size, lengths, chunks)
+                            yield bound, evaluator, replace(plan, boundaries=boundaries)
 
     @cached_property
     def _cuts(self) -> list[tuple[int, ...]]:
@@ -85,9 +81,9 @@ class Grid:
         flops = ends * config.layer_parameters + ends * (ends * float(config.hidden))
         cuts = set()
         for count in (n for n in COUNTS if n * tile <= seq_len):
-            cuts.add(even_lengths(seq_len, count, tile))
-            at = ends[np.searchsorted(flops, flops[-1] * np.arange(1, count + 1) / count * (1 - 1e-12))]
-            cuts.add(tuple(int(n) for n in np.diff(at, prepend=0) if n))
+            for amount in (ends * 1.0, flops):
+                at = ends[np.searchsorted(amount, amount[-1] * np.arange(1, count + 1) / count * (1 - 1e-12))]
+                cuts.add(tuple(int(n) for n in np.diff(at, prepend=0) if n))
         return sorted(cuts, key=len)
 
     @staticmethod

@@ -8,14 +8,13 @@ from math import inf
 
 from benchmarks.harness import arguments, report
 from benchmarks.planner.grid import Grid
-from terapipe import PRESETS, Cluster
-from terapipe.planning.hardware import HOSTS
-from terapipe.search import ClusterSource, PlanEstimate, Request
-from terapipe.search.choose import choose
-from terapipe.search.request import layouts
+from terapipe import PRESETS, Cluster, plan
+from terapipe.planning import HOSTS
+from terapipe.search import ClusterSource, PlanEstimate, Request, layouts
 
 REQUESTS, QUICK = 300, 12
 MOST_DEVICES, MOST_TOKENS = 256, 2**21
+FIXED = ("dp", "tp", "memory")
 SHOWN = 12  # requests in the table: those that the planner loses by most, or wins by least
 
 
@@ -41,7 +40,7 @@ class Case:
         """The request and both plans, in words, for the table."""
         source, request = self.source, self.request
         name = next(name for name, config in PRESETS.items() if config == source.config)
-        fixed = {knob: value for knob in ("dp", "pp", "tp", "memory") if (value := getattr(request, knob))}
+        fixed = {knob: value for knob in FIXED if (value := getattr(request, knob))}
         asked = f"{name}, {source.name}, {request.batch_size} x {request.seq_len}"
         asked += "".join(
             f", {knob} {value / 2**30:.0f} GiB" if knob == "memory" else f", {knob} {value}"
@@ -54,11 +53,11 @@ def words(estimate: PlanEstimate | None) -> str:
     """A plan in a few words."""
     if estimate is None:
         return "-"
-    plan, layout = estimate.plan, estimate.layout
-    chunks = f" chunks {plan.chunks}," if plan.chunks > 1 else ""
+    cuts, layout = estimate.plan, estimate.layout
+    chunks = f" chunks {cuts.chunks}," if cuts.chunks > 1 else ""
     return (
-        f"{estimate.step_time:.4g} s: {plan.order},{chunks} dp {layout.dp} pp {layout.pp} tp {layout.tp}, "
-        f"microbatches of {plan.sizes[0]}, {len(plan.lengths[0])} slices, {'/'.join(plan.recompute_modes)}"
+        f"{estimate.step_time:.4g} s: {cuts.order},{chunks} dp {layout.dp} pp {layout.pp} tp {layout.tp}, "
+        f"microbatches of {cuts.sizes[0]}, {len(cuts.lengths[0])} slices, {'/'.join(cuts.recompute_modes)}"
     )
 
 
@@ -81,7 +80,7 @@ def requests(count: int, seed: int = 0, most_devices: int = MOST_DEVICES) -> Ite
         batch, seq_len = rng.randint(1, 64), min(2**20, rng.choice((2, 3)) << rng.randint(10, 19))
         if batch * seq_len > MOST_TOKENS:
             continue
-        fixed: dict[str, int] = {}
+        fixed: dict[str, int] = {"memory": source.budget}
         if rng.random() < 0.3:
             fixed["memory"] = int(device.memory * rng.uniform(0.4, 1.0))
         if rng.random() < 0.3:
@@ -99,9 +98,11 @@ def requests(count: int, seed: int = 0, most_devices: int = MOST_DEVICES) -> Ite
 
 def ask(source: ClusterSource, request: Request) -> Case:
     """The planner's answer and the grid's to one request."""
-    began = time.process_time()
+    began, fixed = time.process_time(), {name: getattr(request, name) for name in FIXED}
     try:
-        planned = choose(source, request).estimate
+        planned = plan(
+            source.config, source.cluster, batch_size=request.batch_size, seq_len=request.seq_len, **fixed
+        ).estimate
     except ValueError:  # nothing fits, it says
         planned = None
     seconds = time.process_time() - began

@@ -13,7 +13,7 @@ What is here, by the question it answers:
 
     what do I train?        PipelineModel, Stage, SliceCache, attend, AuxiliaryLoss for a model of your own; GPT; hf
     is it exact?            verify, Verification; ``terapipe verify`` for Hugging Face models
-    how long does it take?  profile, Profile (measured); Cluster (data sheets); CostTable (your own)
+    how long does it take?  profile, Profile (measured); Cluster (data sheets), calibrate; CostTable (your own)
     how should it be cut?   plan, compare, estimate -> PlanResult, Comparison, PlanEstimate; Plan, Slice, Layout
     is a pipeline right?    compare -> Rival (DDP, FSDP2, ...); which cluster? compare_clusters -> ClusterComparison
     in which order?         ORDERS, Order, register; schedule, Schedule, Action, Op, dependencies, validate
@@ -30,6 +30,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from terapipe.api import (
+    calibrate,
     compare,
     compare_clusters,
     document_planner,
@@ -119,6 +120,7 @@ __all__ = [
     "Verification",
     "attend",
     "balance",
+    "calibrate",
     "compare",
     "compare_clusters",
     "dependencies",

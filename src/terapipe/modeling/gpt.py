@@ -139,6 +139,12 @@ class Block(nn.Module):
         return out
 
 
+def _has(stage: nn.Module, name: str) -> bool:
+    """Whether a stage has a module of this name; ``layers.*.up`` stands for all layers."""
+    module = getattr(stage, name.partition(".")[0])
+    return module is not None and (not isinstance(module, nn.ModuleDict) or len(module) > 0)
+
+
 class GPT(Stage, PipelineModel):
     """A decoder, or some of its layers: a stage is a GPT with the other layers left out.
 
@@ -344,7 +350,8 @@ class GPT(Stage, PipelineModel):
             "norm": norm,
             "head": ColwiseParallel(input_layouts=between, use_local_output=False),
         }
-        present = {name: style for name, style in styles.items() if "*" in name or getattr(self, name) is not None}
+        # A stage may have no embedding, no head, and at an end no layers; torch would warn of each.
+        present = {name: style for name, style in styles.items() if _has(self, name)}
         parallelize_module(self, tp.mesh, present, src_data_rank=None)
         self._tie()
         self.cut = parts if tp.sequence_parallel else 1

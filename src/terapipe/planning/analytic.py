@@ -203,6 +203,17 @@ class AnalyticCost:
         read = sum(inputs * outputs for inputs, outputs in shapes) * device.element / device.bandwidth
         return Products(2 * per_token / device.rate, 2 * fixed / device.rate, read)
 
+    def flops_with_ends(self, rows: int, inputs: int, outputs: int) -> float:
+        """FLOPs of a product that would take as long without a ramp and a tail. Divided by measured seconds they give
+        the device's ``rate``.
+
+        Args:
+            rows: Of the first matrix, and of the result.
+            inputs: Columns of the first matrix.
+            outputs: Columns of the result.
+        """
+        return 2.0 * (rows * outputs + _TAIL * self.cluster.host.device.units) * (inputs + _RAMP)
+
     def _weight_products(self, shapes: Sequence[tuple[float, float]], fused: bool) -> Products:
         """Gradients of weights, products of (inputs, tokens) and (tokens, outputs) matrices, and their accumulation.
 

@@ -30,7 +30,7 @@ from terapipe.planning.cost import (
     stage_specs,
     with_recompute,
 )
-from terapipe.planning.device import GB, GIB, MIB, usable_memory
+from terapipe.planning.device import COLLECTIVES, CONTEXT, GB, GIB, MIB, usable_memory
 from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import MOST_BYTES, ShapeMemory
@@ -61,7 +61,7 @@ class Setup:
         microbatch: Sequences of a microbatch.
         seq_len: Tokens of a sequence.
         order: Of our orders, the one that equals the published schedule.
-        chunks: Stages of a rank, or ``"layers"``: each layer is a stage.
+        chunks: Stages of a rank.
         slices: A number of slices, their lengths, or ``"planned"``: those that the planner chooses.
         slice_length: Instead of ``slices``: all slices have so many tokens, and the last the rest.
         cut: Where a number of slices is cut: into ``"even"`` lengths, or into equal ``"flops"``.
@@ -84,6 +84,8 @@ class Setup:
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
         state_bytes: Bytes of weight, gradient and optimizer of each parameter on a device, where the program does not
             keep them as ours does.
+        layer_checkpoints: Whether full recomputation is by layers, as elsewhere, not by stages: see `OtherProgram`.
+        whole_device: Whether memory was read from the driver, and so includes context and NCCL.
         memory: ``"unlimited"`` if the planner may choose slices without regard to memory.
     """
 
@@ -95,7 +97,7 @@ class Setup:
     microbatch: int = 1
     seq_len: int = 1
     order: str = "gpipe"
-    chunks: int | str = 1
+    chunks: int = 1
     slices: int | tuple[int, ...] | str = 1
     slice_length: int | None = None
     cut: str = "even"
@@ -115,6 +117,8 @@ class Setup:
     staggered: bool = False
     prefix_copies: bool = False
     state_bytes: float | None = None
+    layer_checkpoints: bool = False
+    whole_device: bool = False
     memory: str = ""
 
     @classmethod
@@ -204,7 +208,7 @@ class Simulation:
         s = self.setup
         if s.times is not None:
             per_step = self.evaluator.cost.per_step([self.evaluator.slowest_stage]) if s.model else 0.0
-            whole = self.chunks * s.microbatch * s.seq_len
+            whole = self.setup.chunks * s.microbatch * s.seq_len
             forward, inputs, weights, transfer = (ms * 1e-3 for ms in s.times)
             return StageTimes(forward, inputs, weights, transfer, whole, per_step)
         if s.prefix_copies:
@@ -213,29 +217,27 @@ class Simulation:
 
     @cached_property
     def memory(self) -> ShapeMemory:
-        """Bytes, by the planner's memory model. ``state_bytes`` replaces what it says about weights and gradients."""
+        """Bytes, by the planner's memory model, with what the published program keeps otherwise."""
         memory = with_recompute(self.source.memory(self.setup.layout), self.setup.recompute)
         if not isinstance(memory, ShapeMemory):
             raise TypeError(f"a cluster's memory model counts shapes, got {type(memory).__name__}")
-        if self.setup.state_bytes is None:
-            return memory
         values = {f.name: getattr(memory, f.name) for f in fields(memory)}
-        return FixedState(**values, state_bytes=self.setup.state_bytes)
+        return OtherProgram(
+            **values,
+            state_bytes=self.setup.state_bytes,
+            layer_checkpoints=self.setup.layer_checkpoints,
+            divided=self.setup.sequence_parallel,
+        )
 
     @cached_property
     def plan(self) -> Plan:
         """The published cut of batch, tokens and layers, in our words."""
         s = self.setup
         if s.slices == "planned":
-            return choose(self.source, self._request.fixed(order=s.order, chunks=self.chunks)).estimate.plan
+            return choose(self.source, self._request.fixed(order=s.order, chunks=self.setup.chunks)).estimate.plan
         sizes = microbatch_sizes(s.batch_size // s.layout.dp, s.microbatch)
         lengths = (self._lengths(s.seq_len),) * len(sizes)
-        return Plan(sizes, lengths, self._boundaries(), s.order, self.chunks, s.recompute)
-
-    @property
-    def chunks(self) -> int:
-        """Stages of a rank."""
-        return self.source.layers // self.setup.layout.pp if self.setup.chunks == "layers" else int(self.setup.chunks)
+        return Plan(sizes, lengths, self._boundaries(), s.order, self.setup.chunks, s.recompute)
 
     def _lengths(self, seq_len: int) -> tuple[int, ...]:
         """The slices of a sequence of so many tokens."""
@@ -261,11 +263,11 @@ class Simulation:
         """As many layers on each stage, which is what published runs do; where that is not possible, as the planner
         balances them. Measured times are those of a stage, so one layer stands for each."""
         s = self.setup
-        stages = s.layout.pp * self.chunks
+        stages = s.layout.pp * self.setup.chunks
         layers = stages if s.times is not None else self.source.layers
         if layers % stages == 0:
             return tuple(range(0, layers + 1, layers // stages))
-        return self.evaluator.rank_boundaries(s.order, self.chunks)
+        return self.evaluator.rank_boundaries(s.order, self.setup.chunks)
 
     # What a table may ask for
 
@@ -313,7 +315,10 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> float:
         """Bytes on the device that needs most."""
-        return self.estimate.peak_bytes if self.setup.sharding else self._peak(self.plan)
+        if self.setup.sharding:
+            return self.estimate.peak_bytes
+        others = CONTEXT + COLLECTIVES * (self.setup.layout.devices > 1) if self.setup.whole_device else 0
+        return self._peak(self.plan) + others
 
     def _peak(self, plan: Plan) -> float:
         return float(max(peaks(program(plan), plan, self.memory)))
@@ -332,7 +337,7 @@ class Simulation:
 
     def _fits(self, tokens: int, budget: int) -> bool:
         s, lengths = self.setup, (self._lengths(tokens),)
-        return self._peak(Plan((1,), lengths, self._boundaries(), s.order, self.chunks, s.recompute)) <= budget
+        return self._peak(Plan((1,), lengths, self._boundaries(), s.order, self.setup.chunks, s.recompute)) <= budget
 
     @cached_property
     def fits(self) -> bool | None:
@@ -505,19 +510,46 @@ class PrefixCopies:
 
 
 @dataclass(frozen=True)
-class FixedState(ShapeMemory):
-    """The planner's memory model, with weights, gradients and optimizer as another program keeps them.
+class OtherProgram(ShapeMemory):
+    """The planner's memory model, with what a published program keeps otherwise than our runtime.
 
     Attributes:
-        state_bytes: Bytes of all three for each parameter on a device. They are there for the whole step.
+        state_bytes: Bytes of weight, gradient and optimizer of each parameter, there for the whole step. None: as ours.
+        layer_checkpoints: Whether full recomputation keeps the input of every layer and computes one layer again at a
+            time, as Megatron-LM and transformers do. Ours keeps the input of a stage, and what attention needs of
+            earlier slices.
+        divided: Whether tensor parallel ranks keep parts of these inputs (sequence parallel), or each all of them.
     """
 
-    state_bytes: float = 0.0
+    state_bytes: float | None = None
+    layer_checkpoints: bool = False
+    divided: bool = True
 
     def model_state(self, stage: StageSpec) -> float:
-        """All three together."""
-        return self._parameters(stage) * self.state_bytes
+        """Weights and optimizer, and with ``state_bytes`` gradients too."""
+        return super().model_state(stage) if self.state_bytes is None else self._parameters(stage) * self.state_bytes
 
     def gradients(self, stage: StageSpec) -> GradientBytes:
-        """Nothing beside ``model_state``."""
-        return GradientBytes(0.0, 0.0, 0.0)
+        """Nothing beside ``model_state``, if that has them."""
+        return super().gradients(stage) if self.state_bytes is None else GradientBytes(0.0, 0.0, 0.0)
+
+    @property
+    def _by_layer(self) -> bool:
+        return self.layer_checkpoints and self.recompute == "full"
+
+    def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """The input of every layer, and on the last stage the gradient of its output."""
+        if not self._by_layer:
+            return super().activations(stage, size, length)
+        width = self.config.hidden * self.element / (self.tp if self.divided else 1)
+        return np.asarray(np.multiply(size, length) * width * (stage.layers + stage.last), dtype=np.float64)
+
+    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
+        """Nothing: keys and values are computed again."""
+        cache = super().kv_cache(stage, size, seq_len, sliced)
+        return np.zeros_like(cache) if self._by_layer else cache
+
+    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
+        """That of one layer, whose activations are there again."""
+        one = stage._replace(layers=min(1, stage.layers)) if self._by_layer else stage
+        return super().workspace(one, size, length, context)

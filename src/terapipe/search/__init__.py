@@ -1,7 +1,8 @@
 """The planner: chooses layout, order, slices and recomputation for a model within a memory budget. No torch here."""
 
+from terapipe.search.bounds import Work
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
-from terapipe.search.request import Request
+from terapipe.search.request import Request, layouts
 from terapipe.search.result import ClusterComparison, Comparison, PlanResult
 from terapipe.search.rivals import Rival, rivals
 from terapipe.search.sensitivity import Sensitivity, sensitivities
@@ -21,7 +22,9 @@ __all__ = [
     "Rival",
     "Sensitivity",
     "Source",
+    "Work",
     "choose_by_table",
+    "layouts",
     "pareto_front",
     "rivals",
     "sensitivities",

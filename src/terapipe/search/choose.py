@@ -3,6 +3,7 @@ that fits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NoReturn
 
 from terapipe.planning.order import ORDERS, order_named
@@ -16,11 +17,12 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
 
-WORK = 250_000  # computations to simulate for each row
+WORK = 120_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
 SWEEP = 1_000_000  # computations to simulate of candidates that a lower bound does not rule out
+FAR = 1.2  # times the fastest row: those that begin slower are not refined if only one plan is wanted
 ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
 GAIN = 0.005  # relative; what a candidate must gain over the best plan to be simulated after all
 WORTH = 1.005  # slicing must gain more than this factor over whole sequences
@@ -41,10 +43,12 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
         progress: Is called with the share of the work that is done.
 
     Returns:
-        The chosen plan, with the best of every other row of a comparison as runners-up.
+        The chosen plan, with the best of every other row of a comparison as runners-up. Rows that are far behind are
+        not refined, so a comparison may show them somewhat faster.
     """
     pool = candidates(source, request)
-    rows = [e for e in best_rows(pool, source, request, progress) if e.fits and not e.name.endswith(EQUAL)]
+    estimates = best_rows(pool, source, request, progress, far=FAR)
+    rows = [e for e in estimates if e.fits and not e.name.endswith(EQUAL)]
     chosen = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not chosen), key=preference))
     if request.distinct is None or request.fixed_slices:
@@ -130,15 +134,31 @@ def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
 
 
 def best_rows(
-    pool: list[Candidate], source: Source, request: Request, progress: Progress = silent
+    pool: list[Candidate], source: Source, request: Request, progress: Progress = silent, *, far: float = inf
 ) -> list[PlanEstimate]:
-    """The best plan of every row. Raises ValueError if none of them fits the memory budget."""
-    rows, best_by_title = list(rows_of(pool)), dict[str, PlanEstimate]()
+    """The best plan of every row. Raises ValueError if none of them fits the memory budget.
+
+    First every row is searched, then the best of each is refined, and at last all candidates are held against the best
+    of all rows (``sweep``).
+
+    Args:
+        pool: All candidates, the most promising first.
+        source: Model and devices, for messages.
+        request: What was asked for, for messages.
+        progress: Is called with the share of the work that is done.
+        far: Rows that are slower than the fastest one by this factor are not refined, which takes as long as searching
+            them. A comparison refines all.
+    """
+    rows, starts = list(rows_of(pool)), list[tuple[Row, PlanEstimate]]()
     for i, row in enumerate(rows):
-        progress(i / len(rows))
-        if (start := best_of(row.pool, even=row.even)) is None:
-            continue
-        best = _refine_even(start) if row.even else finish(start)
+        progress(i / len(rows) / 2)
+        if start := best_of(row.pool, even=row.even):
+            starts.append((row, start))
+    limit = far * min((start.step_time for _, start in starts if start.fits), default=inf)
+    best_by_title: dict[str, PlanEstimate] = {}
+    for i, (row, start) in enumerate(starts):
+        progress((1 + i / len(starts)) / 2)
+        best = start if start.step_time > limit else _refine_even(start) if row.even else finish(start)
         if equal := best_by_title.get(row.name + EQUAL):
             best = min(best, equal, key=preference)
         # Refinement may have merged the slices. Whole sequences have their own row.
