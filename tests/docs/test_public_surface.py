@@ -10,6 +10,7 @@ import pytest
 import terapipe
 from terapipe import hf, losses, trainers
 from terapipe.cli import parser
+from terapipe.planning.options import CostOptions, PlanOptions, names_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
@@ -20,9 +21,12 @@ LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dp
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 HF = "Decoder UnsupportedModelError save_pretrained split_layers"
 TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
-SOURCE = "--model --cluster --profile --layers-only --attention --autocast"
-REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
---chunks --recompute --shard --tile --distinct"""
+# Knobs are declared in planning/options.py, and a new one is one line there: they are not listed a second time.
+KNOBS = {
+    kind: " ".join(f"--{name.replace('_', '-')}" for name in names_of(kind)) for kind in (CostOptions, PlanOptions)
+}
+SOURCE = f"--model --cluster --profile {KNOBS[CostOptions].replace('--devices', '')}"
+REQUEST = f"--batch-size --seq-len {KNOBS[PlanOptions]}"
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"
 VERBS = {
     "doctor": "--ranks --port --timeout --json --prove --size --out",

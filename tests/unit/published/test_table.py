@@ -1,5 +1,6 @@
 """The published tables: that all of them can be simulated, and how near the fast ones come."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_tables_that_are_near(name: str, mean: float, worst: float) -> None:
 
 def test_bubble_rates_of_1f1b_are_the_published_ones_to_all_digits() -> None:
     table = Table.load("zero_bubble_rates")
-    few = Table(**{**vars(table), "rows": table.rows[:2]})
+    few = replace(table, rows=table.rows[:2])
     for cell in few.cells:
         if cell.column.name == "1F1B":
             assert cell.ours == pytest.approx(cell.published, abs=5.1e-5)
@@ -66,7 +67,9 @@ def test_cells_without_a_number() -> None:
     cells = Table.load("seq1f1b").cells
     failed = [cell for cell in cells if cell.published == OOM]
     assert len(failed) == 4
-    assert all(cell.error is None and "does not fit either" in cell.note for cell in failed)
+    assert all(cell.error is None for cell in failed)
+    # 1F1B with 128k tokens: ours takes 69 GiB of the 74 that are usable, theirs did not fit.
+    assert ["does not fit either" in cell.note for cell in failed] == [False, True, False, True]
     untold = Table.load("kwai_offload")
     assert untold.score() is None
     assert all(cell.note.startswith("not simulated: ") for cell in untold.cells)
@@ -143,16 +146,21 @@ def test_a_slip_in_a_file_is_named(tmp_path: Path, was: str, becomes: str, messa
         Table.load(str(tmp_path / "ours.toml"))
 
 
-def test_the_planner_is_never_worse_than_the_published_slices() -> None:
-    planned, schemes = Table.load("terapipe"), Table.load("terapipe_schemes")
-    numbers = {row["name"].split()[0] for row in schemes.rows}
-    rows = tuple(row for row in planned.rows if row["name"].split()[0] in numbers)
-    ours = Table(**{**vars(planned), "rows": rows, "columns": planned.columns[1:2]}).cells
-    assert len(ours) == len(schemes.cells) == 5
-    for cell, scheme in zip(ours, schemes.cells, strict=True):
-        assert cell.ours is not None
-        assert scheme.ours is not None
-        assert cell.ours <= scheme.ours * (1 + 1e-9), cell.row
+@pytest.mark.parametrize(
+    "number", ["(5)", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("(2)", "(3)", "(8)", "(9)"))]
+)
+def test_the_planner_is_never_worse_than_the_published_slices(number: str) -> None:
+    (planned,) = only(Table.load("terapipe"), number, "with slices").cells
+    (scheme,) = only(Table.load("terapipe_schemes"), number, "with slices").cells
+    assert planned.ours is not None
+    assert scheme.ours is not None
+    assert planned.ours <= scheme.ours * (1 + 1e-9)
+
+
+def only(table: Table, row: str, column: str) -> Table:
+    """The table with the rows whose names begin so, and one column."""
+    rows = tuple(each for each in table.rows if each["name"].startswith(row))
+    return replace(table, rows=rows, columns=tuple(each for each in table.columns if each.name == column))
 
 
 def test_errors_of_rates_are_differences() -> None:
