@@ -127,8 +127,8 @@ class ShapeMemory:
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         c = self.config
-        inputs = 3 * c.hidden + c.ffn_hidden
-        gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
+        inputs = 2 * c.hidden + c.attention_width + c.ffn_hidden
+        gradients = inputs + 2 * c.num_kv_heads * c.head_size
         per_token = (inputs + gradients) * self.element / self.tp * self.fused
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
@@ -174,7 +174,7 @@ class ShapeMemory:
         of attention's output and of the queries."""
         c = self.config
         per_token = c.hidden * self.element + (c.hidden * self._weight + 2 * c.ffn_hidden * self.element) / self.tp
-        gradients = c.hidden * (self._weight + 2 * self.element) / self.tp
+        gradients = (c.hidden * self._weight + 2 * c.attention_width * self.element) / self.tp
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
@@ -182,7 +182,7 @@ class ShapeMemory:
         projections by tokens: see ``project`` in modeling/linear.py."""
         c = self.config
         # Inputs of the norms; inputs of both projections, queries, attention output, both sides of the activation.
-        norms, products = 2 * c.hidden, 4 * c.hidden + 2 * c.ffn_hidden
+        norms, products = 2 * c.hidden, 2 * (c.hidden + c.attention_width + c.ffn_hidden)
         saved = products * self.element + norms * self._weight
         per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
@@ -190,7 +190,7 @@ class ShapeMemory:
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
         """What block recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
         c = self.config
-        per_token = (c.hidden * (self.element + self._weight) + 4 * c.heads) / self.tp
+        per_token = (c.attention_width * self.element + c.hidden * self._weight + 4 * c.heads) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
 
