@@ -22,7 +22,7 @@ HF = "Decoder UnsupportedModelError save_pretrained split_layers"
 TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
 SOURCE = "--model --cluster --profile --layers-only --attention --autocast"
 REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
---chunks --recompute --shard --tile --distinct"""
+--chunks --recompute --shard --no-shard --tile --distinct"""
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"
 VERBS = {
     "doctor": "--ranks --port --timeout --json --prove --size --out",

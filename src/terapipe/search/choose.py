@@ -49,8 +49,9 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
     pool = candidates(source, request)
     estimates = best_rows(pool, source, request, progress, far=FAR)
     rows = [e for e in estimates if e.fits and not e.name.endswith(EQUAL)]
-    chosen = pick(rows)
-    runners_up = tuple(sorted((e for e in rows if e is not chosen), key=preference))
+    picked = pick(rows)
+    runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
+    chosen = _without_shards(picked)
     if request.distinct is None or request.fixed_slices:
         return PlanResult(chosen, runners_up, request, source)
     limited = with_few_lengths(evaluator_of(chosen), chosen, request.distinct)
@@ -69,6 +70,18 @@ def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
     best = min(rows, key=preference)
     whole = [e for e in rows if e.fits and not e.sliced and e.step_time <= WORTH * best.step_time]
     return min(whole, key=preference, default=best)
+
+
+def _without_shards(chosen: PlanEstimate) -> PlanEstimate:
+    """The same plan with whole copies of the model state, which are simpler, if the request leaves that open, they fit,
+    and a step takes at most ``WORTH`` times as long."""
+    evaluator = evaluator_of(chosen)
+    if not chosen.layout.shard or evaluator.request.shard is not None:
+        return chosen
+    layout = replace(chosen.layout, shard=False)
+    whole = PlanEvaluator(evaluator.source, evaluator.request, layout, evaluator.recompute).evaluate(chosen.plan)
+    simpler = whole.fits and whole.step_time <= WORTH * chosen.step_time
+    return replace(whole, name=chosen.name) if simpler else chosen
 
 
 def compare(
