@@ -17,11 +17,11 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
 
-WORK = 120_000  # computations to simulate for each row
+WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
-SWEEP = 1_000_000  # computations to simulate of candidates that a lower bound does not rule out
+SWEEP = 600_000  # computations to simulate of candidates that a lower bound does not rule out
 FAR = 1.2  # times the fastest row: those that begin slower are not refined if only one plan is wanted
 ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
 GAIN = 0.005  # relative; what a candidate must gain over the best plan to be simulated after all
