@@ -19,6 +19,7 @@ SLOW = ("terapipe", "zero_bubble_rates", "slimpipe_bubble")  # seconds each; the
 HEADLINE = (
     ("megatron_sc21", "Megatron-LM from 1.7B to 1T on A100s"),
     ("zero_bubble_steps", "measured zero-bubble steps"),
+    ("dlperf", "small models on V100s"),
     ("seq1f1b", "Seq1F1B's slices"),
 )
 OPENING = "Predictions are held against [published GPU runs](docs/predictions.md):"
@@ -85,7 +86,7 @@ def readme(text: str) -> str:
         if score is not None:
             mean = error_text(score.mean, False).removeprefix("+")
             worst = error_text(abs(score.worst), False).removeprefix("+")
-            parts.append(f"{what} within {mean} on average, {worst} at worst")
+            parts.append(f"{what} {mean} off on average, {worst} at worst" if not parts else f"{what} {mean}, {worst}")
     lines = textwrap.fill(f"{OPENING} {'; '.join(parts)}.", 118, break_on_hyphens=False).splitlines()
     quoted = "\n".join(f"> {line}" for line in lines)
     return re.sub(rf"^> {re.escape(OPENING)}.*\n(?:> .*\n)*", lambda _: f"{quoted}\n", text, flags=re.MULTILINE)

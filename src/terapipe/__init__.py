@@ -13,7 +13,7 @@ What is here, by the question it answers:
 
     what do I train?        PipelineModel, Stage, SliceCache, attend, AuxiliaryLoss for a model of your own; GPT; hf
     is it exact?            verify, Verification; ``terapipe verify`` for Hugging Face models
-    how long does it take?  profile, Profile (measured); Cluster (data sheets); CostTable (your own)
+    how long does it take?  profile, Profile (measured); Cluster (data sheets), calibrate; CostTable (your own)
     how should it be cut?   plan, compare, estimate -> PlanResult, Comparison, PlanEstimate; Plan, Slice, Layout
     in which order?         ORDERS, Order, register; schedule, Schedule, Action, Op, dependencies, validate
     what does a step do?    simulate -> Timeline, Event; dry_run -> DryRun
@@ -28,7 +28,7 @@ to load. The names that need it are loaded when first used (``__getattr__``); ty
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from terapipe.api import compare, document_planner, dry_run, estimate, plan, profile, simulate, verify
+from terapipe.api import calibrate, compare, document_planner, dry_run, estimate, plan, profile, simulate, verify
 from terapipe.planning.documents import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
@@ -105,6 +105,7 @@ __all__ = [
     "Verification",
     "attend",
     "balance",
+    "calibrate",
     "compare",
     "dependencies",
     "device_mesh",

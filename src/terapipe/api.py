@@ -1,8 +1,8 @@
-"""The library as functions: verify, profile, plan, compare, estimate, simulate, document_planner, dry_run. The command
-line and the trainer use them.
+"""The library as functions: verify, profile, calibrate, plan, compare, estimate, simulate, document_planner, dry_run.
+The command line and the trainer use them.
 
-Importing this module does not load torch. ``verify``, ``profile`` and ``dry_run`` load it, and so does planning for a
-model that is not a preset.
+Importing this module does not load torch. ``verify``, ``profile``, ``calibrate`` and ``dry_run`` load it, and so does
+planning for a model that is not a preset.
 
 ``plan`` and ``compare`` take every knob of ``planning/options.py`` as an argument. Their signatures are made from those
 dataclasses, for the type checker as well (a ``ParamSpec`` takes over the arguments of the dataclass's constructor), so
@@ -44,6 +44,7 @@ from terapipe.search.table import CostTable, choose_by_table
 if TYPE_CHECKING:
     from terapipe.modeling.stage import PipelineModel
     from terapipe.modeling.verification import Verification
+    from terapipe.runtime.calibration import Calibration
     from terapipe.runtime.comm.transport import Transport
     from terapipe.runtime.dry_run import DryRun
 
@@ -189,6 +190,33 @@ def profile(
         built, layers=share, seq_len=seq_len, sizes=sizes, shape=shape, max_tokens=max_tokens, transport=transport
     )
     return profiler.transport.gather(profiler.run(seconds, progress))[0]
+
+
+def calibrate(cluster: str | None = None, *, seconds: float = 60.0, progress: Progress = no_progress) -> "Calibration":
+    """Measures one device of this machine, for plans of a cluster of it: no model is needed, and no other ranks.
+
+    Args:
+        cluster: Describes the host whose device is measured, for its links and the number of its devices, such as
+            ``"dgx-h100"`` or ``"h100:8,nvlink,8x400Gb"``. By default what this machine seems to be.
+        seconds: About how long to measure, at most.
+        progress: Called with the completed share, between 0 and 1.
+
+    Returns:
+        The host with its measured device. ``save`` writes a file that may stand wherever a cluster is named.
+    """
+    import torch
+
+    from terapipe.runtime.calibration import Calibrator, host_here
+    from terapipe.runtime.comm.environment import local_device
+
+    host, device = host_here(cluster), local_device()
+    threads = torch.get_num_threads()
+    try:
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # a device of such a host is a core
+        return Calibrator(device, host, seconds).run(progress)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def verify(

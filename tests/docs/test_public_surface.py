@@ -10,24 +10,29 @@ import pytest
 import terapipe
 from terapipe import hf, losses, trainers
 from terapipe.cli import parser
+from terapipe.planning.options import CostOptions, PlanOptions, names_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
 ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError PipelineModel Plan PlanEstimate PlanResult Profile Schedule
-Slice SliceCache Stage Timeline Verification attend balance compare dependencies device_mesh document_planner
+Slice SliceCache Stage Timeline Verification attend balance calibrate compare dependencies device_mesh document_planner
 dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers validate verify"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 HF = "Decoder UnsupportedModelError save_pretrained split_layers"
 TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
-SOURCE = "--model --cluster --profile --layers-only --attention --autocast"
-REQUEST = """--batch-size --seq-len --memory --dp --pp --tp --order --num-slices --slice-lengths --microbatch-size
---chunks --recompute --shard --no-shard --tile --distinct"""
+# Knobs are declared in planning/options.py, and a new one is one line there: they are not listed a second time.
+KNOBS = {
+    kind: " ".join(f"--{name.replace('_', '-')}" for name in names_of(kind)) for kind in (CostOptions, PlanOptions)
+}
+SOURCE = f"--model --cluster --profile {KNOBS[CostOptions].replace('--devices', '')}"
+REQUEST = f"--batch-size --seq-len {KNOBS[PlanOptions]} --no-shard"  # the planner may choose to shard
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"
 VERBS = {
     "doctor": "--ranks --port --timeout --json --prove --size --out",
     "train": "--print-config",
     "profile": "--model --dtype --seq-len --ranks --sizes --seconds --out",
+    "calibrate": "--cluster --seconds --out",
     "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save --dry-run",
     "compare": f"{SOURCE} {REQUEST} --same-layout --json --html --svg --png",
     "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",

@@ -115,17 +115,17 @@ def test_a_rank_that_is_slow_to_tell_is_not_taken_for_dead(monkeypatch: pytest.M
     """Ranks 0 and 3 have told whom they wait for: 1 and 2. Rank 1 lives, and tells the same a second later."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     board = Board(store, dict.fromkeys(range(4), "here"))
-    board.post(FailureReport(3, waited_for="RECV_F", peers=(2,)))
+    board.post(FailureReport(3, at="RECV_F", peers=(2,)))
     now = [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if now[0] > 1.0:
-            board.post(FailureReport(1, waited_for="RECV_B", peers=(2,)))
+            board.post(FailureReport(1, at="RECV_B", peers=(2,)))
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    message = board.explain(FailureReport(0, waited_for="RECV_B", peers=(1,)))
+    message = board.explain(FailureReport(0, at="RECV_B", peers=(1,)))
     assert message.startswith("rank 2 is gone: its process died or lost its connection; rank 0 was waiting at RECV_B")
     assert now[0] < GRACE
 

@@ -17,6 +17,7 @@ FILES = (
     "tests/exactness/test_transparency.py",
     "tests/unit/runtime/test_checkpoint.py",
     "tests/unit/runtime/test_warm_up.py",
+    "tests/unit/runtime/test_calibration.py",
     "tests/unit/runtime/test_autocast.py",
     "tests/exactness/test_documents.py",
     "tests/unit/runtime/test_auxiliary.py",

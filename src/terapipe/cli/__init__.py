@@ -5,7 +5,7 @@ A verb computes nothing that Python cannot have: its docstring names the functio
 
     before training     doctor     can this machine, or can all hosts together, train?
                         verify     is this Hugging Face model exact in slices?      models   which ones are?
-                        profile    how long do slices take here?
+                        profile    how long do slices take here?                    calibrate  and on more such devices?
                         plan       how should model and batch be cut?               compare  and by other orders?
                         simulate   what does a step of that plan look like?
     training            train      by a run.toml, with checkpoints and a report
@@ -26,9 +26,9 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import terapipe
-from terapipe.cli import compare, doctor, models, plan, profile, reproduce, simulate, train, verify
+from terapipe.cli import calibrate, compare, doctor, models, plan, profile, reproduce, simulate, train, verify
 
-VERBS = (doctor, train, profile, plan, compare, simulate, reproduce, verify, models)
+VERBS = (doctor, train, profile, calibrate, plan, compare, simulate, reproduce, verify, models)
 
 
 class _Parser(argparse.ArgumentParser):

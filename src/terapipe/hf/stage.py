@@ -88,7 +88,8 @@ class DecoderStage(Stage):
     """Some layers of a decoder. The module's docstring shows how it is made.
 
     ``Decoder.stage`` makes it, and the runtime calls it as any other ``Stage``: ``forward`` for each slice, ``logits``
-    or ``loss`` on the last stage, ``backward`` through the cache. A slice of 4 tokens after 8, in a batch of 2:
+    or ``loss`` on the last stage. It has no ``backward`` of its own: ``SliceCache.backward`` starts autograd from what
+    ``forward`` returned. A slice of 4 tokens after 8, in a batch of 2:
 
         first stage   x: token ids (2, 4)            -> hidden states (2, 4, hidden size)
         others        x: hidden states (2, 4, ...)   -> hidden states (2, 4, ...)

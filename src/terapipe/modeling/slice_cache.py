@@ -2,8 +2,9 @@
 
 ::
 
-    microbatch    SliceCache     keys, values, states, their gradients; where documents begin      until clear() slice
-    SliceContext   which tokens; what its backward defers; sums for losses           until the next begin()
+    of one       class          what it has                                                     lives
+    microbatch   SliceCache     keys, values, states, their gradients; where documents begin    until clear()
+    slice        SliceContext   which tokens; what its backward defers; sums for losses         until the next begin()
 
     cache.begin(8, 4)      makes a new SliceContext:    cache.current
     with cache:            the cache is on the stack:   current_cache()

@@ -131,8 +131,12 @@ class Memory(Protocol):
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         """What a slice keeps from the input half of its backward to the weight half."""
 
-    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """Keys, values and their gradients of a microbatch, from its first forward to its last backward."""
+    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
+        """Keys, values and their gradients of a microbatch, from its first forward to its last backward.
+
+        Without slices (``sliced``) no gradients wait for earlier ones, and where the whole stage is computed again,
+        keys and values do not wait either.
+        """
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         """Temporary memory during a forward, and during a backward."""

@@ -43,13 +43,8 @@ def attention_inside(
     return np.asarray(np.multiply(rows, heads * padded * 4.0) + expanded, dtype=np.float64)
 
 
-_FLASH = (
-    FLASH,
-    FLASH3,
-    FLASH4,
-    "flash-attn",
-    CUDNN,
-)  # cuDNN's stands beside FlashAttention, which takes the slices that it does not
+# cuDNN's stands beside FlashAttention, which takes the slices that it does not.
+_FLASH = (FLASH, FLASH3, FLASH4, "flash-attn", CUDNN)
 _PLAIN = 5 * 4  # bytes of the matrices of a backward by matrix products, for a row and a key of a block ...
 _PLAIN_BLOCK = 512, 1024  # ... of at most so many
 
@@ -122,9 +117,8 @@ class ShapeMemory:
         return max(self.element, 4)
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        # Besides what the layers save, a slice keeps its output until the gradient returns, and on the last stage also
-        # that gradient.
-        """What a slice keeps from its forward to its backward, by the mode of recomputation."""
+        """What a slice keeps from its forward to its backward, by the mode of recomputation. Besides what the layers
+        save, that is its output until the gradient returns, and on the last stage also that gradient."""
         hidden = np.multiply(size, length) * float(self.config.hidden * self._weight) / self.tp  # sequence parallel
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
@@ -133,15 +127,19 @@ class ShapeMemory:
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         c = self.config
-        inputs = 3 * c.hidden + c.ffn_hidden
-        gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
+        inputs = 2 * c.hidden + c.attention_width + c.ffn_hidden
+        gradients = inputs + 2 * c.num_kv_heads * c.head_size
         per_token = (inputs + gradients) * self.element / self.tp * self.fused
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
-    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """Keys, values and their gradients of whole sequences: later slices attend to them."""
+    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
+        """Keys, values and their gradients of whole sequences: later slices attend to them. With a single slice the
+        gradients go straight on, and with ``full`` recomputation one cache serves all microbatches of a stage, while
+        each is computed."""
+        if not sliced and self.recompute == "full":
+            return np.zeros(np.shape(size))
         width = 2 * self.config.num_kv_heads * self.config.head_size  # keys and values, and the gradient of each
-        nbytes = width * (self.element + self._sum) / self.tp
+        nbytes = width * (self.element + (self._sum if sliced else 0)) / self.tp
         return np.asarray(stage.layers * np.multiply(size, seq_len) * nbytes, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
@@ -150,9 +148,11 @@ class ShapeMemory:
         copies = 3 if self.tp == 1 else 4
         logits = tokens * (copies * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
         layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
-        # When the last layer's attention has its turn, what its MLP had saved is gone already.
-        attention = np.maximum(self._attention(size, length, context) - self._mlp(size, length), 0.0)
-        backward = layers * self._layer(size, length) + attention
+        # The backward begins with the MLP of the last layer: a gradient as wide as it is, beside that of the output.
+        # When attention has its turn, what the MLP had saved is gone already.
+        mlp = tokens * ((self.config.hidden + self.config.ffn_hidden) * self.element / self.tp)
+        attention = self._attention(size, length, context) - self._mlp(size, length)
+        backward = layers * self._layer(size, length) + np.maximum(attention, mlp)
         return np.asarray(logits, dtype=np.float64), np.asarray(backward, dtype=np.float64)
 
     def _attention(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -174,7 +174,7 @@ class ShapeMemory:
         of attention's output and of the queries."""
         c = self.config
         per_token = c.hidden * self.element + (c.hidden * self._weight + 2 * c.ffn_hidden * self.element) / self.tp
-        gradients = c.hidden * (self._weight + 2 * self.element) / self.tp
+        gradients = (c.hidden * self._weight + 2 * c.attention_width * self.element) / self.tp
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
@@ -182,7 +182,7 @@ class ShapeMemory:
         projections by tokens: see ``project`` in modeling/linear.py."""
         c = self.config
         # Inputs of the norms; inputs of both projections, queries, attention output, both sides of the activation.
-        norms, products = 2 * c.hidden, 4 * c.hidden + 2 * c.ffn_hidden
+        norms, products = 2 * c.hidden, 2 * (c.hidden + c.attention_width + c.ffn_hidden)
         saved = products * self.element + norms * self._weight
         per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
@@ -190,7 +190,7 @@ class ShapeMemory:
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
         """What block recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
         c = self.config
-        per_token = (c.hidden * (self.element + self._weight) + 4 * c.heads) / self.tp
+        per_token = (c.attention_width * self.element + c.hidden * self._weight + 4 * c.heads) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
 

@@ -4,7 +4,7 @@ Four forms are made from these classes, so that none of them can miss a knob or 
 
     PlanOptions --+-- arguments of ``terapipe.plan``; ``compare`` has its ``CompareOptions``, which are fewer  (api.py)
                   +-- options of ``terapipe plan``, ``compare``, ``simulate``   (cli/options.py)
-                  +-- keys of ``[plan]`` in run.toml                            (training/config)
+                  +-- keys of ``[plan]`` in run.toml                            (training/config.py)
                   +-- fields of the trainers' ``PipelineConfig``                (trainers/config.py)
 
 The module lies in ``planning``, the lowest room, because the search (``search.Request`` is a ``PlanOptions``) and all

@@ -345,7 +345,8 @@ class Executor:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and mode != "full"):
             self._outputs[k, s] = out
-        if not self._train and s.end == self._plan.seq_len:
+        is_whole = s.length == self._plan.seq_len and mode == "full"  # nothing waits for its keys and values
+        if (not self._train and s.end == self._plan.seq_len) or is_whole:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
@@ -364,7 +365,7 @@ class Executor:
         return self._auxiliary.size if s.end == self._plan.seq_len else 0
 
     def _backward(self, action: Action) -> None:
-        """The gradient of a slice goes through its stage. ::
+        """The gradient of a slice goes through its stage::
 
         from the next stage, or the loss head           gradient of the output
         (recompute="full": the forward again)           output, keys and values
@@ -377,7 +378,7 @@ class Executor:
         _, k, s = action
         gradient = self._gradient(k, s) if k < self._last_stage else None
         start = self._clock.mark()
-        cache = self._caches[k, s.microbatch]
+        cache = self._cache(k, s)
         context = cache.begin(s.context, s.length, defer=action.op is Op.I, main_grads=True)
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)
@@ -548,7 +549,7 @@ class Executors:
         plan: the pipeline's own.
         stages: those of this rank, by number.
         transport: to the other ranks.
-        dtype: that of the parameters, and so of messages.
+        dtype: that of the parameters; without autocast that of messages, too (see ``MessageFormat``).
         check: refuses plans that the model cannot follow.
         stage_done: is told when a stage's gradients are complete.
         fused: see ``SlicedStage``.

@@ -4,10 +4,11 @@ A rank that refuses its batch must not leave the others waiting for its messages
 send each other messages of the wrong shape. So every method that runs the pipeline first exchanges one row of numbers::
 
     rank 0   batch is right   (work 7f3a.., ids 91c2..)  \\
-    rank 1   batch is right   (work 7f3a..)               >  all-gather  ->  all go on, or all raise the same error
+    rank 1   batch is right   (work 7f3a..)               >  all-gather  ->  all go on, or all raise
     rank 2   refused: ...     (refused 1)                /
 
-Where it raises, it raises on all ranks, and nothing has changed.
+Where it raises, it raises on all ranks, with the same cause, and nothing has changed. Here rank 2 raises its own error,
+ranks 0 and 1 a ValueError "rank 2 refused what it was given: ..." with the words of that error.
 """
 
 import math

@@ -59,7 +59,7 @@ class FailureReport:
     Args:
         rank: that stopped, as torch.distributed counts it.
         error: its own error, in words.
-        waited_for: the action it stood at.
+        at: what it was doing then: an action, or an operation in words.
         peers: the ranks that it waited for; none if the error is its own.
         seconds: how long it waited.
         timed_out: whether it gave up, rather than being woken.
@@ -67,7 +67,7 @@ class FailureReport:
 
     rank: int
     error: str = ""
-    waited_for: str = ""
+    at: str = ""
     peers: tuple[int, ...] = ()
     seconds: float = 0.0
     timed_out: bool = False
@@ -79,11 +79,11 @@ class FailureReport:
             name: names a rank.
         """
         if not self.peers:
-            at = f" at {self.waited_for}" if self.waited_for else ""
+            at = f" at {self.at}" if self.at else ""
             return f"{name(self.rank)} stopped{at}: {self.error}"
         how = f"waited {self.seconds:.1f} s" if self.timed_out else "was waiting"
         cause = f" ({self.error})" if self.error else ""
-        return f"{name(self.rank)} {how} at {self.waited_for} for {' or '.join(map(name, self.peers))}{cause}"
+        return f"{name(self.rank)} {how} at {self.at} for {' or '.join(map(name, self.peers))}{cause}"
 
 
 class Board:
@@ -230,7 +230,7 @@ class Failure:
             if is_out_of_memory(error):  # this rank's own failure, for which no other is to blame
                 raise
             if self.has_stopped:
-                raise self._explain(why) from error
+                raise self._fail_too(why) from error
             raise self.lost(error, why, peers, time.monotonic() - start) from error
 
     def watch(self, work: dist.Work, first: dist.Work | None, peers: tuple[int, ...], why: object) -> dist.Work:
@@ -296,7 +296,7 @@ class Failure:
             place, others = str(at() or ""), self._ranks.others(DP, TP)
             about_connections = is_connection_error(error)
             if self._error is not None or (self.has_stopped and about_connections):  # the watcher has cut them
-                raise self._explain(place) from error
+                raise self._fail_too(place) from error
             if others and about_connections:  # within an operator, or while gathering a stage
                 raise self.lost(error, place or "the end of a step", others) from error
             self.fail(FailureReport(self._ranks.global_rank, describe_error(error), place))
@@ -304,8 +304,11 @@ class Failure:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether this rank or another has failed. On GPUs, what the device computed since may be made of messages that
-        never came. True before connections are cut, and so before any of that."""
+        """Whether this rank has failed, or has heard that another has.
+
+        It turns True before connections are cut. After that a GPU goes on with buffers that no message came into; so
+        nothing has been computed from such a buffer while this is still False.
+        """
         return bool(self._cut_by) or self._error is not None
 
     def refuse_stopped(self, what: str) -> None:
@@ -317,17 +320,19 @@ class Failure:
         if self.has_stopped and self._store is not None:
             raise PipelineError(
                 f"{what} needs gradients or weights that are whole; where a transfer has failed they may be made of "
-                f"messages that never came: load the last checkpoint in a new process. {self._explain(what)}"
+                f"messages that never came: load the last checkpoint in a new process. {self._fail_too(what)}"
             )
 
     def _raise_stopped(self, why: object) -> None:
         """Raises a failure that the watcher has learned of. The first time in its own words."""
         if self.has_stopped:
-            error = self._explain(why)
+            error = self._fail_too(why)
             raise PipelineError(f"this pipeline stopped before: {error}") if self._was_raised else error
 
-    def _explain(self, why: object) -> PipelineError:
-        """The failure, when it has been put into words."""
+    def _fail_too(self, why: object) -> PipelineError:
+        """Stops this rank because of another's failure, and returns what to raise: posts that it stood at ``why`` and
+        cuts its connections, so that those who wait for it are woken in turn. The second time it only returns the
+        error."""
         return self.fail(FailureReport(self._ranks.global_rank, "", str(why), self._cut_by))
 
     def lost(self, error: Exception, why: object, peers: tuple[int, ...], seconds: float = 0.0) -> PipelineError:
