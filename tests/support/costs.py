@@ -75,7 +75,7 @@ class SimpleMemory:
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         return np.asarray(self.owing * stage.layers * np.multiply(size, length), dtype=np.float64)
 
-    def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int) -> Array:
+    def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int, sliced: bool = True) -> Array:
         return np.asarray(self.caching * stage.layers * np.multiply(size, tokens), dtype=np.float64)
 
     def per_rank(self) -> float:

@@ -254,7 +254,7 @@ class Simulation:
             n = (-a + sqrt(a^2 + 4 b share)) / 2 b
         """
         model, tokens = self.source.config, self.setup.seq_len
-        a, b = 2.0 * model.layer_parameters, 2.0 * model.hidden
+        a, b = 2.0 * model.layer_parameters, 2.0 * model.attention_width
         shares = np.arange(1, count) / count * (a * tokens + b * tokens**2)
         ends = np.round((np.sqrt(a * a + 4 * b * shares) - a) / (2 * b)).astype(int).tolist()
         return tuple(np.diff([0, *ends, tokens]).tolist())
@@ -543,9 +543,9 @@ class OtherProgram(ShapeMemory):
         width = self.config.hidden * self.element / (self.tp if self.divided else 1)
         return np.asarray(np.multiply(size, length) * width * (stage.layers + stage.last), dtype=np.float64)
 
-    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
         """Nothing: keys and values are computed again."""
-        cache = super().kv_cache(stage, size, seq_len)
+        cache = super().kv_cache(stage, size, seq_len, sliced)
         return np.zeros_like(cache) if self._by_layer else cache
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:

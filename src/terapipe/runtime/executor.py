@@ -345,7 +345,8 @@ class Executor:
             self._inputs[k, s] = x
         if k < self._last_stage or (self._train and mode != "full"):
             self._outputs[k, s] = out
-        if not self._train and s.end == self._plan.seq_len:
+        is_whole = s.length == self._plan.seq_len and mode == "full"  # nothing waits for its keys and values
+        if (not self._train and s.end == self._plan.seq_len) or is_whole:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
@@ -377,7 +378,7 @@ class Executor:
         _, k, s = action
         gradient = self._gradient(k, s) if k < self._last_stage else None
         start = self._clock.mark()
-        cache = self._caches[k, s.microbatch]
+        cache = self._cache(k, s)
         context = cache.begin(s.context, s.length, defer=action.op is Op.I, main_grads=True)
         x = self._inputs.pop((k, s))
         out = self._outputs.pop((k, s), None)

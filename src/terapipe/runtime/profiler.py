@@ -53,7 +53,7 @@ SHARE = 0.1  # of the time, at most, for those messages, for the optimizer, and 
 TURNS = 9  # of each message, or at least LEAST
 
 Progress = Callable[[float], None]  # the share that is done
-Clock = Callable[..., list[float]]  # seconds of some actions
+Clock = Callable[..., list[float]]  # seconds of some actions, one after the other: the device's, or the host's alone
 
 
 class Profiler:
@@ -87,7 +87,7 @@ class Profiler:
         self.transport = transport or Transport.join(local_device())
         self.device = self.transport.device
         self._timed = Stopwatch(self.device)
-        self._clock: Clock = self._timed
+        self._clock: Clock = self._timed  # ``_time_host`` exchanges it for a while
         self.transport.connect(list(pairwise(range(self.transport.size))))
         self._reserved = reserved_memory(self.device)
         self._autocast = Autocast.current(self.device)
@@ -117,7 +117,11 @@ class Profiler:
         self.points = self._grid.points
 
     def _convert(self, dtype: torch.dtype | None) -> torch.dtype:
-        """All stages to this dtype; by default they are left as they are."""
+        """Converts all stages to this dtype; by default they are left as they are. Returns the dtype that they have.
+
+        Stages of a model on the meta device are copies of their own. Otherwise they share its parameters, and to
+        convert those would change the user's model behind their back.
+        """
         own = next(self.stage.parameters()).dtype
         if dtype in (None, own):
             return own
@@ -139,6 +143,9 @@ class Profiler:
         Args:
             seconds: for everything. A tenth of it is for messages, a tenth for the optimizer.
             progress: is called with the share that is done, from 0 to 1.
+
+        Returns:
+            The profile of all ranks, the same on each. Points for which there was no time are not in it.
         """
         began = time.monotonic()
         deadline = began + seconds * (1 - 2 * SHARE)
@@ -169,6 +176,7 @@ class Profiler:
         """
         whole, first = True, self._grid.required()
         for point in self.points if points is None else points:
+            # Asked before every point: ranks must decide alike, and start a point at the same moment anyway.
             late = self._together(time.monotonic() > until)
             if late and (point not in first or ("forward", point) in self._taken):
                 whole = False
@@ -199,7 +207,13 @@ class Profiler:
         return self._profile(self._transfers(), self._optimizer())
 
     def _profile(self, transfers: Sequence[Transfer], optimizer: Sequence[float]) -> Profile:
-        """All ranks' measurements together."""
+        """Gathers all ranks' measurements. They go into one sample for each kind and point: ranks are alike, and where
+        one is slower the planner should know how far times spread.
+
+        Args:
+            transfers: the same on all ranks.
+            optimizer: this rank's seconds per parameter.
+        """
         taken, queued = self.transport.gather(self._taken), self.transport.gather(self._queued)
 
         def all_ranks(of: Sequence[Mapping[tuple[str, Point], list[float]]], kind: str, p: Point) -> tuple[float, ...]:
@@ -243,24 +257,31 @@ class Profiler:
     # One point
 
     def _slices(self, point: Point) -> Iterator[tuple[str, float]]:
-        """Some slices of this shape as in a step: forwards after each other, then their backwards."""
+        """Measures some slices of this shape as in a step: forwards after each other, then their backwards.
+
+        Yields:
+            Kind of work and seconds, several of a kind for short slices: one of them is too quick for a clock to tell.
+        """
         short = point.length <= self.seq_len // 8
         forwards, backwards, _ = self._passes(self.stage, point, 3 if short else 1, warm=short)
         for forward, backward in zip(forwards, backwards, strict=True):
             yield "forward", forward
             yield "backward", backward
+        # What follows grows evenly with the tokens and does not see the context: three lengths are enough for a line.
         if point.context or point.held_out or point.length not in self._grid.sparse_lengths:
             return
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
         if self._selects:
             yield "block", self._block(point)
         yield "head", self._clock(lambda: self._loss(self.stage, point))[0]
+        # Of the embedding alone a model has no function: two stages of one layer each differ by it.
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
 
     def _block(self, point: Point) -> float:
-        """Seconds that block recomputation adds to a backward."""
+        """Seconds that block recomputation adds to a backward. Measured in one go with a plain one, not as a difference
+        to an earlier measurement: the machine may have been busier then."""
         (plain,), (again,) = (self._passes(self.stage, point, 1, block=each)[1] for each in (False, True))
         return max(0.0, again - plain)
 
@@ -311,27 +332,40 @@ class Profiler:
         return forwards[warm:], times[2 * warm :: 2], times[2 * warm + 1 :: 2]
 
     def _begin_slice(self, stage: Stage, point: Point, deferred: bool) -> SliceCache:
-        """A cache with the point's context in it. A clone: slices of one shape must not see each other's states."""
+        """Returns a cache with the point's context in it. A clone: slices of one shape must not see each other's
+        states.
+
+        Args:
+            stage: whose layers the cache is for.
+            point: gives the context, and how many tokens follow.
+            deferred: whether backwards put gradients of weights off.
+        """
         cache = self._cache(stage, point.size, point.context).clone()
         cache.begin(point.context, point.length, defer=deferred, main_grads=True)
         return cache
 
     def _fill_state_grads(self, cache: SliceCache) -> None:
-        """Other states than keys and values: as if a later slice had found gradients for them."""
+        """Gives states other than keys and values gradients, as if a later slice had found some. Without, autograd
+        would leave out their part of the backward, and the slice would seem cheaper than it is in a step. The last
+        slice of a sequence has no later one."""
         if cache.end < self.seq_len:
             for state in cache.next_states():
                 state.grad = torch.zeros_like(state) if state.requires_grad else None
 
     def _input(self, stage: Stage, point: Point) -> Tensor:
+        """Returns token ids for a stage with an embedding, hidden states for others. Values do not change times."""
         if stage is self.first or self.layers == self.shape.layers:
             return torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
         return self._hidden(point)
 
     def _hidden(self, point: Point) -> Tensor:
+        """Returns hidden states of some stage before; they need a gradient, which a backward computes for that one."""
         shape = self.stage.hidden_shape(point.size, point.length)
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
     def _loss(self, stage: Stage, point: Point) -> None:
+        """Computes the loss of a slice and its gradient, as the last rank does. Backwards run without autocast, as
+        torch advises: each operation keeps the dtype of its forward."""
         hidden = self._hidden(point)
         labels = torch.zeros(point.size, point.length, dtype=torch.int64, device=self.device)
         with self._autocast.on():
@@ -351,11 +385,27 @@ class Profiler:
                 stage.backward(cache, out, gradient.to(out.dtype))
 
     def _together(self, late: bool = False) -> bool:
-        """All ranks begin at the same time; whether it is late for one of them."""
+        """Lets all ranks begin at the same time. An all-reduce is also the cheapest question to all.
+
+        Args:
+            late: whether this rank's time is up.
+
+        Returns:
+            Whether that of any rank is.
+        """
         return bool(self.transport.all_reduce(torch.full((1,), float(late), device=self.device)).item())
 
     def _cache(self, stage: Stage, size: int, context: int) -> SliceCache:
-        """The cache after ``context`` tokens. Callers must clone it before use."""
+        """Returns the cache after some tokens. Callers must clone it before use. ::
+
+            keys and values        one cache for all contexts: slices read as many of its tokens as they are told
+            recurrent states       one cache for each context: a state sums up all tokens before it
+
+        Args:
+            stage: whose layers the cache is for.
+            size: sequences in the microbatch.
+            context: tokens before the slice.
+        """
         start, here = (id(stage), size, 0), (id(stage), size, context)
         if start not in self._caches:
             self._caches[start] = self._fill_cache(stage, size)
@@ -369,7 +419,9 @@ class Profiler:
         return self._caches[here]
 
     def _fill_cache(self, stage: Stage, size: int) -> SliceCache:
-        """A cache in which all keys, values and their gradients have been written once, by two slices."""
+        """Makes a cache in which all keys, values and their gradients have been written once, by two slices. Memory
+        that was never written is slow at first touch (the system hands it out page by page), which a step pays only
+        once."""
         cache = stage.make_cache(size, self.seq_len)
         half = self.seq_len // 2 or 1
         halves = [Point(size, half, 0), Point(size, self.seq_len - half, half)] if self.seq_len > 1 else []
@@ -387,14 +439,20 @@ class Profiler:
         return cache
 
     def _tight(self, point: Point) -> bool:
-        """Whether this point is known well, on every rank."""
+        """Whether this point is measured well, on every rank. Ranks agree, or one would measure alone and wait for
+        ever."""
         mine = all(_spread(taken) < TIGHT for (_, p), taken in self._taken.items() if p == point)
         return all(self.transport.gather(mine))
 
     # Beside the slices
 
     def _transfers(self, seconds: float = inf) -> list[Transfer]:
-        """Messages between the first neighbours on one host, and between the first on two; so long for either."""
+        """Measures messages between the first neighbors on one host, and between the first on two. Not between all:
+        links of a kind are alike, and all ranks wait while two of them talk.
+
+        Args:
+            seconds: for either kind of link, if there is one.
+        """
         transfers = []
         for apart in (False, True):
             first = next((rank for rank, (a, b) in enumerate(pairwise(self.hosts)) if (a != b) == apart), None)
@@ -405,7 +463,8 @@ class Profiler:
         return transfers
 
     def _posted(self, first: int) -> tuple[float, ...]:
-        """Seconds in which the host of a GPU posts one end of a message and its wait."""
+        """Seconds in which the host of a GPU posts one end of a message and its wait. ``first`` and the rank after it
+        exchange one; on a CPU the result is empty, as the host itself moves the bytes."""
         if self.device.type != "cuda":
             return ()
         payload = torch.zeros(1, device=self.device)
@@ -413,7 +472,16 @@ class Profiler:
         return tuple(self.transport.gather(mine)[first])
 
     def _messages(self, first: int, left: float = SENDING) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """Bytes, and seconds to the next rank, of ever larger messages while there is time left for them."""
+        """Times ever larger messages while there is time left for them. The planner fits latency and bandwidth, for
+        which it needs small and large ones, and three sizes at least, however slow the link is.
+
+        Args:
+            first: the rank that sends to the one after it.
+            left: seconds for all of them.
+
+        Yields:
+            Bytes, and seconds one way. The first turn of each size warms up.
+        """
         expected = 1e-6
         for number, nbytes in enumerate(CUDA_MESSAGES if self.device.type == "cuda" else MESSAGES):
             turns = max(LEAST, min(TURNS, int(left / 2 / expected)))
@@ -427,7 +495,20 @@ class Profiler:
             yield nbytes, tuple(seconds / 2 for seconds in taken[1:])
 
     def _there_and_back(self, payload: Tensor, first: int, clock: Clock | None = None) -> float:
-        """Seconds, on the first of the two ranks; by default the device's."""
+        """Times a message to the next rank and back, since no clock is shared by two hosts. ::
+
+            first     one number ->              | payload ->               -> payload |
+            second    receives are posted first  |           payload, then send back   |
+                                                 ^ the clock runs from here            ^ to here
+
+        Args:
+            payload: as large as the message; sent both ways.
+            first: one of the two ranks. All ranks call this, the others only wait for the start.
+            clock: the device's by default.
+
+        Returns:
+            Seconds, on the first rank; 0 on all others.
+        """
         transport, channel, second, why = self.transport, self.transport.channel, first + 1, "a measured message"
         shape, dtype = tuple(payload.shape), payload.dtype
 
@@ -449,7 +530,11 @@ class Profiler:
 
     def _optimizer(self, seconds: float = inf) -> list[float]:
         """Seconds per parameter of an AdamW step over the measured stage; the first, which makes the state, counts only
-        where it takes all the time."""
+        where it takes all the time. Weights do not change: the learning rate is 0.
+
+        Args:
+            seconds: after which no further step begins.
+        """
         parameters = [p for p in self.stage.parameters() if p.requires_grad]
         if not parameters:
             return [0.0]
@@ -468,6 +553,8 @@ class Profiler:
 
 
 def _shape(model: PipelineModel, shape: GPTConfig | None) -> GPTConfig:
+    """Returns the shape that the planner computes with: the one of the caller, or a GPT's own. Of other models nothing
+    tells how many bytes a token keeps, so it is refused to guess."""
     if shape is None and isinstance(model, GPT):
         shape = model.config
     if shape is None:
@@ -481,7 +568,8 @@ def _shape(model: PipelineModel, shape: GPTConfig | None) -> GPTConfig:
 
 
 def _takes(model: PipelineModel, length: int, recompute: Recompute = "none") -> bool:
-    """Whether slices may be so short, with this mode of recomputation."""
+    """Whether slices may be so short, with this mode of recomputation. The model is asked as a pipeline asks it, by a
+    plan: there is no second statement of what it can do."""
     try:
         model.check_plan(Plan((1,), ((length,),), (0, model.num_layers), recompute=recompute))
     except ValueError:
@@ -490,11 +578,16 @@ def _takes(model: PipelineModel, length: int, recompute: Recompute = "none") -> 
 
 
 def _accumulate(cache: SliceCache) -> None:
+    """Computes the gradients of weights that the backward of a cache's slice has put off, if any."""
     accumulate_deferred(cache.current.pop_deferred())
 
 
 def reserved_memory(device: torch.device) -> int:
-    """Bytes of a GPU that tensors of this process cannot have: taken by contexts, by NCCL, by other processes."""
+    """Bytes of a GPU that tensors of this process cannot have: taken by contexts, by NCCL, by other processes.
+
+    Args:
+        device: of this process; 0 bytes on a CPU.
+    """
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -502,7 +595,8 @@ def reserved_memory(device: torch.device) -> int:
 
 
 def _spread(taken: Sequence[float]) -> float:
-    """The relative uncertainty, by the middle half of the measurements."""
+    """Returns the relative uncertainty of the median: the width of the middle half of the measurements, less by the
+    root of their number. Not the standard deviation, which a single interruption would make useless."""
     if len(taken) < LEAST:
         return 1.0
     low, high = np.quantile(taken, (0.25, 0.75))

@@ -1,10 +1,15 @@
-"""What must be equal on all ranks of a pipeline.
+r"""What must be equal on all ranks of a pipeline.
 
 It is compared when the pipeline is made: a model with other heads on one rank would otherwise train, and one of another
 dtype or width end in a crash of the transfers.
 
 Ranks exchange one number for each set of traits. Only where these differ, they exchange the traits themselves, and all
-ranks raise the same words: who differs, and in what.
+ranks raise the same words: who differs, and in what::
+
+    rank 0    crc of traits  7f31   \                                           config.num_heads (8 instead of 16)
+    rank 1    crc of traits  7f31    > gathered; 19a2 is another: gather all --> named on all four ranks
+    rank 2    crc of traits  19a2   /
+    rank 3    crc of traits  7f31  /
 """
 
 import enum
@@ -28,8 +33,13 @@ DEPTH = 6  # of nested configurations
 
 
 class Traits(NamedTuple):
-    """By name, in words. ``place``: only ranks of the same place are compared. ``is_partial``: a rank may not know all
-    of them, and those that only some know are not compared."""
+    """What a rank says about its model, its plan and its options.
+
+    Args:
+        values: by name, in words: what is compared is what the message shows.
+        place: only ranks of the same place are compared, such as replicas of the same stage.
+        is_partial: whether a rank may not know all of them. Those that only some know are not compared then.
+    """
 
     values: dict[str, str]
     place: int = 0
@@ -37,16 +47,24 @@ class Traits(NamedTuple):
 
 
 def refuse_differences(transport: Transport, *mine: Traits) -> None:
-    """All ranks call it, and raise alike."""
+    """Raises ValueError on all ranks if one differs. All ranks call it together.
+
+    Args:
+        transport: of the pipeline.
+        *mine: this rank's, as many as on the other ranks and in the same order. Each is compared with its like.
+    """
     numbers = [n for traits in mine for n in (traits.place, checksum(json.dumps(traits.values, sort_keys=True)))]
     rows = transport.gather_numbers(numbers, ALL)
     for i, traits in enumerate(mine):
+        # More pairs than places: some place has two checksums.
         seen = {tuple(row[2 * i : 2 * i + 2]) for row in rows}
         if len(seen) > len({place for place, _ in seen}):
             _refuse_difference(transport, transport.gather(traits, ALL))
 
 
 def _refuse_difference(transport: Transport, everyone: list[Traits]) -> None:
+    """Names the first rank that is unlike most of its place. It may raise nothing: partial traits have other checksums
+    where one rank knows more than another, without any difference."""
     for place in sorted({traits.place for traits in everyone}):
         ranks = [rank for rank, traits in enumerate(everyone) if traits.place == place]
         usual = _most_common(ranks, everyone)
@@ -68,6 +86,7 @@ def _most_common(ranks: list[int], everyone: list[Traits]) -> int:
 
 
 def _differences(usual: Traits, other: Traits) -> list[str]:
+    """Returns each difference in words, cut to a readable width: a configuration may be pages long."""
     names = [*usual.values, *(name for name in other.values if name not in usual.values)]
     if usual.is_partial:
         names = [name for name in names if name in usual.values and name in other.values]
@@ -90,7 +109,13 @@ def model_traits(model: PipelineModel) -> dict[str, str]:
 
 def stage_traits(model: PipelineModel, stages: Mapping[int, Stage], tile: int) -> dict[str, str]:
     """What is equal wherever it is known: stages hold different layers, a rank may have more of the model than its
-    own. ``tile``: lengths must be multiples of it."""
+    own.
+
+    Args:
+        model: asked for the whole module, if this rank has it.
+        stages: those of this rank.
+        tile: lengths must be multiples of it, also that of the example which gives the shape of hidden states.
+    """
     about: dict[str, Any] = {}
     for stage in stages.values():
         about["shape of hidden states"] = tuple(stage.hidden_shape(1, 8 * tile))
@@ -133,7 +158,13 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def parameter_traits(named: Iterable[tuple[str, nn.Parameter]], *, trained: bool = False) -> dict[str, str]:
-    """Shapes and dtypes, and with ``trained`` which are frozen. Without those of which the memory was given back."""
+    """Shapes and dtypes, without those of which the memory was given back.
+
+    Args:
+        named: parameters by name.
+        trained: whether to say which are frozen. It must be equal for replicas of a stage; the whole model on a rank
+            may have been frozen before or after its stages were made.
+    """
     return {
         name: f"{tuple(p.shape)} of {p.dtype}{', frozen' if trained and not p.requires_grad else ''}"
         for name, p in named
@@ -142,12 +173,23 @@ def parameter_traits(named: Iterable[tuple[str, nn.Parameter]], *, trained: bool
 
 
 def weight_traits(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
-    """Sums of the bits of the weights that a rank holds: replicas must begin with the same ones."""
+    """Sums of the bits of the weights that a rank holds: replicas must begin with the same ones. Their gradients are
+    averaged and their weights never are, so replicas that begin apart stay apart.
+
+    Args:
+        named: parameters of this rank's stages by name.
+    """
     return {f"values of {name}": f"checksum {total:x}" for name, total in local_sums(dict(named)).items()}
 
 
 def flatten(value: Any, name: str = "") -> dict[str, str]:
-    """Nested dictionaries and dataclasses as one, by names with dots."""
+    """Nested dictionaries and dataclasses as one, by names with dots, so that a difference is named exactly:
+    ``config.rope.theta`` instead of two whole configurations.
+
+    Args:
+        value: anything; what ``plain`` makes of it is taken.
+        name: of the value, before the names inside it.
+    """
     value = plain(value)
     if not isinstance(value, dict):
         return {name: str(value)}
@@ -159,7 +201,12 @@ def flatten(value: Any, name: str = "") -> dict[str, str]:
 
 def plain(value: Any, depth: int = DEPTH) -> Any:
     """What two processes can compare: numbers, words and collections of them; of other objects the class, of functions
-    the name. What a function remembers counts only of those that this package made: others' may be about their rank."""
+    the name. What a function remembers counts only of those that this package made: others' may be about their rank.
+
+    Args:
+        value: of an option or a configuration.
+        depth: how far to look into what is nested; an object may contain itself.
+    """
     inner: Callable[[Any], Any] = functools.partial(plain, depth=depth - 1)
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | enum.Enum):
         return str(value) if isinstance(value, enum.Enum) else value

@@ -288,9 +288,14 @@ def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> Array:
     kept, deferred = memory.activations(stage, size, length), memory.deferred_grads(stage, size, length)
     in_forward, in_backward = memory.workspace(stage, size, length, context)
     # The KV cache of a microbatch lives from the forward of its first slice to the backward of that slice, its last.
-    cache = np.where(context == 0, memory.kv_cache(stage, size, plan.seq_len), 0.0)
+    is_whole = length == plan.seq_len
+    sliced, whole = (memory.kv_cache(stage, size, plan.seq_len, is_sliced) for is_sliced in (True, False))
+    cache = np.where(context == 0, np.where(is_whole, whole, sliced), 0.0)
+    # Where nothing of a whole sequence waits, one cache serves all microbatches, each while it is computed.
+    shared = np.where(is_whole, with_recompute(memory, "none").kv_cache(stage, size, plan.seq_len, False) - whole, 0.0)
     nothing = np.zeros_like(kept)
     # The rows are F, B, I and W, as in COMPUTATIONS.
     during = np.stack([kept + cache + in_forward, in_backward, in_backward + deferred, nothing])
+    during[:3] += shared
     change = np.stack([kept + cache, -kept - cache, deferred - kept - cache, -deferred])
     return np.stack([during, change])

@@ -1,15 +1,17 @@
 """Damaged checkpoints are refused by name, and name no file outside of their folder."""
 
+import json
 import os
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from terapipe import Layout
-from terapipe.runtime.checkpoint.manifest import Sum, damage, write_manifest
+from terapipe.runtime.checkpoint.manifest import MANIFEST, FormatError, Sum, damage, is_whole, write_manifest
 from terapipe.runtime.checkpoint.reader import Reader
 from tests.support.ranks import Ranks
 from tests.support.training_runs import flip_bits
@@ -57,6 +59,46 @@ def test_a_manifest_names_its_own_files_only(tmp_path: Path) -> None:
         write_manifest(folder, {name: Sum().add(b"secret")})
         (problem,) = damage(folder)
         assert "must lie in it" in problem
+
+
+def write_as_format_2(folder: Path, rest: object) -> None:
+    content = {"format": 2, "files": rest}
+    content["crc32"] = f"{zlib.crc32(json.dumps(content).encode()):08x}"
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def test_another_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    """It was called damaged; a run would have set it aside and gone on with an older checkpoint."""
+    (tmp_path / "file").write_bytes(b"content")
+    write_manifest(tmp_path, {"file": Sum().add(b"content")})
+    ours = (tmp_path / MANIFEST).read_text()
+    assert is_whole(tmp_path, "file")
+    for rest in (json.loads(ours)["files"], ["other", "things"]):
+        write_as_format_2(tmp_path, rest)
+        with pytest.raises(FormatError, match=r"has format 2, this version reads format 1; read it with the version"):
+            damage(tmp_path)
+        assert not is_whole(tmp_path, "file")
+    for text in (ours.replace('"format": 1', '"format": 2'), ours.replace('"format": 1,', ""), "[]", ours[:-9]):
+        (tmp_path / MANIFEST).write_text(text)
+        assert damage(tmp_path) == ["manifest.json is damaged or was edited: it does not match its own checksum"]
+
+
+def other_format_on_two_ranks(folder: str) -> str:
+    pipe = pipeline(Layout(1, 2, 1))
+    pipe.save(folder)
+    if pipe.rank == 0:
+        write_as_format_2(Path(folder), {})
+    pipe.gather(None)
+    with pytest.raises(ValueError, match=r"has format 2") as caught:
+        pipe.load(folder)
+    pipe.gather(None)  # all ranks can go on
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_a_checkpoint_of_another_format(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    first, second = ranks(2)(other_format_on_two_ranks, str(tmp_path / "saved"))
+    assert first == second
+    assert "damaged" not in first
 
 
 def test_the_index_of_a_checkpoint_names_its_own_files_only(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from terapipe.training.evaluation import Evaluator
 from terapipe.training.logging.metrics import read
 from tests.support.ranks import Ranks
 from tests.support.training_runs import TWO_LAYERS, copy_run, flip_bits
+from tests.unit.runtime.test_manifest import write_as_format_2
 from tests.unit.training.test_run import config, losses, train
 
 
@@ -43,6 +44,15 @@ def test_all_ranks_go_on_from_the_same_whole_checkpoint(ranks: Callable[[int], R
     assert steps(folder) == [3]
     assert not damage(path_of(folder, 3))
     assert {f.name for f in folder.glob("damaged-*")} == {"damaged-step-00000002", "damaged-step-00000003"}
+
+
+def test_a_checkpoint_of_another_format_is_not_set_aside(finished_run: RunConfig) -> None:
+    """A newer version's checkpoint was renamed as damaged, and the run went on from an older one."""
+    told = copy_run(finished_run, "format")
+    write_as_format_2(path_of(folder_of(told), 3), {})
+    with pytest.raises(ValueError, match=r"step-00000003 was written by another version of terapipe: .* has format 2"):
+        train(told)
+    assert steps(folder_of(told))[-1] == 3
 
 
 def test_notes_of_no_training_run_are_refused(finished_run: RunConfig) -> None:

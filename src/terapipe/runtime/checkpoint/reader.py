@@ -1,4 +1,14 @@
-"""Reads checkpoints without running any of them: torch's index is a pickle, and a pickle may call anything."""
+"""Reads checkpoints without running any of them: torch's index is a pickle, and a pickle may call anything.
+
+    .metadata       torch's index, a pickle: which tensor has which shape, and in which file its parts are
+    __0_0.distcp    tensors, which torch reads with ``weights_only=True``
+    notes.json      what the caller of ``Pipeline.save`` wanted to remember, such as the step
+    frozen.json     which weights are left out, with their source and digests
+    manifest.json   sizes and checksums of the others (manifest.py)
+
+Checkpoints are passed on and downloaded. Checksums do not help against whoever made one on purpose: the manifest is
+theirs, too. So the index may name ten classes that only describe tensors, and point to files of its own folder.
+"""
 
 import io
 import pickle
@@ -29,16 +39,17 @@ _CLASSES: tuple[type, ...] = (
     Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata,
     TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
 )  # fmt: skip
-# A pickle names the classes that it makes. These describe tensors and nothing else; any other name is refused.
+# A pickle names the classes that it makes. These describe tensors and nothing else; any other name is refused. Their
+# names are taken from the classes, because torch moves and renames private ones between versions.
 _DESCRIPTIONS = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 
 
 class Reader(FileSystemReader):
     """Reads the tensors of a checkpoint. It reads the index once, and refuses one that holds anything but
-    descriptions of tensors.
+    descriptions of tensors. torch's own reader would unpickle it without a look, each time it is asked.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint. ``index`` is what it says: shapes, dtypes and places of all ranks' tensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,16 +64,29 @@ class TensorsOnly(DefaultLoadPlanner):
     """Plans to load tensors, and refuses everything else: torch would unpickle it, and a pickle may call anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """torch calls this for every entry that the index declares to be no tensor."""
         raise ValueError(f"{read_item.storage_index.fqn} must be a tensor, got pickled bytes, which are never read")
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """Reads the notes of a checkpoint; empty if it was saved without."""
+    """Reads the notes of a checkpoint; empty if it was saved without.
+
+    Args:
+        folder: of the checkpoint.
+    """
     return _read_object(folder / NOTES)
 
 
 def read_frozen(folder: Path) -> tuple[str, dict[str, str]]:
-    """Reads which frozen weights a checkpoint leaves out: their source, and a digest of each."""
+    """Reads which frozen weights a checkpoint leaves out.
+
+    Args:
+        folder: of the checkpoint.
+
+    Returns:
+        Where the weights came from, such as a model's folder, for messages; and the digest of each by its name. Both
+        are empty if nothing was left out.
+    """
     content = _read_object(folder / FROZEN)
     weights = content.get("weights", {})
     if not isinstance(weights, dict) or not all(isinstance(digest, str) for digest in weights.values()):
@@ -81,7 +105,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def reason(error: BaseException) -> str:
     """Says in one line, never empty, why something could not be read. torch's own words are replaced where it advises
-    to unpickle a tensor without its safeguards: nobody should do that."""
+    to unpickle a tensor without its safeguards: nobody should do that.
+
+    Args:
+        error: of torch, pickle or the system.
+    """
     said = str(error).strip().partition("\n")[0]
     if isinstance(error, pickle.UnpicklingError) and "weights" in said.lower():
         return "a tensor cannot be read"
@@ -106,7 +134,9 @@ def _index(path: Path) -> Metadata:
 
 
 def _unpickle(path: Path) -> object:
-    """Unpickles a file that may name the classes of an index only, and undoes what it did to those classes."""
+    """Unpickles a file that may name the classes of an index only, and undoes what it did to those classes. The
+    ``BUILD`` instruction of a pickle sets attributes of whatever stands on its stack, also of a class: an
+    innocent-looking index could replace ``Metadata.__init__`` for the rest of the process."""
     before = {kind: dict(vars(kind)) for kind in _CLASSES}
     try:
         with path.open("rb") as file:
@@ -117,6 +147,8 @@ def _unpickle(path: Path) -> object:
 
 def _refuse_changes(before: dict[type, dict[str, Any]]) -> None:
     """Undoes changes of classes and raises if there were any: a pickle can set attributes of any class it may name."""
+    # ``old`` as the default: it is no attribute's value, so a new attribute counts as changed. Attributes that are
+    # gone are not looked for, as no instruction deletes one.
     changed = [
         (kind, name) for kind, old in before.items() for name, x in vars(kind).items() if old.get(name, old) is not x
     ]
@@ -132,6 +164,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles what torch writes to an index, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """pickle calls this for every global that a file names, before it calls or builds anything with it."""
         if (module, name) in _DESCRIPTIONS:
             return _DESCRIPTIONS[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -144,7 +177,15 @@ class _Unpickler(pickle.Unpickler):
 
 def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
     """Returns a function in the place of functions, and of classes that other code uses. It is a new one each time,
-    so that no pickle can change what others use."""
+    so that no pickle can change what others use.
+
+    Args:
+        module: that the pickle names.
+        name: in this module. A path becomes a plain text, a layout torch's only one for saved tensors.
+
+    Returns:
+        None for a name that no index needs.
+    """
     if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):  # where it was written
         return lambda *parts: "/".join(parts)
     if (module, name) == ("torch.serialization", "_get_layout"):

@@ -1,5 +1,13 @@
 """Checkpoints that know nothing of the layout: each tensor under its name in the whole model, saved and loaded by
-torch.distributed.checkpoint, which finds the parts."""
+torch.distributed.checkpoint, which finds the parts::
+
+    saved on dp 1 x pp 2 x tp 1                           loaded on dp 1 x pp 1 x tp 2
+    rank 0   model.h.0.weight                             rank 0   upper half of model.h.0.weight, model.h.1.weight
+    rank 1   model.h.1.weight      -->  a folder  -->     rank 1   lower half of both
+
+What is in it, by the first part of the name: ``model.`` parameters and buffers, ``optimizer.`` states of the optimizer,
+``extra.`` tensors of the caller. All are tensors; what is none stands in notes.json.
+"""
 
 import json
 import shutil
@@ -41,7 +49,7 @@ from terapipe.runtime.gradient_sync import TiedWeights
 
 PART = "optimizer"  # of the checkpoint
 
-Place = tuple[dict[Any, Any], Any]  # a dictionary and a key
+Place = tuple[dict[Any, Any], Any]  # a dictionary and a key: a number in a state can be replaced, not filled
 
 
 class OptimizerState:
@@ -62,7 +70,8 @@ class OptimizerState:
         self._parameters = {name: p for name, p in parameters.items() if p in trained}
 
     def _places(self) -> dict[str, Place]:
-        """Returns where each number and tensor of the state is, by its name in the checkpoint."""
+        """Returns where each number and tensor of the state is, by its name in the checkpoint, such as
+        ``state.h.0.weight.exp_avg``."""
         states = (_leaves(self._state[p], f"state.{name}") for name, p in self._parameters.items() if p in self._state)
         return {name: place for leaves in states for name, place in leaves}
 
@@ -72,7 +81,7 @@ class OptimizerState:
 
     def prepare(self, saved: Iterable[str]) -> None:
         """Makes room for the state that a checkpoint has. A parameter without one begins anew, as it did where it was
-        saved.
+        saved. torch's loading fills tensors in place, and an optimizer makes its own only in its first step.
 
         Args:
             saved: the names in the checkpoint.
@@ -86,13 +95,15 @@ class OptimizerState:
         self._make([p for name, p in self._parameters.items() if name in there and p not in self._state])
 
     def _make(self, parameters: list[Tensor]) -> None:
-        """Initializes the optimizer's state with a no-op step: learning rate 0, zero gradients."""
+        """Initializes the optimizer's state with a no-op step: learning rate 0, zero gradients. Only the optimizer
+        itself knows which tensors it needs, of which dtype, and where they are. What the step puts into them, a count
+        of 1 among it, is overwritten by what is loaded."""
         if not parameters:
             return
         groups = [group for group in self._optimizer.param_groups if "lr" in group]
         rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = group["lr"] * 0
+            group["lr"] = group["lr"] * 0  # a rate that is a tensor stays one
         for p in parameters:
             p.grad = torch.zeros_like(p)
         self._optimizer.step()
@@ -112,7 +123,13 @@ class OptimizerState:
                 state[key] = type(state[key])(loaded[name].item())
 
     def copy(self, original: Tensor, copy: Tensor) -> None:
-        """Gives a copy of a tied parameter a copy of the original's state."""
+        """Gives a copy of a tied parameter a copy of the original's state.
+
+        Args:
+            original: the parameter whose state was loaded.
+            copy: the same weight in another stage of this rank. Its state must be its own tensors, because the
+                optimizer steps both, and would step shared ones twice.
+        """
         self._state.pop(copy, None)
         if original in self._state:
             self._state[copy] = _clone(self._state[original])
@@ -128,18 +145,21 @@ def _leaves(state: dict[Any, Any], name: str) -> Iterator[tuple[str, Place]]:
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:
+    """Returns a tensor as it is, a number as a tensor of Python's own precision, so that no digit of it is lost."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
 def _clone(value: Any) -> Any:
+    """Copies a state with the dictionaries inside it; what is neither dictionary nor tensor is shared."""
     if isinstance(value, dict):
         return {key: _clone(item) for key, item in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _prefixes(name: str) -> Iterator[str]:
+    """Yields ``a.b``, ``a`` of ``a.b.c``. Names of parameters have dots, too, so no single place to split is right."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -161,7 +181,8 @@ class Checkpoint:
     """One rank's parameters, buffers and optimizer, as parts of the whole model's.
 
     Tied parameters have one name here, and tensors of the same name are copies of each other: one is saved, all are
-    loaded.
+    loaded. Of replicas, each holds the same tensors under the same names; torch's planner divides the writing.
+    It holds the tensors themselves, and is made for one save or load: the next one may find other parameters.
 
     Args:
         parameters: of this rank's stages, by their names in the whole model.
@@ -192,7 +213,12 @@ class Checkpoint:
         self._transport = transport
 
     def _state(self, extra: Mapping[str, Tensor], left_out: Iterable[str]) -> State:
-        """Returns what is saved, by part. It has tensors only: all else would be saved as pickles."""
+        """Returns what is saved, by part. It has tensors only: all else would be saved as pickles.
+
+        Args:
+            extra: tensors of the caller.
+            left_out: names of the weights that the model's own files have.
+        """
         moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
         weights = {name: x for name, x in self._tensors.items() if name not in left_out}
         parts = {"model": weights, PART: moments, "extra": extra}
@@ -201,7 +227,8 @@ class Checkpoint:
     # Saving
 
     def save(self, folder: Path, extra: Mapping[str, Tensor], notes: Mapping[str, Any] | None, frozen: bool) -> None:
-        """Saves a checkpoint and waits until it is on the disk. Arguments are those of ``begin``."""
+        """Saves a checkpoint and waits until it is on the disk. Arguments are those of ``begin``. Nothing is copied
+        first: nobody can change the tensors meanwhile."""
         saving = self.begin(folder, extra, notes, frozen, copy=False)
         self._wait(saving)
         saving.result()
@@ -217,10 +244,13 @@ class Checkpoint:
             notes: what JSON can hold, the first rank's; None for no notes.
             frozen: whether to save frozen weights, too, that could be read again from the model's files.
             copy: whether tensors may be changed as soon as this returns.
+
+        Returns:
+            The save on its way. It may still fail, and tells all ranks so in ``Saving.result``.
         """
         self._transport.failure.refuse_stopped("a checkpoint")
         folder, writer = folder.absolute(), CheckpointWriter.of(self._transport)
-        self._wait(writer.latest if writer is not None else None)
+        self._wait(writer.latest if writer is not None else None)  # the staging memory is one save's at a time
         if self._transport.global_rank == min(self._transport.ranks.hosts):
             shutil.rmtree(sibling(folder, "partial"), ignore_errors=True)
         left_out: Digests = {} if frozen else self._base.choose_left_out(self._tensors)
@@ -237,7 +267,7 @@ class Checkpoint:
                 state = staging.copy(state)
             elif self._transport.device.type == "cuda":
                 torch.cuda.synchronize(self._transport.device)  # the thread knows nothing of this one's streams
-        except Exception as error:
+        except Exception as error:  # raised by ``_agree`` on all ranks: here it would leave the others waiting
             problem = error
         ready = self._agree(problem, names, writer is not None)
         writer = writer if writer is not None and ready else CheckpointWriter(self._transport)
@@ -279,6 +309,9 @@ class Checkpoint:
             folder: of the checkpoint.
             extra: tensors to fill, of those that the checkpoint has with this shape and dtype.
             verify: whether files are compared with their checksums first.
+
+        Returns:
+            The notes, and which of the extra tensors the checkpoint had.
         """
         damage = verify_files(folder, self._transport) if verify else ""
         if damage:
@@ -288,6 +321,8 @@ class Checkpoint:
             return self._load(folder, extra)
 
     def _check_base(self, folder: Path) -> None:
+        """Refuses a checkpoint that left out weights of another base than this model has. All ranks see the same file,
+        so either all compare or none does."""
         place = _place(folder)
         source, left_out = ("", {}) if place is None else read_frozen(place)
         if left_out:
@@ -295,7 +330,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def _load(self, folder: Path, extra: Mapping[str, Tensor]) -> Loaded:
-        """Every rank reads what it holds."""
+        """Every rank reads what it holds. The order matters: the optimizer's tensors must exist before they are filled,
+        and copies of tied weights take what was filled."""
         place = _place(folder)
         if place is None:
             raise ValueError(_nothing_in(folder))
@@ -347,22 +383,34 @@ def verify_files(folder: Path, transport: Transport) -> str:
 
     Returns:
         What is wrong; empty if the checkpoint is whole.
+
+    Raises:
+        ValueError: The checkpoint is of another format, on all ranks. It may be whole, so no caller is to pass it over
+            and go on with an older one.
     """
     ranks = list(transport.ranks.hosts)
     part = ranks.index(transport.global_rank)
     with ThreadPoolExecutor(1) as thread:
         work = thread.submit(_damage, folder, part, len(ranks))
         transport.until_all(lambda span: bool(wait([work], span).done))
-    damages = dict.fromkeys(wrong for share in transport.gather(work.result(), ALL) for wrong in share)
+    shares = transport.gather(work.result(), ALL)
+    if other := next((share for share in shares if isinstance(share, str)), ""):
+        raise ValueError(other)
+    damages = dict.fromkeys(wrong for share in shares for wrong in share)
     if not damages:
         return ""
     nothing = _nothing_in(folder)
     return nothing if nothing in damages else f"the checkpoint {folder} is damaged: {'; '.join(damages)}"
 
 
-def _damage(folder: Path, part: int, parts: int) -> list[str]:
+def _damage(folder: Path, part: int, parts: int) -> list[str] | str:
+    """Returns what is wrong with a rank's share of the files; a single text if they are of another format. An error
+    would leave this rank's neighbors waiting for its answer."""
     place = _place(folder)
-    return [_nothing_in(folder)] if place is None else manifest.damage(place, part, parts)
+    try:
+        return [_nothing_in(folder)] if place is None else manifest.damage(place, part, parts)
+    except manifest.FormatError as error:
+        return str(error)
 
 
 def _place(folder: Path) -> Path | None:
@@ -373,6 +421,7 @@ def _place(folder: Path) -> Path | None:
 
 
 def _nothing_in(folder: Path) -> str:
+    """Says what a folder would need to be a checkpoint: most often, the path was the wrong one."""
     return f"no checkpoint in {folder}: a folder with a file {manifest.MANIFEST}, as Pipeline.save writes it"
 
 
@@ -391,6 +440,7 @@ def _as_json(notes: Mapping[str, Any]) -> str:
 
 
 def _fits(saved: object, x: Tensor) -> bool:
+    """Tells whether an entry of the index fills a tensor as it is. torch would convert a dtype without a word."""
     return isinstance(saved, TensorStorageMetadata) and (saved.size, saved.properties.dtype) == (x.shape, x.dtype)
 
 

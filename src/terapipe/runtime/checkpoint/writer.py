@@ -1,4 +1,11 @@
-"""Writes what is to be saved, in a thread of its own and over connections of its own: training may go on."""
+"""Writes what is to be saved, in a thread of its own and over connections of its own: training may go on::
+
+    Checkpoint.begin     main thread      copies the tensors (Staging), returns a Saving
+    CheckpointWriter     saving thread    _write: shards, checksums, manifest, rename
+    Saving.result        main thread      raises what went wrong, the same on all ranks
+
+The folder of a checkpoint is never half written. It grows under another name beside, and gets its own by a rename.
+"""
 
 import io
 import os
@@ -54,6 +61,7 @@ class Saving:
         start_thread(lambda: self._run(work), transport.device, "terapipe-saving")
 
     def _run(self, work: Callable[[], None]) -> None:
+        """Runs in the thread. Every error becomes the future's: one that is raised here, nobody would see."""
         try:
             work()
         except OSError as error:
@@ -77,7 +85,7 @@ class Saving:
 
     def result(self) -> None:
         """Waits until the save is done. It raises an OSError, the same on all ranks, if the checkpoint could not be
-        written; training can go on then."""
+        written; training can go on then. A rank that is gone is named, and the pipeline has failed with it."""
         try:
             self._future.result()
         except RuntimeError as error:
@@ -105,7 +113,12 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def copy(self, state: State) -> State:
-        """Begins to copy a state; the copies may be read after ``wait``."""
+        """Begins to copy a state; the copies may be read after ``wait``.
+
+        Args:
+            state: tensors on any devices. They may be changed as soon as this returns, by work on the current stream,
+                which the device does after the copies.
+        """
         copies = {
             part: {name: self._copy(x.detach(), (part, name)) for name, x in tensors.items()}
             for part, tensors in state.items()
@@ -122,7 +135,8 @@ class Staging:
             self._copied.synchronize()
 
     def _copy(self, x: Tensor, key: tuple[str, str]) -> Tensor:
-        """Copies a tensor; of a DTensor, this rank's part."""
+        """Copies a tensor; of a DTensor, this rank's part. Pinned memory is used again where shape and dtype are the
+        same, as pinning some gigabytes takes seconds."""
         if not x.is_cuda:
             return x.to("cpu", copy=True)
         part, room = to_local(x), self._pinned.get(key)
@@ -187,6 +201,8 @@ class CheckpointWriter:
 
 
 def _key(transport: Transport) -> tuple[object, ...]:
+    """Returns what a writer belongs to: its ranks, and the world they met in. A world that was destroyed and made anew
+    has the same ranks, but the old writer's group is gone."""
     return (dist.group.WORLD if dist.is_initialized() else None, *transport.ranks.hosts)
 
 
@@ -226,7 +242,8 @@ def _write(state: dict[str, Any], folder: Path, texts: Mapping[str, str], group:
 
 
 def _gather_sums(sums: dict[str, Sum], group: dist.ProcessGroup | None) -> dict[str, Sum]:
-    """Gathers the sums of the files that all ranks have written."""
+    """Gathers the sums of the files that all ranks have written. Names do not clash: torch puts a rank's number into
+    those of its shards, and the first rank alone writes the index."""
     if group is None:
         return sums
     everyone: list[dict[str, Sum]] = [{}] * group.size()
@@ -253,6 +270,7 @@ def _problem(folder: Path, failures: dict[int, BaseException], group: dist.Proce
     cause."""
     if not failures:
         return None
+    # False sorts before True: errors of the system first, and among equals the lowest rank's.
     rank, cause = min(failures.items(), key=lambda item: (not isinstance(item[1], OSError), item[0]))
     who = rank if group is None else dist.get_global_rank(group, rank)
     start = f"the checkpoint {folder} could not be saved, rank {who}: "
@@ -262,6 +280,13 @@ def _problem(folder: Path, failures: dict[int, BaseException], group: dist.Proce
 
 
 def _save(state: dict[str, Any], writer: FileSystemWriter, group: dist.ProcessGroup | None) -> None:
+    """Writes shards and index by torch.distributed.checkpoint.
+
+    Args:
+        state: nested dictionaries of tensors; DTensors are saved as this rank's part of the whole.
+        writer: to the partial folder.
+        group: of the ranks that save together; None for one process, which may never have begun torch.distributed.
+    """
     if group is not None:
         save(state, storage_writer=writer, process_group=group)
         return
@@ -282,17 +307,26 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Opens a file for torch to write; its sum is there as soon as torch has closed it."""
         assert mode == "wb", mode
         with SummedFile(path) as file:
             yield file
         self.sums[Path(path).name] = file.sum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """torch writes the index under another name first; the sum follows it."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class _Writer(FileSystemWriter):
+    """torch's own writer, which also sums what it writes.
+
+    Args:
+        folder: to write to; made if it is missing. Nothing is copied ahead from a GPU, which torch would do on a stream
+            of its own, beside those of training.
+    """
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
         self.fs = files = _Files()
@@ -308,6 +342,7 @@ class _Writer(FileSystemWriter):
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
+    """Finds the error of the system in the chain of errors that one came from; None if there is none."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

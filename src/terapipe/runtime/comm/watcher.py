@@ -35,7 +35,12 @@ BUSY = 60.0  # the same for any other rank: its interpreter may be held, or its 
 
 
 def _has_ended(beat: str) -> bool:
-    """Whether the process that gave this sign of life has ended. False if it is on another host, or none was given."""
+    """Whether the process that gave this sign of life has ended. False if it is on another host, or none was given.
+
+    Args:
+        beat: ``"<count> <pid> <host>"``. Of a process on this host the kernel knows more than its silence tells: a rank
+            that compiles for a minute is silent and alive. Without ``/proc`` (macOS) silence is all there is.
+    """
     _, pid, host = beat.split(" ", 2) if beat else ("", "", "")
     if host != host_name() or not Path("/proc/self/stat").exists():
         return False
@@ -47,6 +52,8 @@ def _has_ended(beat: str) -> bool:
 
 
 def _end(stopped: threading.Event, thread: threading.Thread) -> None:
+    """Ends the thread of a watcher that nobody holds any more, or when the process ends. It takes the two objects, not
+    the watcher: a finalizer that held its own object would keep it for ever."""
     stopped.set()
     if thread is not threading.current_thread():  # which may be the last to let go of the watcher
         thread.join(LEAVE)
@@ -54,11 +61,14 @@ def _end(stopped: threading.Event, thread: threading.Thread) -> None:
 
 @dataclass
 class _Pending:
+    """A transfer or a call that has not come to an end, as far as this thread has looked. It holds no tensor: the list
+    would keep messages in memory until the next look."""
+
     has_ended: Callable[[], bool]
     has_failed: Callable[[], bool]  # asked when it has ended
     words: Callable[[], str]  # of NCCL, if it has failed
-    peers: tuple[int, ...]
-    why: object
+    peers: tuple[int, ...]  # ranks without which it cannot end
+    why: object  # what it is, for the message: its text is made only if it is needed
 
 
 class Watcher:
@@ -107,8 +117,15 @@ class Watcher:
         weakref.finalize(self, _end, self._stopped, thread)
 
     def watch(self, work: dist.Work, words: Callable[[], str], peers: tuple[int, ...], why: object) -> None:
-        """A transfer that is on its way. It must come to an end, one after the other, each within the timeout.
-        ``words`` asks its communicator what has gone wrong."""
+        """Watches a transfer that is on its way. Transfers must come to an end one after the other, each within the
+        timeout.
+
+        Args:
+            work: what torch.distributed returned for it.
+            words: asks its communicator what has gone wrong; called in the watcher's thread.
+            peers: ranks that it needs.
+            why: describes it in the message.
+        """
         result: Any = work.get_future_result()  # type: ignore[attr-defined]
 
         def has_failed() -> bool:
@@ -117,12 +134,19 @@ class Watcher:
         self._add(_Pending(result.done, has_failed, words, peers, why))
 
     def watch_call(self, answer: Future[Any], peers: tuple[int, ...], why: object) -> None:
-        """A call in another thread that needs peers. Its caller learns of its errors."""
+        """Watches a call in another thread that needs peers, such as the making of a communicator. That it has failed
+        is no news here: its caller learns of its errors.
+
+        Args:
+            answer: of the call.
+            peers: ranks that it needs.
+            why: describes it in the message.
+        """
         self._add(_Pending(answer.done, lambda: False, lambda: "", peers, why))
 
     def _add(self, pending: _Pending) -> None:
         with self._lock:
-            if not self._pending:
+            if not self._pending:  # the time since the last transfer was spent on computing, not on waiting
                 self._progress = time.monotonic()
             self._pending.append(pending)
 
@@ -133,6 +157,7 @@ class Watcher:
             self._store.set("failed", str(self._rank))
 
     def _run(self) -> None:
+        """Runs in the thread, until it has told of a failure, is stopped, or the transport that it tells is gone."""
         beat = 0
         while not self._stopped.wait(BEAT):
             beat += 1
@@ -148,6 +173,7 @@ class Watcher:
         self._store.set(f"beat{self._rank}", f"{beat} {os.getpid()} {host_name()}")
 
     def _look(self) -> bool:
+        """Looks once, in the order of the class's drawing. Returns whether it has told of a failure."""
         broken, waiting = self._oldest()
         if self._store.check(["failed"]):  # which may be why a transfer has failed here
             at, who = broken or waiting, int(self._store.get("failed"))
@@ -174,7 +200,8 @@ class Watcher:
         return next((p for p in ended if p.has_failed()), None), left[0] if left else None
 
     def _dead(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Ranks that have given no sign of life for a while."""
+        """Ranks that have given no sign of life for a while. This rank's clock counts from when it first saw a sign:
+        clocks of other hosts may be wrong."""
         dead = []
         for rank in ranks:
             key = f"beat{rank}"
@@ -187,6 +214,8 @@ class Watcher:
         return tuple(dead)
 
     def _tell(self, whom: Any, *what: object) -> bool:
+        """Calls one of the transport's methods, unless the transport is gone. Returns True, so that callers can return
+        what they have told."""
         function = whom()
         if function is not None:
             function(*what)
