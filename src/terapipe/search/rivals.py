@@ -318,7 +318,7 @@ class _Step:
             one = ring(cluster, block, way.cp)
             once, times = Exchange((way.cp - 1) * one.seconds, one.traffic * (way.cp - 1)), 2
         else:
-            width = 2 * config.hidden + 2 * max(config.num_kv_heads, way.cp) * config.head_size
+            width = 2 * config.attention_width + 2 * max(config.num_kv_heads, way.cp) * config.head_size
             once, times = all_to_all(cluster, tokens * width * element, way.cp), 1
         times += way.recompute == "full"
         return once, Exchange(times * once.seconds, once.traffic * times)

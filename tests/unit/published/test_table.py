@@ -33,6 +33,7 @@ def test_every_row_says_what_was_run(name: str) -> None:
         ("megatron_sc21", 0.05, 0.09),
         ("zero_bubble_steps", 0.04, 0.08),
         ("seq1f1b", 0.15, 0.50),
+        ("trl_context", 0.05, 0.10),
         ("dlperf", 0.07, 0.15),
     ],
 )

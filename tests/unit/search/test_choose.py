@@ -58,8 +58,8 @@ def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
 
 def test_what_is_fixed_stays_fixed() -> None:
     request = Request(
-        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448),
-        microbatch_size=2, recompute=True,
+        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, shard=False, order="terapipe-1f1b",
+        slice_lengths=(1000, 600, 448), microbatch_size=2, recompute=True,
     )  # fmt: skip
     choice = choose(SOURCE, request).estimate
     assert choice.layout == Layout(2, 2, 2)
@@ -354,7 +354,14 @@ def test_shared_state_lets_replicas_fit() -> None:
     source = ClusterSource(PRESETS["gpt3-13b"], Cluster("p4d.24xlarge:4"))
     request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, memory=20 << 30)
     with pytest.raises(ValueError, match="shard the model state over replicas"):
-        choose(source, request)
-    shared = choose(source, request.fixed(shard=True)).estimate
-    assert shared.fits
-    assert str(shared.layout) == "dp 4 (sharded) x pp 8 x tp 1"
+        choose(source, request.fixed(shard=False))
+    for shard in (True, None):
+        shared = choose(source, request.fixed(shard=shard)).estimate
+        assert shared.fits
+        assert str(shared.layout) == "dp 4 (sharded) x pp 8 x tp 1"
+
+
+def test_state_is_not_shared_where_memory_is_plenty() -> None:
+    """FSDP2 is one thing more to go wrong, and gains next to nothing then."""
+    source = ClusterSource(PRESETS["gpt3-1b"], Cluster("dgx-a100:1"))
+    assert not choose(source, Request(batch_size=512, seq_len=2048, dp=8, pp=1, tp=1)).layout.shard
