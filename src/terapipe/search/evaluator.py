@@ -191,9 +191,16 @@ class PlanEvaluator:
         return _balance(self.source.layers, self.layout.pp * chunks, *self._parts, self.request.bare_ends)
 
     def even_boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        """Stages with as equal numbers of layers as there can be, whatever embedding and head take."""
-        stages = self.layout.pp * chunks
-        return tuple(self.source.layers * k // stages for k in range(stages + 1))
+        """Stages with as equal numbers of layers as there can be, whatever embedding and head take. Where there are
+        more stages than layers, the head, and then the embedding, is alone on one.
+
+        Args:
+            chunks: Stages of a rank.
+        """
+        stages, layers = self.layout.pp * chunks, self.source.layers
+        if stages > layers:
+            return (0,) * (stages - layers - 1) + tuple(range(layers + 1)) + (layers,)
+        return tuple(layers * k // stages for k in range(stages + 1))
 
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
         """Ranks balanced by time, each with all of its stages."""

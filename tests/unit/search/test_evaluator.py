@@ -1,5 +1,8 @@
 """What the search counts for one plan."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from terapipe import PRESETS
@@ -22,3 +25,15 @@ def test_a_pipeline_of_one_rank_sends_nothing() -> None:
 
     assert sent(1) == pytest.approx(0.0, abs=1e-12)
     assert sent(3) == pytest.approx(2 * sent(2))
+
+
+@pytest.mark.parametrize(("layers", "first", "last"), [(8, (0, 1), (7, 8)), (7, (0, 1), (7, 7)), (6, (0, 0), (6, 6))])
+def test_even_stages_with_fewer_layers_leave_the_ends_alone(
+    layers: int, first: tuple[int, int], last: tuple[int, int]
+) -> None:
+    """126 layers on 128 stages: a stage in the middle got none, and planning 405B on 4,096 GPUs failed."""
+    source = ClusterSource(replace(PRESETS["gpt3-1b"], layers=layers), Cluster("dgx-a100:1"))
+    evaluator = PlanEvaluator(source, Request(8, 2048, pp=4, dp=1, tp=2), Layout(1, 4, 2), "none")
+    edges = evaluator.even_boundaries(2)
+    assert (edges[:2], edges[-2:], len(edges)) == (first, last, 9)
+    assert all(a < b for a, b in pairwise(edges[1:-1]))
