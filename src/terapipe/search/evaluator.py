@@ -191,15 +191,10 @@ class PlanEvaluator:
         return _balance(self.source.layers, self.layout.pp * chunks, *self._parts, self.request.bare_ends)
 
     def even_boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        """Stages with as equal numbers of layers as there can be, whatever embedding and head take. Where there are
-        more stages than layers, the head, and then the embedding, is alone on one.
-
-        Args:
-            chunks: Stages of a rank.
-        """
-        stages, layers = self.layout.pp * chunks, self.source.layers
-        if stages > layers:
-            return (0,) * (stages - layers - 1) + tuple(range(layers + 1)) + (layers,)
+        """Stages with as equal numbers of layers as there can be, whatever embedding and head take."""
+        layers, stages = self.source.layers, self.layout.pp * chunks
+        if stages > layers:  # the ends are alone
+            return _balance(layers, stages, 1.0, 0.0, 0.0, self.request.bare_ends)
         return tuple(layers * k // stages for k in range(stages + 1))
 
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
