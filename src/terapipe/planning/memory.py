@@ -13,7 +13,12 @@ from terapipe.planning.recompute import Recompute
 
 
 def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
-    """The parameters of one rank's stages. A tied weight counts on every rank that has it, once."""
+    """The parameters of one rank's stages. A tied weight counts on every rank that has it, once.
+
+    Args:
+        config: The shape of the model.
+        stages: All stages of the rank.
+    """
     count = sum(stage.layers for stage in stages) * config.layer_parameters
     embedding = config.vocab * config.hidden
     if any(stage.first for stage in stages):
@@ -35,6 +40,15 @@ def attention_inside(
 
         keys    0 ............ context | slice        64 query heads, 8 of keys, heads of 128, 128k tokens of bfloat16:
         dk, dv  all query heads x all of these keys   2 x 2.15 GB, for each slice at the end of the sequence
+
+    Args:
+        kernel: As modeling/kernels.py names it.
+        rows: Tokens of the slice, of all its sequences together.
+        keys: Tokens that they see, themselves included.
+        heads: Heads of queries on this device.
+        kv_heads: Heads of keys and values on this device.
+        head_size: Features of a head.
+        element: Bytes of a number.
     """
     if kernel not in _FLASH:
         return np.zeros(np.broadcast(rows, keys).shape)
@@ -201,7 +215,11 @@ MOST_BYTES = 2**60
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in a text such as ``16GiB``, ``900MB`` or ``17179869184``."""
+    """The bytes in a text such as ``16GiB``, ``900MB`` or ``17179869184``.
+
+    Args:
+        text: A number, and a unit of powers of 1,000 or (with an i) of 1,024; upper or lower case.
+    """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")

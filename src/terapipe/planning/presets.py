@@ -68,11 +68,19 @@ class GPTConfig:
         return self.layers * self.layer_parameters + ends + 2 * self.hidden
 
     def layer_flops(self, tokens: int) -> float:
-        """FLOPs of one layer's forward over a sequence of this length. A multiply-add counts as two."""
+        """FLOPs of one layer's forward over a sequence of this length. A multiply-add counts as two.
+
+        Args:
+            tokens: Of the sequence, all seen causally: half of the square.
+        """
         return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.attention_width
 
     def head_flops(self, tokens: int) -> float:
-        """FLOPs of the head's forward over this many tokens."""
+        """FLOPs of the head's forward over this many tokens.
+
+        Args:
+            tokens: Whose logits are computed.
+        """
         return 2.0 * tokens * self.hidden * self.vocab
 
 
@@ -108,7 +116,11 @@ class ModelSpec:
 
 
 def gpt_config(text: str) -> GPTConfig:
-    """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``."""
+    """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``.
+
+    Args:
+        text: What the user typed. ``layers``, ``hidden`` and ``heads`` are needed; the others are as in `GPTConfig`.
+    """
     if "=" not in text:
         if text not in PRESETS:
             likely = get_close_matches(text, PRESETS, 1)

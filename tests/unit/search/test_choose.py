@@ -237,9 +237,8 @@ def test_layers_are_spread_evenly_where_memory_is_short() -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_layers_can_be_spread_evenly_over_any_stages_that_there_are(chunks: int) -> None:
     """Also over two stages more than layers, which then have no layer at the ends of the model."""
-    bench = PlanEvaluator(
-        ClusterSource(replace(SMALL, layers=6), Cluster("p3.16xlarge:1")), FREE, Layout(1, 2, 4), "none"
-    )
+    source, request = ClusterSource(replace(SMALL, layers=6), Cluster("p3.16xlarge:1")), FREE.fixed(bare_ends=True)
+    bench = PlanEvaluator(source, request, Layout(1, 2, 4), "none")
     widths = [b - a for a, b in pairwise(bench.even_boundaries(chunks))]
     assert sum(widths) == 6
     assert widths == {1: [3, 3], 2: [1, 1, 2, 2], 4: [0, 1, 1, 1, 1, 1, 1, 0]}[chunks]
