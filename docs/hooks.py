@@ -23,6 +23,7 @@ OUTSIDE = (
     "benchmarks/*/README.md",
     "examples/*.py",
     "examples/*.toml",
+    "src/terapipe/*/README.md",
 )
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]*)")
 

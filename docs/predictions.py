@@ -19,6 +19,7 @@ SLOW = ("terapipe", "zero_bubble_rates", "slimpipe_bubble")  # seconds each; the
 HEADLINE = (
     ("megatron_sc21", "Megatron-LM from 1.7B to 1T on A100s"),
     ("zero_bubble_steps", "measured zero-bubble steps"),
+    ("trl_context", "one to four million tokens on H100s"),
     ("dlperf", "small models on V100s"),
     ("seq1f1b", "Seq1F1B's slices"),
 )

@@ -17,7 +17,7 @@ import inspect
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -266,7 +266,7 @@ def _with_price_of_reserve(result: PlanResult) -> PlanResult:
     memory = source.cluster.host.device.memory
     if memory == source.budget or (result.plan.recompute == "none" and result.peak_bytes < 0.9 * (source.budget or 0)):
         return result
-    whole = request.fixed(memory=memory, dp=layout.dp, pp=layout.pp, tp=layout.tp, order=result.plan.order)
+    whole = request.fixed(memory=memory, **asdict(layout), order=result.plan.order)
     return replace(result, reserve=max(1.0, result.step_time / choose(source, whole).step_time))
 
 

@@ -37,6 +37,24 @@ def test_architecture_names_no_file_that_is_gone() -> None:
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "src/terapipe" / name).exists())] == []
 
 
+ROOMS = sorted((ROOT / "src/terapipe").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("page", ROOMS, ids=lambda page: page.parent.name)
+def test_a_room_names_no_file_that_is_gone(page: Path) -> None:
+    """Its own files by name, those of other rooms by their paths below the package."""
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+\.py\b", text))
+    assert named
+    places = (page.parent, page.parents[1], ROOT, *(folder for folder in page.parent.iterdir() if folder.is_dir()))
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_architecture_links_every_room_that_has_a_page() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    assert [room.parent.name for room in ROOMS if f"[{room.parent.name}](../src/terapipe/" not in page] == []
+
+
 # The API reference
 
 

@@ -155,8 +155,11 @@ def add_knobs(parser: argparse.ArgumentParser, groups: dict[str, Any], kind: typ
             continue
         told, title, value = entry.metadata, entry.metadata["group"], kind_of(entry.type)
         groups[title] = groups.get(title) or parser.add_argument_group(title)
-        text = explain(entry) + ("" if told["unset"] == "any" or value is bool else f" (default: {told['unset']})")
-        how = {"action": "store_true"} if value is bool else {"type": PARSERS[value], "metavar": told["unit"]}
+        said = told["unset"] == "any" or (value is bool and entry.default is not None)
+        text = explain(entry) + ("" if said else f" (default: {told['unset']})")
+        how: dict[str, Any] = {"type": PARSERS.get(value), "metavar": told["unit"]}
+        if value is bool:
+            how = {"action": "store_true" if entry.default is False else argparse.BooleanOptionalAction}
         groups[title].add_argument(f"--{entry.name.replace('_', '-')}", help=text.replace("%", "%%"), **how)
 
 

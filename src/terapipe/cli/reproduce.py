@@ -48,8 +48,6 @@ class Section(NamedTuple):
 
 
 GROWN = (5, 8, 10)  # settings, one of each model in which slicing matters
-
-
 CUT = "microbatches and slices"
 
 
@@ -228,7 +226,8 @@ def error_text(error: float, points: bool) -> str:
 
 
 def summary(table: Table) -> tuple[str, ...]:
-    """A row of the last table: how far off we are in all of this one. As in ``SUMMARY``.
+    """A row of the last table: how far off we are in all of this one. As in ``SUMMARY``. Runs that were out of memory
+    do not count as not simulated: that we agree or not is among the `notes`.
 
     Args:
         table: A published table.
@@ -266,7 +265,12 @@ def _digits(value: float) -> str:
 
 
 def table_rows(table: Table) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of a table, a cell for each column in which anything was simulated.
+    """Header and rows of a table, a cell for each column in which anything was simulated. Such as::
+
+        published / ours            1F1B                     Seq1F1B
+        32k tokens, 8 microbatches  48189 / 51853, +7.6 %    53485 / 62682, +17 %
+
+    Columns without a simulation are left out: their `notes` say why, once for all rows.
 
     Args:
         table: A published table.
@@ -279,7 +283,8 @@ def table_rows(table: Table) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def notes(table: Table) -> list[str]:
-    """What was out of memory, what we would refuse, and what is not simulated, each with the cells it is about.
+    """What was out of memory, what we would refuse, and what is not simulated, each with the cells it is about. Equal
+    notes are one line, or a column of 12 cells would say its reason 12 times.
 
     Args:
         table: A published table.
@@ -327,7 +332,8 @@ def _rich(header: Sequence[str], cells: Sequence[Sequence[str]]) -> rich_table.T
 
 
 def figure(table: Table) -> str:
-    """Published and simulated numbers of a table as bars, or nothing if none of them is simulated.
+    """Published and simulated numbers of a table as bars, or nothing if none of them is simulated. A group of bars is a
+    row, with two for each column that counts; what is missing has no length.
 
     Args:
         table: A published table.

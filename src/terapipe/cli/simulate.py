@@ -156,7 +156,7 @@ def _layout(parsed: argparse.Namespace, plan: Plan) -> Layout:
     """
     if parsed.dp is None or parsed.tp is None:
         raise ValueError("this is a bare plan, without its layout; give --dp and --tp")
-    layout = Layout(parsed.dp, plan.num_ranks, parsed.tp, parsed.shard)
+    layout = Layout(parsed.dp, plan.num_ranks, parsed.tp, bool(parsed.shard))
     if min(layout.dp, layout.tp) < 1 or (layout.shard and layout.dp == 1):
         raise ValueError(f"--dp and --tp are at least 1, and --shard needs several replicas, got {layout}")
     return layout

@@ -22,9 +22,9 @@ def shape_of(model: PreTrainedModel, structure: ModelStructure) -> GPTConfig:
 
     - Parameters of a layer's matrices beyond a GPT's attention count as feed-forward: a gated one of width f becomes
       one of width 1.5 f.
-    - In a GPT all heads together are as wide as the hidden states. If the model's are not, the GPT gets heads whose
-      keys and values have the right size, or the nearest to it (see ``_heads``). The difference in parameters goes to
-      the feed-forward.
+    - Latent attention has fewer parameters than its heads would need. There the GPT gets heads that are together as
+      wide as the hidden states, with keys and values of the right size, or the nearest to it (see ``_heads``). The
+      difference in parameters goes to the feed-forward.
     - ``max_seq_len`` does not limit sequences: it is the number of rows of other parameters before the layers, each as
       wide as the hidden states. These are learned positions if there are any, else 1.
 
@@ -34,15 +34,15 @@ def shape_of(model: PreTrainedModel, structure: ModelStructure) -> GPTConfig:
     """
     config, layers = text_config(model.config), _layers(model, structure)
     hidden, vocab, tied = int(config.hidden_size), int(config.vocab_size), bool(structure.tied)
-    heads, kv_heads = _heads(config, hidden)
-    attention = 2 * hidden * hidden * (1 + kv_heads / heads)
+    heads, kv_heads, head_dim = _heads(config, hidden)
+    attention = 2 * hidden * (heads + kv_heads) * (head_dim or hidden // heads)
     matrices = sum(_visited_parameters(layer, config, least_dims=2) for layer in layers) / len(layers)
     ffn = max(1, round((matrices - attention) / (2 * hidden)))
     ends = ((1 if tied else 2) * vocab + 2) * hidden  # embedding, head, and the norm before it
     inside = {p for layer in layers for p in layer.parameters()}
     outside = sum(p.numel() for p in model.parameters() if p not in inside)
     rows = max(1, (outside - ends) // hidden)
-    return GPTConfig(len(layers), hidden, heads, kv_heads, ffn, vocab, rows, tied)
+    return GPTConfig(len(layers), hidden, heads, kv_heads, ffn, vocab, rows, tied, head_dim)
 
 
 def work_of(model: PreTrainedModel, structure: ModelStructure) -> tuple[list[float], float]:
@@ -69,12 +69,12 @@ def _visited_parameters(layer: nn.Module, config: Any, *, least_dims: int = 0) -
     )
 
 
-def _heads(config: Any, hidden: int) -> tuple[int, int]:
-    """Numbers of heads of queries, and of keys and values.
+def _heads(config: Any, hidden: int) -> tuple[int, int, int | None]:
+    """Numbers of heads of queries, and of keys and values; and their size, if it is not hidden / heads.
 
-    A GPT with hidden size h and a heads has heads of size h / a, so with b heads of keys and values it caches 2 h b / a
-    numbers per token. We need 2 kv_heads * width: the pair (a, b) with b / a nearest to kv_heads * width / h, where a
-    divides h and b divides a. Among equals, the numbers nearest to the model's own.
+    For latent attention: a GPT with hidden size h and a heads has heads of size h / a, so with b heads of keys and
+    values it caches 2 h b / a numbers per token. We need 2 kv_heads * width: the pair (a, b) with b / a nearest to
+    kv_heads * width / h, where a divides h and b divides a. Among equals, the numbers nearest to the model's own.
     """
     heads = _number(config, "num_attention_heads") or 1
     # SliceCache holds the inputs of attention, also for latent attention, which could keep less.
@@ -83,11 +83,14 @@ def _heads(config: Any, hidden: int) -> tuple[int, int]:
     kv_heads = next((n for name in KV_HEADS if (n := _number(config, name))), heads)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1  # whatever else the configuration of a Falcon says
+    if not latent and heads % kv_heads == 0:
+        return heads, kv_heads, None if heads * width == hidden else width
     ratio = min(1.0, kv_heads * width / hidden)
-    return min(
+    heads, kv_heads = min(
         ((a, b) for a in _divisors(hidden) for b in _divisors(a)),
         key=lambda pair: (abs(pair[1] / pair[0] - ratio), abs(pair[1] - kv_heads), abs(pair[0] - heads)),
     )
+    return heads, kv_heads, None
 
 
 def _number(config: Any, name: str) -> int:

@@ -95,7 +95,7 @@ class Attention(nn.Module):
         self.layer, self.head_size = layer, config.head_size
         self.shared = config.heads // config.num_kv_heads  # queries to each head of keys and values
         self.qkv = nn.Linear(config.hidden, (config.heads + 2 * config.num_kv_heads) * config.head_size)
-        self.out = nn.Linear(config.hidden, config.hidden)
+        self.out = nn.Linear(config.attention_width, config.hidden)
 
     def forward(self, x: Tensor, cache: SliceCache | None) -> Tensor:
         """Attention of the slice to itself and to earlier slices, or without a cache of whole sequences to themselves.

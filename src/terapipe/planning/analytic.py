@@ -172,8 +172,8 @@ class AnalyticCost:
     def _terms(self) -> LayerTerms:
         """The layer has four products: queries, keys and values; attention's output; both of the MLP."""
         c, tp, device = self.config, self.layout.tp, self.cluster.host.device
-        qkv = c.hidden + 2 * c.num_kv_heads * c.head_size
-        shapes = [(c.hidden, qkv / tp), (c.hidden / tp, c.hidden), (c.hidden, c.ffn_hidden / tp)]
+        qkv = c.attention_width + 2 * c.num_kv_heads * c.head_size
+        shapes = [(c.hidden, qkv / tp), (c.attention_width / tp, c.hidden), (c.hidden, c.ffn_hidden / tp)]
         shapes.append((c.ffn_hidden / tp, c.hidden))
         repeated = 0.0 if self.sequence_parallel else _REPLICATED * (1 - 1 / tp)
         nbytes = (device.passes / tp + repeated) * c.hidden * device.element
@@ -233,7 +233,7 @@ class AnalyticCost:
         """Seconds of a token and a key that it sees. ``products`` are those of a fused kernel, 1 in a forward: its
         backward computes the scores once more."""
         c, device, speed = self.config, self.cluster.host.device, self.cluster.host.device.attention_speed
-        flops = 4.0 * c.hidden / self.layout.tp * (2.0 if speed.scores and backward else products)
+        flops = 4.0 * c.attention_width / self.layout.tp * (2.0 if speed.scores and backward else products)
         seconds = flops / (device.peak * (speed.backward if backward else speed.forward))
         return seconds + speed.scores * c.heads / self.layout.tp * device.element / device.bandwidth
 

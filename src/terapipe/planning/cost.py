@@ -53,16 +53,28 @@ class HostTime:
         return any(astuple(self))
 
     def of_forward(self, stage: StageSpec) -> float:
-        """Seconds in which the host issues a forward on this stage."""
+        """Seconds in which the host issues a forward on this stage.
+
+        Args:
+            stage: Its layers and ends; embedding and head are kernels of their own.
+        """
         ends = self.embedding * stage.first + self.head * stage.last
         return self.action + stage.layers * self.forward + ends
 
     def of_backward(self, stage: StageSpec) -> float:
-        """Seconds in which the host issues a backward on this stage."""
+        """Seconds in which the host issues a backward on this stage. The head's is part of the last stage's forward.
+
+        Args:
+            stage: Its layers and ends.
+        """
         return self.action + stage.layers * self.backward + self.embedding_backward * stage.first
 
     def of_weights(self, stage: StageSpec) -> float:
-        """Seconds in which the host issues the weight half. It is a part of the backward, so never more."""
+        """Seconds in which the host issues the weight half. It is a part of the backward, so never more.
+
+        Args:
+            stage: Its layers.
+        """
         return min(stage.layers * self.weights, self.of_backward(stage))
 
 
@@ -82,6 +94,14 @@ def stage_specs(boundaries: tuple[int, ...]) -> tuple[StageSpec, ...]:
 class Cost(Protocol):
     """Seconds of everything a rank does. Sizes, lengths and contexts broadcast; results are element-wise.
 
+    A slice is ``size`` sequences of ``length`` tokens each, behind ``context`` tokens of the same sequences::
+
+        sequence    |-------- context --------|---- length ----|........ later slices ........|
+                      attended to, not computed  computed
+
+    All three may be arrays: the search asks for thousands of slices at once, and Python calls would take longer than
+    the arithmetic.
+
     Where a host issues the kernels of a device, a computation takes as long as the slower of the two.
 
     It may also have ``with_recompute(mode)``, the same with backwards that compute activations again: see
@@ -90,22 +110,59 @@ class Cost(Protocol):
     """
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """The forward of a slice. On the last stage it includes the loss and its gradient, as in the executor."""
+        """The forward of a slice. On the last stage it includes the loss and its gradient, as in the executor.
+
+        Args:
+            stage: What the rank computes.
+            size: Sequences of the slice.
+            length: Tokens of each.
+            context: Tokens of each before the slice.
+        """
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """The whole backward of a slice."""
+        """The whole backward of a slice: gradients of inputs and of weights, and what it computes again.
+
+        Args:
+            stage: What the rank computes.
+            size: As in ``forward``.
+            length: As in ``forward``.
+            context: As in ``forward``. Its keys and values get gradients, too.
+        """
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """The part of the backward that computes gradients of weights. No other stage waits for it."""
+        """The part of the backward that computes gradients of weights. No other stage waits for it, so that orders may
+        put it off to when a rank would be idle.
+
+        Args:
+            stage: What the rank computes.
+            size: As in ``forward``.
+            length: As in ``forward``. The context does not matter: attention has no weights.
+        """
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """Point-to-point transfer of a slice's hidden states, or of their gradient, between two pipeline ranks."""
+        """Point-to-point transfer of a slice's hidden states, or of their gradient, between two pipeline ranks.
+
+        Args:
+            source: The pipeline rank that sends.
+            target: The one that receives.
+            size: Sequences of the slice.
+            length: Tokens of each.
+        """
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """Whether transfers between two pipeline ranks overlap with computation, and their latency."""
+        """Whether transfers between two pipeline ranks overlap with computation, and their latency.
+
+        Args:
+            source: The pipeline rank that sends.
+            target: The one that receives.
+        """
 
     def per_step(self, stages: Sequence[StageSpec]) -> float:
-        """The work that a rank with these stages does once per step: gradient all-reduce and optimizer."""
+        """The work that a rank with these stages does once per step: gradient all-reduce and optimizer.
+
+        Args:
+            stages: All stages of the rank: a weight that two of them share counts once.
+        """
 
 
 class GradientBytes(NamedTuple):
@@ -120,16 +177,37 @@ class Memory(Protocol):
     """Bytes on one device. It may also have ``with_recompute(mode)``, as a ``Cost``."""
 
     def model_state(self, stage: StageSpec) -> float:
-        """Weights and optimizer state."""
+        """Weights and optimizer state, which are there all the time.
+
+        Args:
+            stage: Its layers and ends.
+        """
 
     def gradients(self, stage: StageSpec) -> GradientBytes:
-        """Gradients of the weights."""
+        """Gradients of the weights, which need not be there between steps.
+
+        Args:
+            stage: Its layers and ends.
+        """
 
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """What a slice keeps from its forward to its backward."""
+        """What a slice keeps from its forward to its backward.
+
+        Args:
+            stage: Its layers and ends.
+            size: Sequences of the slice.
+            length: Tokens of each.
+        """
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """What a slice keeps from the input half of its backward to the weight half."""
+        """What a slice keeps from the input half of its backward to the weight half: inputs of products, and the
+        gradients of their outputs.
+
+        Args:
+            stage: Its layers.
+            size: Sequences of the slice.
+            length: Tokens of each.
+        """
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
         """Keys, values and their gradients of a microbatch, from its first forward to its last backward.
@@ -139,14 +217,25 @@ class Memory(Protocol):
         """
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
-        """Temporary memory during a forward, and during a backward."""
+        """Temporary memory during a forward, and during a backward.
+
+        Args:
+            stage: Its layers and ends.
+            size: Sequences of the slice.
+            length: Tokens of each.
+            context: Tokens before the slice: attention's backward needs room for all keys that it sees.
+        """
 
     def per_rank(self) -> float:
         """What a rank needs once, whatever its stages are: workspaces of libraries."""
 
 
 def by_side(cost: Cost) -> tuple[Cost, HostTime]:
-    """Seconds of the device alone, and of the host that feeds it."""
+    """Seconds of the device alone, and of the host that feeds it.
+
+    Args:
+        cost: Any cost model. One that does not tell the two apart has a host that takes no time.
+    """
     sides: tuple[Cost, HostTime] = getattr(cost, "by_side", lambda: (cost, HostTime()))()
     return sides
 
@@ -155,7 +244,12 @@ T = TypeVar("T", Cost, Memory)
 
 
 def with_recompute(model: T, mode: Recompute) -> T:
-    """The cost or memory model of slices with this mode of recomputation."""
+    """The cost or memory model of slices with this mode of recomputation.
+
+    Args:
+        model: Any cost or memory model. One that knows no modes stays as it is.
+        mode: What backwards compute again.
+    """
     changed: T = getattr(model, "with_recompute", lambda mode: model)(mode)
     return changed
 
@@ -166,6 +260,15 @@ def slice_time(
     """Forward, backward and transfers of a slice on pipeline rank ``rank`` of ``ranks``: the paper's t.
 
     Where transfers overlap with computation, only the time by which a transfer exceeds the computation counts.
+
+    Args:
+        cost: The cost model.
+        stage: What the rank computes.
+        rank: The pipeline rank, whose neighbors it exchanges messages with.
+        ranks: The number of pipeline ranks: the first and the last have one neighbor only.
+        size: Sequences of the slice.
+        length: Tokens of each.
+        context: Tokens of each before the slice.
     """
     forward, backward = cost.forward(stage, size, length, context), cost.backward(stage, size, length, context)
 

@@ -18,7 +18,11 @@ class Link:
     latency: float  # seconds
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of a message."""
+        """Seconds of a message, from its start to its last byte.
+
+        Args:
+            nbytes: Of the message.
+        """
         return self.latency + nbytes / self.bandwidth
 
 
@@ -82,7 +86,11 @@ FRAGMENTED = 0.04  # of the rest: gaps between tensors that torch's allocator ca
 
 
 def usable_memory(device: Device) -> int:
-    """Bytes that a plan may use: the data sheet's, less what driver, CUDA context, NCCL and fragmentation take."""
+    """Bytes that a plan may use: the data sheet's, less what driver, CUDA context, NCCL and fragmentation take.
+
+    Args:
+        device: A described device. Where the device is the host, nothing is taken.
+    """
     if not device.accelerator:
         return device.memory
     return _without_fragmentation(device.memory * REPORTED - CONTEXT - COLLECTIVES)
@@ -90,7 +98,11 @@ def usable_memory(device: Device) -> int:
 
 def usable_of_measured(free: int) -> int:
     """The same of a GPU on which ``free`` bytes were measured to be left for tensors when context and connections of a
-    pipeline were there. Profiling makes no groups of replicas and tensor parallel ranks; a run may."""
+    pipeline were there. Profiling makes no groups of replicas and tensor parallel ranks; a run may.
+
+    Args:
+        free: Bytes that tensors could have had.
+    """
     return _without_fragmentation(free - LATER_GROUPS)
 
 
@@ -99,10 +111,18 @@ def _without_fragmentation(nbytes: float) -> int:
 
 
 def blas_workspace(capability: int) -> int:
-    """Bytes that torch's cuBLAS keeps for each thread, on a GPU of this compute capability (its first number)."""
+    """Bytes that torch's cuBLAS keeps for each thread.
+
+    Args:
+        capability: The first number of the GPU's compute capability: 7 is Volta, 8 Ampere and Ada, 9 Hopper.
+    """
     return 32 * MIB if capability >= 9 else 8 * MIB + 128 * 2**10
 
 
 def blas_workspaces(capability: int) -> int:
-    """For the threads of forwards, of backwards, and of attention kernels' self-tests, if these multiply anything."""
+    """For the threads of forwards, of backwards, and of attention kernels' self-tests, if these multiply anything.
+
+    Args:
+        capability: As in ``blas_workspace``.
+    """
     return 3 * blas_workspace(capability)

@@ -13,7 +13,12 @@ from terapipe.planning.recompute import Recompute
 
 
 def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
-    """The parameters of one rank's stages. A tied weight counts on every rank that has it, once."""
+    """The parameters of one rank's stages. A tied weight counts on every rank that has it, once.
+
+    Args:
+        config: The shape of the model.
+        stages: All stages of the rank.
+    """
     count = sum(stage.layers for stage in stages) * config.layer_parameters
     embedding = config.vocab * config.hidden
     if any(stage.first for stage in stages):
@@ -35,6 +40,15 @@ def attention_inside(
 
         keys    0 ............ context | slice        64 query heads, 8 of keys, heads of 128, 128k tokens of bfloat16:
         dk, dv  all query heads x all of these keys   2 x 2.15 GB, for each slice at the end of the sequence
+
+    Args:
+        kernel: As modeling/kernels.py names it.
+        rows: Tokens of the slice, of all its sequences together.
+        keys: Tokens that they see, themselves included.
+        heads: Heads of queries on this device.
+        kv_heads: Heads of keys and values on this device.
+        head_size: Features of a head.
+        element: Bytes of a number.
     """
     if kernel not in _FLASH:
         return np.zeros(np.broadcast(rows, keys).shape)
@@ -127,8 +141,8 @@ class ShapeMemory:
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         c = self.config
-        inputs = 3 * c.hidden + c.ffn_hidden
-        gradients = 3 * c.hidden + 2 * c.num_kv_heads * c.head_size + c.ffn_hidden
+        inputs = 2 * c.hidden + c.attention_width + c.ffn_hidden
+        gradients = inputs + 2 * c.num_kv_heads * c.head_size
         per_token = (inputs + gradients) * self.element / self.tp * self.fused
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
@@ -174,7 +188,7 @@ class ShapeMemory:
         of attention's output and of the queries."""
         c = self.config
         per_token = c.hidden * self.element + (c.hidden * self._weight + 2 * c.ffn_hidden * self.element) / self.tp
-        gradients = c.hidden * (self._weight + 2 * self.element) / self.tp
+        gradients = (c.hidden * self._weight + 2 * c.attention_width * self.element) / self.tp
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
@@ -182,7 +196,7 @@ class ShapeMemory:
         projections by tokens: see ``project`` in modeling/linear.py."""
         c = self.config
         # Inputs of the norms; inputs of both projections, queries, attention output, both sides of the activation.
-        norms, products = 2 * c.hidden, 4 * c.hidden + 2 * c.ffn_hidden
+        norms, products = 2 * c.hidden, 2 * (c.hidden + c.attention_width + c.ffn_hidden)
         saved = products * self.element + norms * self._weight
         per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
@@ -190,7 +204,7 @@ class ShapeMemory:
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
         """What block recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""
         c = self.config
-        per_token = (c.hidden * (self.element + self._weight) + 4 * c.heads) / self.tp
+        per_token = (c.attention_width * self.element + c.hidden * self._weight + 4 * c.heads) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
 
 
@@ -201,7 +215,11 @@ MOST_BYTES = 2**60
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in a text such as ``16GiB``, ``900MB`` or ``17179869184``."""
+    """The bytes in a text such as ``16GiB``, ``900MB`` or ``17179869184``.
+
+    Args:
+        text: A number, and a unit of powers of 1,000 or (with an i) of 1,024; upper or lower case.
+    """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"a number of bytes reads like 16GiB, 900MB or 17179869184, got {text!r}")

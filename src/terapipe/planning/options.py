@@ -126,9 +126,9 @@ class CompareOptions(Options):
     dp: int | None = knob("number of data parallel replicas", most=2**20)
     pp: int | None = knob("number of pipeline ranks", most=LARGEST["layers"])
     tp: int | None = knob("number of tensor parallel ranks", most=2**16)
-    shard: bool = knob(
-        "shard parameters, gradients and optimizer state over the replicas (FSDP2; never chosen by the planner)",
-        default=False,
+    shard: bool | None = knob(
+        "shard parameters, gradients and optimizer state over the replicas (FSDP2)",
+        unset="if only so a faster plan fits, or it gains half a percent",
     )
     microbatch_size: int | None = knob("sequences per microbatch", most=2**20)
     recompute: Recompute | None = knob(  # noqa: RUF009

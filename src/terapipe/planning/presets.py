@@ -20,19 +20,29 @@ class GPTConfig:
     vocab: int = 50257
     max_seq_len: int = 2048
     tied: bool = True  # whether head and embedding share their weight
+    head_dim: int | None = None  # features of an attention head; None: all heads together are as wide as hidden
 
     def __post_init__(self) -> None:
         for name, most in LARGEST.items():
             check_whole_number(name, getattr(self, name), most=most)
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}")
+        if self.head_dim is not None:
+            check_whole_number("head_dim", self.head_dim, most=LARGEST["hidden"])
+        elif self.hidden % self.heads:
+            raise ValueError(
+                f"hidden must be a multiple of heads, or head_dim be given, got {self.hidden} and {self.heads}"
+            )
         if self.heads % self.num_kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.num_kv_heads}")
 
     @property
     def head_size(self) -> int:
         """Features of one attention head."""
-        return self.hidden // self.heads
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all query heads together. In Qwen3, Gemma and others it is not the hidden width."""
+        return self.heads * self.head_size
 
     @property
     def num_kv_heads(self) -> int:
@@ -46,8 +56,8 @@ class GPTConfig:
     @property
     def layer_parameters(self) -> int:
         """The number of parameters of one layer."""
-        h, kv = self.hidden, self.num_kv_heads * self.head_size
-        attention = h * (h + 2 * kv) + (h + 2 * kv) + h * h + h
+        h, projected = self.hidden, self.attention_width + 2 * self.num_kv_heads * self.head_size
+        attention = (h + 1) * projected + (self.attention_width + 1) * h
         mlp = 2 * h * self.ffn_hidden + self.ffn_hidden + h
         return attention + mlp + 4 * h
 
@@ -58,11 +68,19 @@ class GPTConfig:
         return self.layers * self.layer_parameters + ends + 2 * self.hidden
 
     def layer_flops(self, tokens: int) -> float:
-        """FLOPs of one layer's forward over a sequence of this length. A multiply-add counts as two."""
-        return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.hidden
+        """FLOPs of one layer's forward over a sequence of this length. A multiply-add counts as two.
+
+        Args:
+            tokens: Of the sequence, all seen causally: half of the square.
+        """
+        return 2.0 * tokens * self.layer_parameters + 2.0 * tokens * tokens * self.attention_width
 
     def head_flops(self, tokens: int) -> float:
-        """FLOPs of the head's forward over this many tokens."""
+        """FLOPs of the head's forward over this many tokens.
+
+        Args:
+            tokens: Whose logits are computed.
+        """
         return 2.0 * tokens * self.hidden * self.vocab
 
 
@@ -98,7 +116,11 @@ class ModelSpec:
 
 
 def gpt_config(text: str) -> GPTConfig:
-    """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``."""
+    """A preset by its name, or a shape such as ``layers=96,hidden=12288,heads=96,kv_heads=8,ffn=49152,vocab=50257``.
+
+    Args:
+        text: What the user typed. ``layers``, ``hidden`` and ``heads`` are needed; the others are as in `GPTConfig`.
+    """
     if "=" not in text:
         if text not in PRESETS:
             likely = get_close_matches(text, PRESETS, 1)
@@ -108,7 +130,7 @@ def gpt_config(text: str) -> GPTConfig:
                 "layers=96,hidden=12288,heads=96"
             )
         return PRESETS[text]
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_seq_len")
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_seq_len", "head_dim")
     shape: dict[str, Any] = {}
     for item in text.split(","):
         name, _, value = (word.strip() for word in item.partition("="))

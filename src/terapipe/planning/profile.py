@@ -36,6 +36,9 @@ def typical(seconds: Sequence[float]) -> float:
 
     Other programs on the machine only ever add time, so the slower half says more about them. A mean rather than a
     minimum, because a step is a sum over many slices.
+
+    Args:
+        seconds: Repeated measurements of the same work, at least one.
     """
     ordered = sorted(seconds)
     return fmean(ordered[: (len(ordered) + 1) // 2])
@@ -290,7 +293,12 @@ def nonnegative_fit(features: Array, target: Array, scale: Array) -> Array:
     """Nonnegative least squares of the errors relative to ``scale``.
 
     Tries ordinary least squares on every subset of the features and keeps the best solution without a negative
-    coefficient.
+    coefficient. There are three features, so seven subsets: no solver is needed.
+
+    Args:
+        features: A row for each measurement, a column for each coefficient.
+        target: What the coefficients times the features should give.
+        scale: What each error is divided by: a millisecond matters more in a short measurement.
     """
     best, least = np.zeros(features.shape[1]), float(np.sum((target / scale) ** 2))
     rows = features / scale[:, None]

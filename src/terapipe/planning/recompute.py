@@ -16,7 +16,13 @@ RecomputeModes: TypeAlias = Recompute | tuple[Recompute | tuple[Recompute, ...],
 
 
 def parse_recompute(value: Any, num_stages: int, num_slices: int) -> RecomputeModes:
-    """In its shortest form, so that equal plans compare equal. ``True`` stands for full, ``False`` for none."""
+    """In its shortest form, so that equal plans compare equal. ``True`` stands for full, ``False`` for none.
+
+    Args:
+        value: A mode, or a list with an entry for each stage: a mode, or a list with a mode for each slice.
+        num_stages: Of the plan.
+        num_slices: Of the plan, of all microbatches together.
+    """
     if isinstance(value, bool):
         return "full" if value else "none"
     if isinstance(value, str):
@@ -53,7 +59,13 @@ def _mode(value: Any) -> Recompute:
 
 
 def modes_of(recompute: RecomputeModes, stage: int, num_slices: int) -> tuple[Recompute, ...]:
-    """The mode of each slice on a stage."""
+    """The mode of each slice on a stage.
+
+    Args:
+        recompute: Of a plan.
+        stage: Its number.
+        num_slices: Of the plan.
+    """
     entry = recompute if isinstance(recompute, str) else recompute[stage]
     return (entry,) * num_slices if isinstance(entry, str) else entry
 
@@ -66,7 +78,11 @@ def modes_in(recompute: RecomputeModes) -> tuple[Recompute, ...]:
 
 
 def for_any_slices(recompute: RecomputeModes) -> RecomputeModes:
-    """For a plan with other slices: each stage takes the mode of its slices that keeps least."""
+    """For a plan with other slices: each stage takes the mode of its slices that keeps least, so that it still fits.
+
+    Args:
+        recompute: Of the plan as it was.
+    """
     if isinstance(recompute, str):
         return recompute
     return tuple(entry if isinstance(entry, str) else modes_in((entry,))[-1] for entry in recompute)

@@ -254,7 +254,7 @@ class Simulation:
             n = (-a + sqrt(a^2 + 4 b share)) / 2 b
         """
         model, tokens = self.source.config, self.setup.seq_len
-        a, b = 2.0 * model.layer_parameters, 2.0 * model.hidden
+        a, b = 2.0 * model.layer_parameters, 2.0 * model.attention_width
         shares = np.arange(1, count) / count * (a * tokens + b * tokens**2)
         ends = np.round((np.sqrt(a * a + 4 * b * shares) - a) / (2 * b)).astype(int).tolist()
         return tuple(np.diff([0, *ends, tokens]).tolist())

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from terapipe.planning.cost import Array, StageSpec, stage_specs
+from terapipe.planning.layout import Layout
 from terapipe.planning.order import ORDERS, InFlight, Order, all_microbatches, order_named
 from terapipe.planning.recompute import MODES, Recompute
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request, layouts
 from terapipe.search.source import Source
 
+ROOMY = 0.5  # of the memory: with so much left for activations, shards of the model state matter for time only
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of slices to start from
 
 
@@ -54,7 +56,7 @@ def candidates(source: Source, request: Request) -> list[Candidate]:
         request: The batch, and what the user has fixed. What is fixed is not varied.
     """
     pool: list[Candidate] = []
-    for layout in layouts(source, request):
+    for layout in _worthwhile(source, request):
         lighter: dict[tuple[object, ...], Candidate] = {}  # the same with less recomputation
         for recompute in _recompute(request):
             own = list(_of_evaluator(PlanEvaluator(source, request, layout, recompute)))
@@ -63,6 +65,31 @@ def candidates(source: Source, request: Request) -> list[Candidate]:
             lighter = dict(zip(keys, own, strict=True))
             pool += own
     return sorted(pool, key=lambda candidate: (candidate.promise, candidate.count, candidate.chunks))
+
+
+def _worthwhile(source: Source, request: Request) -> Iterator[Layout]:
+    """All layouts; of one with replicas, where the request leaves open whether they shard the model state, the faster
+    of both, or both if memory is short. Shards take less memory, but not always: gradients are there from the start.
+
+    Plans of one layout take the same time with shards and without, but for what comes once per step. So there is no
+    need to search both.
+    """
+    options = layouts(source, request)
+    budget = request.budget or source.budget
+    for layout in options:
+        other = replace(layout, shard=not layout.shard)
+        stage = StageSpec(-(-source.layers // layout.pp), first=True)
+        if other in options and not _short_of_memory(source, replace(layout, shard=False), stage, budget):
+            own, others = (source.cost(each).per_step([stage]) for each in (layout, other))
+            if own > others or (own == others and layout.shard):
+                continue
+        yield layout
+
+
+def _short_of_memory(source: Source, layout: Layout, stage: StageSpec, budget: int | None) -> bool:
+    """Whether less than ``ROOMY`` of the memory is left for activations."""
+    memory = source.memory(layout)
+    return budget is not None and memory.model_state(stage) + memory.gradients(stage).during > (1 - ROOMY) * budget
 
 
 def _recompute(request: Request) -> tuple[Recompute, ...]:

@@ -17,11 +17,11 @@ from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
 from terapipe.search.source import Source
 
-WORK = 120_000  # computations to simulate for each row
+WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
-SWEEP = 1_000_000  # computations to simulate of candidates that a lower bound does not rule out
+SWEEP = 600_000  # computations to simulate of candidates that a lower bound does not rule out
 FAR = 1.2  # times the fastest row: those that begin slower are not refined if only one plan is wanted
 ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
 GAIN = 0.005  # relative; what a candidate must gain over the best plan to be simulated after all
@@ -49,8 +49,9 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
     pool = candidates(source, request)
     estimates = best_rows(pool, source, request, progress, far=FAR)
     rows = [e for e in estimates if e.fits and not e.name.endswith(EQUAL)]
-    chosen = pick(rows)
-    runners_up = tuple(sorted((e for e in rows if e is not chosen), key=preference))
+    picked = pick(rows)
+    runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
+    chosen = _without_shards(picked)
     if request.distinct is None or request.fixed_slices:
         return PlanResult(chosen, runners_up, request, source)
     limited = with_few_lengths(evaluator_of(chosen), chosen, request.distinct)
@@ -69,6 +70,18 @@ def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
     best = min(rows, key=preference)
     whole = [e for e in rows if e.fits and not e.sliced and e.step_time <= WORTH * best.step_time]
     return min(whole, key=preference, default=best)
+
+
+def _without_shards(chosen: PlanEstimate) -> PlanEstimate:
+    """The same plan with whole copies of the model state, which are simpler, if the request leaves that open, they fit,
+    and a step takes at most ``WORTH`` times as long."""
+    evaluator = evaluator_of(chosen)
+    if not chosen.layout.shard or evaluator.request.shard is not None:
+        return chosen
+    layout = replace(chosen.layout, shard=False)
+    whole = PlanEvaluator(evaluator.source, evaluator.request, layout, evaluator.recompute).evaluate(chosen.plan)
+    simpler = whole.fits and whole.step_time <= WORTH * chosen.step_time
+    return replace(whole, name=chosen.name) if simpler else chosen
 
 
 def compare(

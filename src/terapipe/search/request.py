@@ -100,7 +100,7 @@ def layouts(source: Source, request: Request) -> list[Layout]:
             )
     else:
         options = list(_factors(source, request))
-    options = [replace(layout, shard=request.shard and layout.dp > 1) for layout in options]
+    options = [option for layout in options for option in _sharded_or_not(layout, request.shard)]
     options = [layout for layout in options if layout.pp <= source.layers]
     if request.tp and request.tp not in source.tensor_degrees():
         raise ValueError(
@@ -116,6 +116,12 @@ def layouts(source: Source, request: Request) -> list[Layout]:
             f"tp {request.tp}); fix less, change the batch, or fix all three to use fewer devices"
         )
     return options
+
+
+def _sharded_or_not(layout: Layout, shard: bool | None) -> list[Layout]:
+    """The layout as the request fixes it, or without and with shards. Without replicas there is nothing to shard."""
+    choices = [False] if layout.dp == 1 else [False, True] if shard is None else [shard]
+    return [replace(layout, shard=choice) for choice in choices]
 
 
 def _factors(source: Source, request: Request) -> Iterator[Layout]:

@@ -45,6 +45,7 @@ class PipelineConfig(PlanOptions):
     timeout: float | None = None
     dp: int = with_default("dp", 1)
     tp: int = with_default("tp", 1)
+    shard: bool = with_default("shard", False)
     order: str = with_default("order", "terapipe")
 
     def __post_init__(self) -> None:

@@ -146,6 +146,16 @@ def test_unfused_attention_reads_and_writes_scores() -> None:
     assert c._attention(1, 8192, 0) > 5 * cost("llama3-8b", where="dgx-h100")._attention(1, 8192, 0)
 
 
+def test_attention_may_be_wider_than_the_hidden_states() -> None:
+    """Qwen3-0.6B has 16 heads of 128 and hidden states of 1,024: twice the scores that were counted."""
+    wide, narrow = (
+        AnalyticCost(gpt_config(f"layers=2,hidden=1024,heads={heads},head_dim=128"), Cluster("dgx-h100"), Layout())
+        for heads in (16, 8)
+    )
+    assert wide._attention(1, 65536, 0) == pytest.approx(2 * narrow._attention(1, 65536, 0))
+    assert wide.config.layer_parameters > narrow.config.layer_parameters
+
+
 def test_attention_is_what_the_runtime_would_choose() -> None:
     kernels = {name: host.device.attention_kernel for name, host in HOSTS.items()}
     assert kernels["dgx-a100"] == kernels["g6e.48xlarge"] == FLASH
@@ -259,7 +269,7 @@ def test_models_by_name_or_shape() -> None:
         ("layers=96,hidden=12288", "lacks heads"),
         ("layers=96,hidden=12288,heads=96,depth=3", "got 'depth=3'"),
         ("layers=two,hidden=12288,heads=96", "got 'layers=two'"),
-        ("layers=96,hidden=100,heads=96", "multiple of heads"),
+        ("layers=96,hidden=100,heads=96", "multiple of heads, or head_dim be given"),
     ):
         with pytest.raises(ValueError, match=said):
             gpt_config(text)

@@ -1,5 +1,7 @@
 """The count of bytes against what a real stage saves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,9 @@ def test_what_a_stage_keeps(size: int, length: int) -> None:
     found = saved_bytes(stage, torch.randn(size, length, CONFIG.hidden).requires_grad_(), 64)
     counted = ShapeMemory(CONFIG).activations(StageSpec(2), size, length)
     assert found == pytest.approx(float(counted), rel=0.02)
+    wide = replace(CONFIG, head_dim=40)
+    saved = saved_bytes(GPT(wide).stage(1, 3, torch.device("cpu")), torch.randn(size, length, 64).requires_grad_(), 64)
+    assert saved == pytest.approx(float(ShapeMemory(wide).activations(StageSpec(2), size, length)), rel=0.02)
 
 
 def test_keys_values_and_their_gradients() -> None:
@@ -54,9 +59,9 @@ def test_keys_values_and_their_gradients() -> None:
     assert found == ShapeMemory(CONFIG).kv_cache(StageSpec(2), 2, 256)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_all_counted(tied: bool) -> None:
-    config = GPTConfig(layers=4, hidden=64, heads=4, vocab=50, max_seq_len=32, tied=tied)
+@pytest.mark.parametrize(("tied", "head_dim"), [(True, None), (False, None), (False, 48)])
+def test_parameters_are_all_counted(tied: bool, head_dim: int | None) -> None:
+    config = GPTConfig(layers=4, hidden=64, heads=4, vocab=50, max_seq_len=32, tied=tied, head_dim=head_dim)
     model = GPT(config)
     assert parameters(config, stage_specs((0, 4))) == sum(p.numel() for p in model.parameters())
     for part, (first, last) in zip(stage_specs((0, 1, 3, 4)), ((0, 1), (1, 3), (3, 4)), strict=True):

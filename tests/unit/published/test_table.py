@@ -1,5 +1,6 @@
 """The published tables: that all of them can be simulated, and how near the fast ones come."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_every_row_says_what_was_run(name: str) -> None:
         ("megatron_sc21", 0.05, 0.09),
         ("zero_bubble_steps", 0.04, 0.08),
         ("seq1f1b", 0.15, 0.50),
+        ("trl_context", 0.05, 0.10),
         ("dlperf", 0.07, 0.15),
     ],
 )
@@ -44,7 +46,7 @@ def test_tables_that_are_near(name: str, mean: float, worst: float) -> None:
 
 def test_bubble_rates_of_1f1b_are_the_published_ones_to_all_digits() -> None:
     table = Table.load("zero_bubble_rates")
-    few = Table(**{**vars(table), "rows": table.rows[:2]})
+    few = replace(table, rows=table.rows[:2])
     for cell in few.cells:
         if cell.column.name == "1F1B":
             assert cell.ours == pytest.approx(cell.published, abs=5.1e-5)
@@ -63,9 +65,10 @@ def test_the_sweep_has_the_published_order_and_best() -> None:
 def test_cells_without_a_number() -> None:
     """A run that was out of memory has no error, and a row that we cannot express says why."""
     cells = Table.load("seq1f1b").cells
-    failed = [cell for cell in cells if cell.published == OOM]
-    assert len(failed) == 4
-    assert all(cell.error is None and "does not fit either" in cell.note for cell in failed)
+    failed = {cell.column.name: cell for cell in cells if cell.published == OOM}
+    assert set(failed) == {"1F1B", "1F1B-I"}
+    assert all(cell.error is None and cell.ours is None for cell in failed.values())
+    assert "ours does not fit either" in failed["1F1B-I"].note
     untold = Table.load("kwai_offload")
     assert untold.score() is None
     assert all(cell.note.startswith("not simulated: ") for cell in untold.cells)
@@ -142,16 +145,21 @@ def test_a_slip_in_a_file_is_named(tmp_path: Path, was: str, becomes: str, messa
         Table.load(str(tmp_path / "ours.toml"))
 
 
-def test_the_planner_is_never_worse_than_the_published_slices() -> None:
-    planned, schemes = Table.load("terapipe"), Table.load("terapipe_schemes")
-    numbers = {row["name"].split()[0] for row in schemes.rows}
-    rows = tuple(row for row in planned.rows if row["name"].split()[0] in numbers)
-    ours = Table(**{**vars(planned), "rows": rows, "columns": planned.columns[1:2]}).cells
-    assert len(ours) == len(schemes.cells) == 5
-    for cell, scheme in zip(ours, schemes.cells, strict=True):
-        assert cell.ours is not None
-        assert scheme.ours is not None
-        assert cell.ours <= scheme.ours * (1 + 1e-9), cell.row
+@pytest.mark.parametrize(
+    "number", ["(5)", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("(2)", "(3)", "(8)", "(9)"))]
+)
+def test_the_planner_is_never_worse_than_the_published_slices(number: str) -> None:
+    (planned,) = only(Table.load("terapipe"), number, "with slices").cells
+    (scheme,) = only(Table.load("terapipe_schemes"), number, "with slices").cells
+    assert planned.ours is not None
+    assert scheme.ours is not None
+    assert planned.ours <= scheme.ours * (1 + 1e-9)
+
+
+def only(table: Table, row: str, column: str) -> Table:
+    """The table with the rows whose names begin so, and one column."""
+    rows = tuple(each for each in table.rows if each["name"].startswith(row))
+    return replace(table, rows=rows, columns=tuple(each for each in table.columns if each.name == column))
 
 
 def test_errors_of_rates_are_differences() -> None:

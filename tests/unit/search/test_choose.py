@@ -58,8 +58,8 @@ def test_the_promised_time_is_that_of_the_schedule_that_will_run() -> None:
 
 def test_what_is_fixed_stays_fixed() -> None:
     request = Request(
-        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, order="terapipe-1f1b", slice_lengths=(1000, 600, 448),
-        microbatch_size=2, recompute=True,
+        batch_size=8, seq_len=2048, dp=2, pp=2, tp=2, shard=False, order="terapipe-1f1b",
+        slice_lengths=(1000, 600, 448), microbatch_size=2, recompute=True,
     )  # fmt: skip
     choice = choose(SOURCE, request).estimate
     assert choice.layout == Layout(2, 2, 2)
@@ -234,6 +234,16 @@ def test_layers_are_spread_evenly_where_memory_is_short() -> None:
     assert choose(source, fixed).step_time <= by_hand.step_time
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_layers_can_be_spread_evenly_over_any_stages_that_there_are(chunks: int) -> None:
+    """Also over two stages more than layers, which then have no layer at the ends of the model."""
+    source, request = ClusterSource(replace(SMALL, layers=6), Cluster("p3.16xlarge:1")), FREE.fixed(bare_ends=True)
+    bench = PlanEvaluator(source, request, Layout(1, 2, 4), "none")
+    widths = [b - a for a, b in pairwise(bench.even_boundaries(chunks))]
+    assert sum(widths) == 6
+    assert widths == {1: [3, 3], 2: [1, 1, 2, 2], 4: [0, 1, 1, 1, 1, 1, 1, 0]}[chunks]
+
+
 def test_seventy_billion_parameters_on_64_devices() -> None:
     """Whole sequences suit few stages and wide tensor parallelism, slices many stages. In the layout of the slices,
     1F1B took 25.5 s and interleaved 1F1B 24.1 s."""
@@ -354,7 +364,14 @@ def test_shared_state_lets_replicas_fit() -> None:
     source = ClusterSource(PRESETS["gpt3-13b"], Cluster("p4d.24xlarge:4"))
     request = Request(batch_size=8, seq_len=2048, dp=4, pp=8, tp=1, order="1f1b", recompute=True, memory=20 << 30)
     with pytest.raises(ValueError, match="shard the model state over replicas"):
-        choose(source, request)
-    shared = choose(source, request.fixed(shard=True)).estimate
-    assert shared.fits
-    assert str(shared.layout) == "dp 4 (sharded) x pp 8 x tp 1"
+        choose(source, request.fixed(shard=False))
+    for shard in (True, None):
+        shared = choose(source, request.fixed(shard=shard)).estimate
+        assert shared.fits
+        assert str(shared.layout) == "dp 4 (sharded) x pp 8 x tp 1"
+
+
+def test_state_is_not_shared_where_memory_is_plenty() -> None:
+    """FSDP2 is one thing more to go wrong, and gains next to nothing then."""
+    source = ClusterSource(PRESETS["gpt3-1b"], Cluster("dgx-a100:1"))
+    assert not choose(source, Request(batch_size=512, seq_len=2048, dp=8, pp=1, tp=1)).layout.shard
