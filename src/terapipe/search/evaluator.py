@@ -226,10 +226,7 @@ class PlanEvaluator:
 
     def even_boundaries(self, chunks: int = 1) -> tuple[int, ...]:
         """Stages with as equal numbers of layers as there can be, whatever embedding and head take."""
-        layers, stages = self.source.layers, self.layout.pp * chunks
-        if stages > layers:  # the ends are alone
-            return _balance(layers, stages, 1.0, 0.0, 0.0, self.request.bare_ends)
-        return tuple(layers * k // stages for k in range(stages + 1))
+        return _balance(self.source.layers, self.layout.pp * chunks, 1.0, 0.0, 0.0, self.request.bare_ends)
 
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
         """Ranks balanced by time, each with all of its stages."""
