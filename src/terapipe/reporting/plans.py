@@ -240,7 +240,7 @@ def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
         style.share(e.idle),
         style.memory(e.peak_bytes) if e.peak_bytes else "?",
         "yes" if e.fits else "no",
-        f"{e.layout.dp} x {e.layout.pp} x {e.layout.tp}",
+        f"{e.layout.dp}{' sharded' * e.layout.shard} x {e.layout.pp} x {e.layout.tp}",
         cut_title(e.plan),
     )
 
@@ -269,6 +269,7 @@ def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
     """
     yield table(comparison.rows, comparison.fastest, {id(e) for e in comparison.front})
     yield "\n[dim]* no other that fits is both faster and smaller[/]"
+    yield from (f"[dim]{sentence}[/]" for sentence in comparison.too_large)
     yield from (f"[dim]{name}: {value}[/]" for name, value in _facts(comparison).items())
     if factor := _factor(comparison):
         yield f"\n{factor}"
