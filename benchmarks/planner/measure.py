@@ -103,7 +103,9 @@ def ask(source: ClusterSource, request: Request) -> Case:
         planned = plan(
             source.config, source.cluster, batch_size=request.batch_size, seq_len=request.seq_len, **fixed
         ).estimate
-    except ValueError:  # nothing fits, it says
+    except ValueError as error:
+        if "no plan fits" not in str(error):
+            raise
         planned = None
     seconds = time.process_time() - began
     grid = Grid(source, request)

@@ -234,6 +234,16 @@ def test_layers_are_spread_evenly_where_memory_is_short() -> None:
     assert choose(source, fixed).step_time <= by_hand.step_time
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_layers_can_be_spread_evenly_over_any_stages_that_there_are(chunks: int) -> None:
+    """Also over two stages more than layers, which then have no layer at the ends of the model."""
+    source, request = ClusterSource(replace(SMALL, layers=6), Cluster("p3.16xlarge:1")), FREE.fixed(bare_ends=True)
+    bench = PlanEvaluator(source, request, Layout(1, 2, 4), "none")
+    widths = [b - a for a, b in pairwise(bench.even_boundaries(chunks))]
+    assert sum(widths) == 6
+    assert widths == {1: [3, 3], 2: [1, 1, 2, 2], 4: [0, 1, 1, 1, 1, 1, 1, 0]}[chunks]
+
+
 def test_seventy_billion_parameters_on_64_devices() -> None:
     """Whole sequences suit few stages and wide tensor parallelism, slices many stages. In the layout of the slices,
     1F1B took 25.5 s and interleaved 1F1B 24.1 s."""
