@@ -54,7 +54,8 @@ from terapipe.search.source import ClusterSource, ProfileSource, Source
 if TYPE_CHECKING:
     from terapipe.runtime.dry_run import DryRun
 
-PLAN = "plan.json"  # name in the launch command of a plan that was not saved
+# The name in the launch command of a plan that was not saved: commands are shown all the same, with a note to save it.
+PLAN = "plan.json"
 
 DESCRIPTION = """\
 Chooses the fastest plan that fits into memory, and explains the choice.
@@ -145,7 +146,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _refuse_ignored(parsed: argparse.Namespace) -> None:
-    """Refuses options that a cost table or a profile would ignore."""
+    """Refuses options that a cost table or a profile would ignore: whoever gave one would take the plan for an answer
+    to it.
+
+    Args:
+        parsed: The options. A cost table has the numbers of a model already, and a profile was measured: there is no
+            constant of a cluster that could be wrong.
+    """
     if parsed.cost_table is not None:
         refuse_with("--cost-table", parsed, "model", "layers_only", "autocast", "tile", "sensitivity", "dry_run")
     if parsed.profile is not None:
@@ -155,7 +162,8 @@ def _refuse_ignored(parsed: argparse.Namespace) -> None:
 
 
 def _machine(source: Source | None) -> Cluster | Profile | None:
-    """Returns the cluster or profile that a plan was made with; None if it was made with a cost table."""
+    """Returns the cluster or profile that a plan was made with, which tell the devices of a host; None if it was made
+    with a cost table, which knows of no hosts."""
     if isinstance(source, ClusterSource):
         return source.cluster
     return source.profile if isinstance(source, ProfileSource) else None
@@ -177,7 +185,14 @@ def _train(parsed: argparse.Namespace, result: PlanResult) -> str:
 
 def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Launch | None:
     """What starts the plan: hosts, processes, script. None if the plan cannot be spread evenly over the hosts, which is
-    an error only if a job is to be written: whoever asks what would be fastest wants to know that, too."""
+    an error only if a job is to be written: whoever asks what would be fastest wants to know that, too.
+
+    Args:
+        parsed: With script, endpoint, name and image where they were asked for. An endpoint or a name that nothing
+            would use is refused.
+        result: The plan and its layout.
+        hosts: How many devices each host has.
+    """
     defaults = {"script": f"-m {_train(parsed, result)}", "endpoint": HOST0, "name": "terapipe", "image": "YOUR_IMAGE"}
     asked = {name: getattr(parsed, name) for name in defaults if getattr(parsed, name) is not None}
     launch = launch_of(result.layout, hosts, **{**defaults, **asked})
@@ -191,7 +206,8 @@ def _launch(parsed: argparse.Namespace, result: PlanResult, hosts: Hosts) -> Lau
 
 
 def _write(parsed: argparse.Namespace, result: PlanResult, launch: Launch | None) -> None:
-    """Writes the plan and the jobs that were asked for."""
+    """Writes the plan and the jobs that were asked for. The plan names the file of its
+    profile, because whoever reads the plan again needs its costs."""
     if parsed.save:
         result.save(parsed.save, profile=parsed.profile)
     if launch and parsed.slurm:
@@ -233,7 +249,11 @@ def _show_launch(parsed: argparse.Namespace, result: PlanResult, launch: Launch 
 
 def _show_sensitivity(sensitivities: Sequence[Sensitivity]) -> None:
     """Prints a line per constant of the cluster: what the chosen plan loses if the constant is really larger or
-    smaller."""
+    smaller. A constant that may be off by half without another plan being chosen need not be measured.
+
+    Args:
+        sensitivities: Of one constant after the other, with each of its factors; empty without ``--sensitivity``.
+    """
     if sensitivities:
         console.print("\nStep time lost if a constant is assumed wrong by a factor (* if another plan is chosen):")
     for constant, group in groupby(sensitivities, key=lambda m: m.constant):

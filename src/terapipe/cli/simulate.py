@@ -44,10 +44,10 @@ from terapipe.reporting.view import RunView
 from terapipe.scheduling.timeline import Idle, Timeline
 from terapipe.search.result import PlanResult
 
-WIDTH = 100
+WIDTH = 100  # columns, of which each is a hundredth of the step
 # Options that a saved plan fixes. Those of the layout must agree with it, and tell the layout of a bare plan.
 FIXED = [name for name in names_of(PlanOptions) if name not in ("dp", "pp", "tp", "shard", "memory")]
-MOST_COLUMNS = 10_000
+MOST_COLUMNS = 10_000  # more is a slip of the keyboard, and would fill the memory with spaces
 
 
 def add(verbs: Verbs) -> None:
@@ -179,8 +179,13 @@ def _refuse_other_layout(parsed: argparse.Namespace, saved: PlanResult) -> None:
 
 
 def _as_dict(runs: Sequence[RunView], result: PlanResult, saved: PlanResult | None) -> dict[str, Any]:
-    """What ``--json`` prints: the estimate, makespan and causes of idle time of each run, and the step time when
-    planned."""
+    """What ``--json`` prints.
+
+    Args:
+        runs: The predicted one, and the measured one if there is one. Idle seconds are those of each rank, by cause.
+        result: The plan with the costs that it was drawn with.
+        saved: What the file said. Its step time is printed beside: with other costs, it is another one.
+    """
     predicted, *others = runs
     data = {**result.estimate.to_dict(), "makespan": predicted.timeline.makespan, "idle_by_cause": predicted.idle}
     for run in others:
@@ -191,7 +196,14 @@ def _as_dict(runs: Sequence[RunView], result: PlanResult, saved: PlanResult | No
 
 
 def _print_step(predicted: RunView, result: PlanResult, saved: PlanResult | None) -> None:
-    """Explains how the step time differs from the drawing and from the prediction saved with the plan."""
+    """Explains how the step time differs from the drawing and from the prediction saved with the plan. The drawing ends
+    with the last backward; what comes once per step would make its bars too short to read.
+
+    Args:
+        predicted: The simulated run.
+        result: The plan with the costs that it was drawn with.
+        saved: What the file said, if there was one.
+    """
     once = result.step_time - predicted.timeline.makespan
     line = f"{style.seconds(result.step_time)}: the drawing, and {style.seconds(once)} once per step"
     line += " (optimizer, gradient all-reduce)"
@@ -202,7 +214,14 @@ def _print_step(predicted: RunView, result: PlanResult, saved: PlanResult | None
 
 
 def _print(runs: Sequence[RunView], result: PlanResult, width: int) -> None:
-    """Prints each run as text, all on one time scale, with its idle time by cause; then the facts of the plan."""
+    """Prints each run as text, all on one time scale, with its idle time by cause; then the facts of the plan. On one
+    scale, because a measured step that is longer must look longer.
+
+    Args:
+        runs: One below the other.
+        result: Whose facts are printed.
+        width: Columns of the longest run.
+    """
     scale = max(run.timeline.makespan for run in runs)
     for run in runs:
         causes = {name: sum(rank[name] for rank in run.idle) for name in Idle._fields}

@@ -112,7 +112,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _load_transformers() -> None:
-    """Without its warnings. Raises ValueError if it is not installed."""
+    """Imports transformers and silences its warnings: 183 small models with random weights give hundreds of them.
+    Raises ValueError with the line to install it if it is missing."""
     try:
         import transformers
     except ImportError:
@@ -121,7 +122,11 @@ def _load_transformers() -> None:
 
 
 def _refuse_without_gpu(device: str) -> None:
-    """Before any model is built; torch's own message would come in the middle of the first."""
+    """Raises ValueError before any model is built; torch's own message would come in the middle of the first.
+
+    Args:
+        device: "cpu" or "cuda", as the option was given.
+    """
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -146,7 +151,15 @@ def _verify(configs: Mapping[str, Any], parsed: argparse.Namespace) -> Iterator[
 
 
 def _results(configs: Mapping[str, Any], stages: int, num_slices: int, device: str = "cpu") -> Iterator["VerifyResult"]:
-    """Of each configuration, in this process. A message in place of a configuration becomes a refusal."""
+    """Verifies each configuration in this process. One after the other, and lazily: a line is printed as soon as its
+    model is through, where all of them take minutes.
+
+    Args:
+        configs: By the model's name its small configuration; a message in its place becomes a refusal.
+        stages: Number of stages; a model with fewer layers gets as many as it has layers.
+        num_slices: Of each sequence, of uneven lengths.
+        device: Where the copies run.
+    """
     import torch
 
     from terapipe.hf.verify.verification import ModelVerifier, VerifyResult
@@ -162,7 +175,16 @@ def _results(configs: Mapping[str, Any], stages: int, num_slices: int, device: s
 def _with_tensor_parallel(
     degree: int, configs: Mapping[str, Any], stages: int, num_slices: int
 ) -> "list[VerifyResult]":
-    """Runs on each of the ``degree`` processes that ``launch`` starts, which verify each exact model together."""
+    """Verifies with tensor parallel. It runs on each of the processes that ``launch`` starts; each tests every model by
+    itself first, and together they test those that are exact: with an inexact one, nothing could be said about tensor
+    parallel.
+
+    Args:
+        degree: Number of processes.
+        configs: As for ``_results``, sent to each process as a pickle.
+        stages: Number of stages.
+        num_slices: Of each sequence.
+    """
     import torch
     import transformers
     from torch import distributed as dist
@@ -198,6 +220,10 @@ def _confirm(result: "VerifyResult", config: Any) -> dict[str, float]:
     """The errors of another small copy that is cut in another way, by use; empty if the model is refused anyway.
 
     One copy could be exact by luck, for example if two faults cancel for its lengths of slices.
+
+    Args:
+        result: Of the first copy. Its uses (packed documents, losses of routers) are tried again where they were exact.
+        config: The small configuration that it was made from.
     """
     from terapipe.hf.backends import UnsupportedModelError
     from terapipe.hf.verify.verification import ModelVerifier
@@ -244,7 +270,14 @@ def _dropout_error(result: "VerifyResult", config: Any) -> float:
 
 
 def _all(parsed: argparse.Namespace) -> int:
-    """Tests all model types. Exit code 1 if a result could not be confirmed with another copy."""
+    """Tests all model types. A type that is refused is no failure: that is what the user of such a model sees, too.
+
+    Args:
+        parsed: The options.
+
+    Returns:
+        The exit code: 1 if a result could not be confirmed with another copy.
+    """
     from importlib import metadata
 
     from terapipe.hf.verify.verification import BOUND
@@ -302,12 +335,16 @@ USES = {"documents": "packed documents", "dropout": "recomputation with dropout"
 
 
 def _sum_up(use: str, counts: Mapping[str, int]) -> str:
-    """One line, such as ``packed documents: 98 exact, 85 refused, 0 wrong``."""
+    """Returns one line, such as ``packed documents: 98 exact, 85 refused, 0 wrong``."""
     return f"{use}: " + ", ".join(f"{number} {what}" for what, number in counts.items())
 
 
 def _line(result: "VerifyResult") -> str:
-    """A model's result in one line: the backend and the largest error, or why it is refused."""
+    """A model's result in one line: the backend and the largest error, or why it is refused::
+
+    llama                    exact    attention backend, largest error 2.8e-16
+    bloom                    refused  <the reason, as Decoder would raise it>
+    """
     if not result.exact:
         return f"{result.model:24s} refused  {result.reason}"
     note = f", slices of at least {result.min_slice} tokens" if result.min_slice > 1 else ""

@@ -109,15 +109,6 @@ def test_names_that_transformers_has_given_up_are_not_used(monkeypatch: pytest.M
     assert called == ["activation_checkpointing_enable", "activation_checkpointing_disable"]
 
 
-@pytest.mark.parametrize(("slices", "shortest"), [(1, 1), (2, 1), (4, 1), (4, 2), (7, 2), (14, 1)])
-def test_slices_of_a_check_are_uneven(slices: int, shortest: int) -> None:
-    found = uneven_lengths(slices, shortest)
-    assert len(found) == slices
-    assert sum(found) == 29
-    assert min(found) >= shortest
-    assert slices == 1 or len(set(found)) > 1
-
-
 PLAN = Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4), "terapipe", 2)  # both stages in this process
 
 
