@@ -15,6 +15,7 @@ What is here, by the question it answers:
     is it exact?            verify, Verification; ``terapipe verify`` for Hugging Face models
     how long does it take?  profile, Profile (measured); Cluster (data sheets), calibrate; CostTable (your own)
     how should it be cut?   plan, compare, estimate -> PlanResult, Comparison, PlanEstimate; Plan, Slice, Layout
+    is a pipeline right?    compare -> Rival (DDP, FSDP2, ...); which cluster? compare_clusters -> ClusterComparison
     in which order?         ORDERS, Order, register; schedule, Schedule, Action, Op, dependencies, validate
     what does a step do?    simulate -> Timeline, Event; dry_run -> DryRun
     run it                  Pipeline, PipelineError, device_mesh, next_token_labels, fill_batch
@@ -28,7 +29,18 @@ to load. The names that need it are loaded when first used (``__getattr__``); ty
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from terapipe.api import calibrate, compare, document_planner, dry_run, estimate, plan, profile, simulate, verify
+from terapipe.api import (
+    calibrate,
+    compare,
+    compare_clusters,
+    document_planner,
+    dry_run,
+    estimate,
+    plan,
+    profile,
+    simulate,
+    verify,
+)
 from terapipe.planning.documents import DocumentPlanner
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout, balance, split_layers
@@ -41,7 +53,8 @@ from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import validate
 from terapipe.search.evaluator import PlanEstimate
-from terapipe.search.result import Comparison, PlanResult
+from terapipe.search.result import ClusterComparison, Comparison, PlanResult
+from terapipe.search.rivals import Rival
 from terapipe.search.table import CostTable
 
 if TYPE_CHECKING:
@@ -80,6 +93,7 @@ __all__ = [
     "Action",
     "AuxiliaryLoss",
     "Cluster",
+    "ClusterComparison",
     "Comparison",
     "CostTable",
     "DocumentPlanner",
@@ -97,6 +111,7 @@ __all__ = [
     "PlanEstimate",
     "PlanResult",
     "Profile",
+    "Rival",
     "Schedule",
     "Slice",
     "SliceCache",
@@ -107,6 +122,7 @@ __all__ = [
     "balance",
     "calibrate",
     "compare",
+    "compare_clusters",
     "dependencies",
     "device_mesh",
     "document_planner",

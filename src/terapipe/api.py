@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -37,9 +37,11 @@ from terapipe.search.choose import choose
 from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
-from terapipe.search.result import Comparison, PlanResult, with_seconds
+from terapipe.search.result import ClusterComparison, Comparison, PlanResult, with_seconds
+from terapipe.search.rivals import rivals
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
+from terapipe.search.throughput import parse_tokens
 
 if TYPE_CHECKING:
     from terapipe.modeling.stage import PipelineModel
@@ -91,7 +93,7 @@ def _argument_texts(kind: Any) -> str:
     for entry in sorted(fields(kind), key=lambda entry: "group" in entry.metadata):
         text = explain(entry)
         text = text[0].upper() + text[1:]
-        if entry.default is None and entry.metadata["unset"] != "any":
+        if entry.default is None and entry.metadata.get("unset", "any") != "any":
             text += f". By default {entry.metadata['unset']}"
         texts.append(textwrap.fill(f"{entry.name}: {text}.", 100, initial_indent=" " * 4, subsequent_indent=" " * 8))
     return "\n".join(texts)
@@ -144,8 +146,13 @@ class CompareCall(CostOptions, CompareOptions, BatchCall):
     """The keyword arguments of ``compare``."""
 
     same_layout: bool = argument(
-        "compare the orders in the layout of the fastest one, instead of each in its own best layout", default=False
+        "compare the orders in the layout of the fastest one, instead of each in its own best layout, without rivals",
+        default=False,
     )
+    tokens: str | float | None = argument(
+        "a number of tokens to train on, such as 50B, for days and cost", default=None
+    )
+    price: float | None = argument("price of one device for one hour, for the cost", default=None)
 
 
 def profile(
@@ -274,6 +281,8 @@ def _with_price_of_reserve(result: PlanResult) -> PlanResult:
 def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     """Finds the best plan of every order on the same devices, each with the layout, microbatches, chunks and
     recomputation that suit it best. Orders that can be sliced have a row with slices and one with whole sequences.
+    Beside them stand estimates of what there is without a pipeline (``rivals``): DDP, FSDP2, context parallel, tensor
+    parallel.
 
     Args:
         model: As for ``plan``.
@@ -281,12 +290,47 @@ def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     """
     if isinstance(costs, CostTable):
         raise ValueError("a cost table knows one kind of stage and no memory; compare with a Cluster or a Profile")
+    if call.tokens is not None:
+        parse_tokens(call.tokens)
+    if call.price is not None and (call.tokens is None or not call.price > 0):
+        raise ValueError(f"a price is a positive number and needs a number of tokens, got {call.price!r}; give tokens")
     spec = model_spec(model)
     began = time.perf_counter()
     request = _request(spec, call.batch_size, call.seq_len, **values_of(call, CompareOptions))
     source = source_of(spec, costs, request, call)
     rows = tuple(compare_orders(source, request, same_layout=call.same_layout, progress=call.progress))
-    return Comparison(rows, request, source, call.same_layout, time.perf_counter() - began)
+    others = () if call.same_layout else tuple(rivals(source, request))
+    seconds = time.perf_counter() - began
+    return Comparison(rows, request, source, call.same_layout, seconds, others, call.tokens, call.price)
+
+
+def compare_clusters(
+    model: Any, clusters: Sequence[str | Cluster], *, progress: Progress = no_progress, **options: Any
+) -> ClusterComparison:
+    """Compares the same training on several clusters: on each the best plan of every order, and its rivals.
+
+    Args:
+        model: As for ``plan``.
+        clusters: Descriptions, such as ``["dgx-h100:8", "dgx-a100:16"]``.
+        progress: As for ``plan``.
+        **options: As for ``compare``. With ``tokens`` and ``price``, days and cost are side by side.
+    """
+    comparisons, failures = dict[str, Comparison](), dict[str, str]()
+    for i, one in enumerate(clusters):
+        cluster, done = Cluster(one) if isinstance(one, str) else one, i / len(clusters)
+        part = partial(_part_of, progress, done, 1 / len(clusters))
+        try:
+            comparisons[cluster.name] = compare(model, cluster, progress=part, **options)
+        except ValueError as error:
+            failures[cluster.name] = str(error)
+    if not comparisons:
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in failures.items()) or "name at least one cluster")
+    return ClusterComparison(comparisons, failures)
+
+
+def _part_of(progress: Progress, done: float, part: float, share: float) -> None:
+    """Tells the progress of one of several works."""
+    progress(done + part * share)
 
 
 def estimate(

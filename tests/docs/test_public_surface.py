@@ -12,10 +12,11 @@ from terapipe.planning.options import CostOptions, PlanOptions, names_of
 from tests.support.commands import options_of_verbs
 
 ROOT = Path(__file__).parents[2]
-NAMES = """Action AuxiliaryLoss Cluster Comparison CostTable DocumentPlanner DryRun Event GPT GPTConfig Layout
-ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError PipelineModel Plan PlanEstimate PlanResult Profile Schedule
-Slice SliceCache Stage Timeline Verification attend balance calibrate compare dependencies device_mesh document_planner
-dry_run estimate fill_batch next_token_labels plan profile register schedule simulate split_layers validate verify"""
+NAMES = """Action AuxiliaryLoss Cluster ClusterComparison Comparison CostTable DocumentPlanner DryRun Event GPT
+GPTConfig Layout ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError PipelineModel Plan PlanEstimate
+PlanResult Profile Rival Schedule Slice SliceCache Stage Timeline Verification attend balance calibrate
+compare compare_clusters dependencies device_mesh document_planner dry_run estimate fill_batch
+next_token_labels plan profile register schedule simulate split_layers validate verify"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
 HF = "Decoder UnsupportedModelError save_pretrained split_layers"
@@ -33,7 +34,7 @@ VERBS = {
     "profile": "--model --dtype --seq-len --ranks --sizes --seconds --out",
     "calibrate": "--cluster --seconds --out",
     "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save --dry-run",
-    "compare": f"{SOURCE} {REQUEST} --same-layout --json --html --svg --png",
+    "compare": f"{SOURCE} {REQUEST} --same-layout --tokens --price --json --html --svg --png",
     "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",
     "reproduce": None,
     "verify": "--all --stages --num-slices --tp --device --json",

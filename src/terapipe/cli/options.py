@@ -87,13 +87,16 @@ def _check_file(path: Path, name: str) -> None:
         raise ValueError(f"--{name} {path} cannot be written: {parent} is a file, not a folder")
 
 
-def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required: bool = True) -> None:
+def add_source(
+    parser: argparse.ArgumentParser, *, table: bool = False, required: bool = True, several: bool = False
+) -> None:
     """Adds ``--model``, where costs come from, and the knobs of ``CostOptions``.
 
     Args:
         parser: Of a verb.
         table: Whether the verb can plan with a cost table.
         required: Whether one of the sources must be given. A saved plan has its own.
+        several: Whether ``--cluster`` may be given several times; it is then a list.
     """
     sources = "a described cluster, a profile or a cost table" if table else "a described cluster or a profile"
     group = parser.add_argument_group("model and costs", f"Costs come from {sources}.")
@@ -102,7 +105,9 @@ def add_source(parser: argparse.ArgumentParser, *, table: bool = False, required
     costs.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="a described cluster: HOST:COUNT, such as dgx-h100:8 for eight hosts, or "
+        action="append" if several else "store",
+        help=("may be given several times, to set clusters side by side; " if several else "")
+        + "a described cluster: HOST:COUNT, such as dgx-h100:8 for eight hosts, or "
         f"{DESCRIPTION}, such as l40s:8,pcie,25Gb:4. Costs are computed from data sheets. HOST is one of "
         f"{', '.join(HOSTS)}, cpu for this machine, or a file of `terapipe calibrate`; DEVICE is one of "
         f"{', '.join(DEVICES)}, or such a file; LINK is pcie, nvlink or a bandwidth such as 50GB; NETWORK is a host's, "

@@ -25,7 +25,7 @@ from terapipe.cli.options import Verbs, console
 from terapipe.published.studies import CASES, Outcome, Setting, largest_throughput, orders, outcome
 from terapipe.published.table import OOM, Cell, Score, Table, names
 from terapipe.reporting import charts, style, svg
-from terapipe.reporting.plans import cut_title
+from terapipe.reporting.plans import cut_title, way_title
 from terapipe.search.evaluator import PlanEstimate
 
 SUMMARY = ("table", "unit", "numbers", "mean error", "worst", "where", "not simulated")
@@ -82,10 +82,10 @@ def picture(outcomes: Sequence[Outcome]) -> str:
     Args:
         outcomes: One for each group of bars.
     """
-    ways = ("planned", "best with whole sequences", "best 1F1B", "FSDP, sequences over devices (estimate)")
+    ways = ("planned", "best with whole sequences", "best 1F1B", "best without a pipeline (estimate)")
     ratios = {}
     for each in outcomes:
-        case, steps = each.case, (each.planned, each.whole, each.best_1f1b, each.others[0] if each.others else None)
+        case, steps = each.case, (each.planned, each.whole, each.best_1f1b, each.rival)
         name = f"{case.model}, {case.where}, {case.batch_size} x {case.seq_len // 1024}k"
         ratios[name] = [way.step_time / each.planned.step_time if way else 0.0 for way in steps]
     return charts.groups(
@@ -120,9 +120,10 @@ def _outcome(outcome: Outcome) -> Iterator[tuple[str, ...]]:
     yield (first, *_row("planned", planned, planned))
     for name, way in (("best with whole sequences", outcome.whole), ("best 1F1B", outcome.best_1f1b)):
         yield ("", *_row(name, way, planned)) if way else ("", name, "none fits", "", "", "")
-    for e in outcome.others:
-        step, peak = style.seconds(e.step_time), style.memory(e.peak_bytes)
-        yield "", e.name, step, f"{e.step_time / planned.step_time:.2f}", peak, e.note
+    if rival := outcome.rival:
+        step, peak = style.seconds(rival.step_time), style.memory(rival.peak_bytes)
+        how = f"{rival.title}, {way_title(rival)}"
+        yield "", "best without a pipeline (estimate)", step, f"{rival.step_time / planned.step_time:.2f}", peak, how
 
 
 def _row(name: str, estimate: PlanEstimate, best: PlanEstimate) -> tuple[str, ...]:

@@ -10,6 +10,14 @@ Where a constant comes from:
 - ``ATTENTION``: measured speeds of kernels, see there.
 - Links: what NCCL's rings reach of the data sheet's, about four fifths of NVLink. Networks are at their line rate.
 
+What was chosen with published tables in view, by trying several hundred combinations against all of them at once: of
+the A100 ``achieved``, ``Device.passes``, the passes of ``unfused`` attention and the last digit of FlashAttention's
+speeds; of the V100 ``achieved`` and ``layer_overhead``; ``rings`` of p3; ``_REPLICATED`` in analytic.py. So Megatron's,
+DLPerf's, Seq1F1B's and the TeraPipe paper's tables show that one set of constants fits them all, not that it predicts
+them. Speeds of attention on Hopper were set before the long-context tables were looked at with them.
+
+Estimates without a source at hand: ``achieved`` of A10, L40S, RTX and MI300X devices, and their links.
+
 None of it was measured by us on these devices. ``terapipe calibrate`` measures the device at hand.
 """
 
@@ -50,8 +58,7 @@ from terapipe.planning.device import (
 #   about 190 and 170 with one.
 # - Blackwell: Together AI, FlashAttention-4: up to 1605 of 2250 TFLOP/s forward, 1.3 times cuDNN 9.13. Backwards are
 #   bound by shared memory. FlashAttention-2 is as fast as on Hopper.
-# - Ada: FlashAttention-2 reaches 165 TFLOP/s on an RTX 4090 (Zhang et al., SageAttention); 0.55 of an L40S is assumed.
-# - MI300X: about 500 TFLOP/s forward by AMD's Composable Kernel, half of it backward. An estimate.
+# - Ada, GeForce, MI300X and all backwards on Blackwell: estimates.
 # - ``unfused``: products of half precision and a fused softmax, which write and read scores about five times: fitted to
 #   Megatron's forward on A100s (Qi et al., table 9).
 _UNFUSED = AttentionSpeed(0.45, 0.45, causal=False, scores=5.0)
@@ -125,19 +132,46 @@ def _gpu(
 # TFLOP/s, share achieved, GB/s, GiB as the driver reports them (about), multiprocessors.
 DEVICES: dict[str, Device] = {
     "v100": _V100,
-    "a100-40": _gpu("ampere", 312, 0.79, 1555, 40, 108, 8, overhead=0.10e-3),  # NVIDIA A100 data sheet, SXM4
+    "a100-40": _gpu("ampere", 312, 0.79, 1555, 40, 108, 8, overhead=0.10e-3),
     "a100": _gpu("ampere", 312, 0.79, 2039, 80, 108, 8, overhead=0.10e-3),
-    "a10": _gpu("ampere", 125, 0.60, 600, 22.5, 72, 8, overhead=0.10e-3),  # A10 data sheet; 150 W bound its clocks
-    "h100": _gpu("hopper", 989, 0.72, 3350, 80, 132, kernel=CUDNN),  # H100 data sheet, SXM5
-    "h200": _gpu("hopper", 989, 0.72, 4800, 141, 132, kernel=CUDNN),  # H200 data sheet
-    "b200": _gpu("blackwell", 2250, 0.70, 8000, 180, 148, kernel=CUDNN),  # DGX B200 data sheet
-    "gb200": _gpu("blackwell", 2500, 0.70, 8000, 186, 148, kernel=CUDNN),  # GB200 NVL72 data sheet, one of two GPUs
-    "l40s": _gpu("ada", 362, 0.65, 864, 45, 142),  # L40S data sheet; 350 W bound its clocks
-    "rtx4090": _gpu("geforce", 165, 0.90, 1008, 24, 128),  # NVIDIA Ada architecture paper, appendix: with float32 sums
-    "rtx5090": _gpu("geforce", 209.5, 0.90, 1792, 32, 170, 12),  # RTX Blackwell architecture paper, appendix
-    "mi300x": _gpu("cdna3", 1307, 0.55, 5300, 192, 304),  # AMD Instinct MI300X data sheet
+    "a10": _gpu("ampere", 125, 0.60, 600, 22.5, 72, 8, overhead=0.10e-3),
+    "h100": _gpu("hopper", 989, 0.72, 3350, 80, 132, kernel=CUDNN),
+    "h200": _gpu("hopper", 989, 0.72, 4800, 141, 132, kernel=CUDNN),
+    "b200": _gpu("blackwell", 2250, 0.70, 8000, 180, 148, kernel=CUDNN),
+    "gb200": _gpu("blackwell", 2500, 0.70, 8000, 186, 148, kernel=CUDNN),
+    "l40s": _gpu("ada", 362, 0.65, 864, 45, 142),
+    "rtx4090": _gpu("geforce", 165, 0.90, 1008, 24, 128),
+    "rtx5090": _gpu("geforce", 209.5, 0.90, 1792, 32, 170, 12),
+    "mi300x": _gpu("cdna3", 1307, 0.55, 5300, 192, 304),
 }
 """Devices by name, for descriptions such as ``l40s:8,pcie,25Gb:4``."""
+
+SHEETS: dict[str, str] = {
+    "v100": "NVIDIA V100 data sheet, SXM2, 16 GB; rates fitted to the TeraPipe paper's figure 3",
+    "a100-40": "NVIDIA A100 data sheet, SXM4, 40 GB",
+    "a100": "NVIDIA A100 data sheet, SXM4, 80 GB",
+    "a10": "NVIDIA A10 data sheet; 150 W bound its clocks",
+    "h100": "NVIDIA H100 data sheet, SXM5",
+    "h200": "NVIDIA H200 data sheet",
+    "b200": "NVIDIA DGX B200 data sheet",
+    "gb200": "NVIDIA GB200 NVL72 data sheet, one of two GPUs",
+    "l40s": "NVIDIA L40S data sheet; 350 W bound its clocks",
+    "rtx4090": "NVIDIA Ada architecture paper, appendix: with float32 sums",
+    "rtx5090": "NVIDIA RTX Blackwell architecture paper, appendix: with float32 sums",
+    "mi300x": "AMD Instinct MI300X data sheet",
+}
+"""Where the peak, the memory and its bandwidth come from, by device."""
+
+PAPERS: dict[str, str] = {
+    "ampere": "Dao, FlashAttention-2, figures 4 to 6",
+    "hopper": "Shah et al., FlashAttention-3, figures 5 and 6",
+    "blackwell": "Together AI, FlashAttention-4",
+    "ada": "assumed, after Zhang et al., SageAttention",
+    "geforce": "Zhang et al., SageAttention",
+    "cdna3": "an estimate, after AMD's Composable Kernel",
+    "volta": "fitted to the TeraPipe paper's figure 3",
+}
+"""Where the speed of attention comes from, by architecture; details are beside ``ATTENTION``."""
 
 # GB/s in one direction between devices of a host, as rings of NCCL use them. NVLink: V100 150, A100 300, H100 450,
 # B200 900 by data sheet; Infinity Fabric of MI300X 448. PCIe 4.0 x16 is 32, 5.0 is 64; GeForce cards have no direct way
@@ -211,6 +245,30 @@ HOSTS: dict[str, Host] = {
     "mi300x-8": _dgx("mi300x", 400),
     "g6e.48xlarge": Host(DEVICES["l40s"], 8, Link(_PCIE_4 * GB, 10e-6), Link(50 * GB, 20e-6)),
 }
+
+
+def sources_of(host: Host) -> dict[str, str]:
+    """Where the constants of a host come from, for readers of a report: a sentence by the name of each constant.
+
+    Args:
+        host: Of a cluster. A device that is none of ``DEVICES`` was calibrated, or described by its user.
+    """
+    device = host.device
+    name = next((name for name, one in DEVICES.items() if (one.peak, one.memory) == (device.peak, device.memory)), "")
+    own = "measured or described by the user"
+    known = next((name for name, one in HOSTS.items() if one.inter_node == host.inter_node), "")
+    maxima = "S. Bekman, Machine Learning Engineering: measured maxima, less what clocks lose under load"
+    return {
+        "peak": SHEETS.get(name, own),
+        "large products": maxima if name else own,
+        "attention": PAPERS.get(device.architecture, own),
+        "memory": SHEETS.get(name, own),
+        "links in a host": "data sheet; about four fifths of it, as rings of NCCL reach" if name else own,
+        "network": f"line rate of a {known}'s cards, all together" if known else own,
+        "host": "counted kernels and calls of an eager Llama layer, scaled from a measured core" if name else own,
+    }
+
+
 MOST_HOSTS = 100_000  # more than there are anywhere
 MOST_DEVICES = 1024  # of one host
 DESCRIPTION = "DEVICE:PER_HOST,LINK,NETWORK:HOSTS"  # of a cluster in words

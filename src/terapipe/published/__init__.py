@@ -3,5 +3,5 @@
 - ``tables/*.toml``: the numbers, with what was run to get them.
 - ``simulation.py``: from what was run to our number.
 - ``table.py``: both beside each other, with mean and worst error.
-- ``studies.py``, ``estimates.py``: what the TeraPipe paper leaves open.
+- ``studies.py``: what the TeraPipe paper leaves open.
 """

@@ -37,13 +37,13 @@ from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
-from terapipe.published.estimates import Estimate, estimate_fsdp
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, peaks, program, simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
+from terapipe.search.rivals import Rival, Way, estimate
 from terapipe.search.source import ClusterSource
 
 
@@ -272,12 +272,13 @@ class Simulation:
     # What a table may ask for
 
     @cached_property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> Rival:
         """Time and memory of FSDP with each sequence over a ring of devices, which is no pipeline."""
         s = self.setup
         devices = s.devices or self.source.devices
-        sequences, ring = max(1, s.batch_size // devices), max(1, devices // s.batch_size)
-        return estimate_fsdp(self.source, Request(s.batch_size, s.seq_len), sequences, ring, offload=s.offload)
+        size, cp = max(1, s.batch_size // devices), max(1, devices // s.batch_size)
+        way = Way(dp=devices // cp, cp=cp, shards=devices, size=size, recompute="full")
+        return estimate(self.source, Request(s.batch_size, s.seq_len), way, offload=s.offload)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -6,12 +6,12 @@ from typing import Self
 
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.presets import PRESETS
-from terapipe.published.estimates import Estimate, estimates
 from terapipe.published.simulation import Setup, Simulation
 from terapipe.published.table import Table
 from terapipe.search.choose import compare, pick
 from terapipe.search.evaluator import PlanEstimate
 from terapipe.search.request import Request
+from terapipe.search.rivals import Rival, rivals
 from terapipe.search.source import ClusterSource
 
 GROWTH = (1, 2, 4, 8, 16)  # times the published batch
@@ -116,14 +116,14 @@ class Outcome:
         planned: The planner's choice.
         whole: The fastest of all orders with whole sequences; None if none fits.
         best_1f1b: The fastest 1F1B; None if none fits.
-        others: Ways to train without a pipeline.
+        rival: The fastest way to train without a pipeline, by estimate; None if none fits.
     """
 
     case: Case
     planned: PlanEstimate
     whole: PlanEstimate | None
     best_1f1b: PlanEstimate | None
-    others: list[Estimate]
+    rival: Rival | None
 
 
 def outcome(case: Case) -> Outcome:
@@ -136,4 +136,5 @@ def outcome(case: Case) -> Outcome:
     rows = [row for row in compare(case.source, request) if row.fits]
     whole = min((row for row in rows if not row.sliced), key=lambda row: row.step_time, default=None)
     best_1f1b = next((row for row in rows if row.name == "1f1b"), None)
-    return Outcome(case, pick(rows), whole, best_1f1b, estimates(case.source, request))
+    others = (rival for rival in rivals(case.source, request) if rival.fits)
+    return Outcome(case, pick(rows), whole, best_1f1b, min(others, key=lambda rival: rival.step_time, default=None))

@@ -1,16 +1,16 @@
 """Plans and comparisons for people: what was chosen, why, and next to what.
 
 Every text exists once, as parts (strings with rich's markup, and tables), and is shown in two ways: a console draws the
-parts with colors and in its own width (``explanation``, ``comparison_parts``), or ``as_text`` makes plain text of them,
-for ``str(result)``. ``print(terapipe.plan(...))`` therefore says what ``terapipe plan`` prints.
+parts with colors and in its own width (``explanation``; comparison.py has those of comparisons), or ``as_text`` makes
+plain text of them, for ``str(result)``. ``print(terapipe.plan(...))`` therefore says what ``terapipe plan`` prints.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -19,12 +19,15 @@ from terapipe.planning.device import Device, usable_memory
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import Plan
-from terapipe.reporting import charts, style
+from terapipe.reporting import style
+from terapipe.search.evaluator import PlanEstimate
+from terapipe.search.rivals import Rival
 
 if TYPE_CHECKING:
-    from terapipe.search.evaluator import PlanEstimate
     from terapipe.search.result import Comparison, PlanResult
     from terapipe.search.source import Source
+
+Row: TypeAlias = PlanEstimate | Rival
 
 WIDTH = 170  # columns, where there is no terminal
 
@@ -74,10 +77,10 @@ def explanation(result: "PlanResult") -> Iterator[RenderableType]:
         yield from (f"  - {reason}" for reason in why)
     if result.runners_up:
         yield "\nRunners-up, the best of every other order, each in its own best layout:"
-        yield table(result.runners_up, estimate)
+        yield table(result.runners_up, Columns(estimate))
 
 
-def describe(estimate: "PlanEstimate") -> dict[str, str]:
+def describe(estimate: PlanEstimate) -> dict[str, str]:
     """Facts of a plan by name, in the order in which they are shown.
 
     Args:
@@ -93,6 +96,8 @@ def describe(estimate: "PlanEstimate") -> dict[str, str]:
         "idle": style.share(estimate.idle),
         "tokens/s": f"{estimate.tokens_per_second:,.0f}",
     }
+    if estimate.mfu is not None:
+        out["MFU"] = style.share(estimate.mfu)
     if plan.chunks > 1:
         out["chunks"] = f"{plan.chunks} stages per rank"
     if estimate.peak_bytes:
@@ -206,43 +211,99 @@ def reasons(result: "PlanResult") -> list[str]:
     return out
 
 
-HEADER = ("", "step", "x", "tokens/s", "idle", "peak memory", "fits", "dp x pp x tp", "microbatches and slices")
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table of plans and their rivals, and what their cells need beside the row.
+
+    Columns that no row has a value for are left out: measured costs have no data sheet for MFU, and days need tokens.
+
+    Attributes:
+        best: What the column ``x`` is relative to.
+        tokens: To train on, for days and cost; such as ``"50B"``.
+        price: Of a device for an hour, for the cost.
+    """
+
+    best: Row
+    tokens: str | float | None = None
+    price: float | None = None
+
+    def of(self, rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The header and the cells of every row.
+
+        Args:
+            rows: In the order in which they are shown.
+        """
+        cells = [self._cells(row) for row in rows]
+        header = [name for name in cells[0] if name not in OPTIONAL or any(row[name] for row in cells)]
+        return tuple(header), [tuple(row[name] for name in header) for row in cells]
+
+    def _cells(self, row: Row) -> dict[str, str]:
+        traffic, mfu, tokens = row.traffic, row.mfu, self.tokens
+        return {
+            "": row.title,
+            "step": style.seconds(row.step_time),
+            "x": f"{row.step_time / self.best.step_time:.2f}",
+            "tokens/s": f"{row.tokens_per_second:,.0f}",
+            "MFU": "" if mfu is None else style.share(mfu),
+            "idle": style.share(row.idle),
+            "peak memory": style.memory(row.peak_bytes) if row.peak_bytes else "?",
+            "fits": "yes" if row.fits else "no",
+            "sent in host": style.memory(traffic.inside) if traffic and traffic.inside else "",
+            "between": style.memory(traffic.between) if traffic and traffic.between else "",
+            "days": "" if tokens is None else f"{row.days(tokens):,.1f}",
+            "cost": "" if tokens is None or self.price is None else f"{row.cost(tokens, self.price):,.0f}",
+            "dp x pp x tp": layout_title(row),
+            "microbatches and slices": way_title(row) if isinstance(row, Rival) else cut_title(row.plan),
+        }
+
+
+OPTIONAL = ("MFU", "sent in host", "between", "days", "cost")
 TEXT = ("", "dp x pp x tp", "microbatches and slices")  # columns that are no numbers
 
 
-def table(
-    rows: "Sequence[PlanEstimate]", best: "PlanEstimate | None" = None, marked: "set[int] | None" = None
-) -> Table:
+def table(rows: Sequence[Row], columns: Columns, marks: Callable[[Row], str] = lambda row: "") -> Table:
     """A table of plans for a console, one row each. Rows that do not fit into memory are dim.
 
     Args:
         rows: In the order in which they are shown.
-        best: What the column ``x`` is relative to, by default the fastest row.
-        marked: Ids of rows whose names get a star.
+        columns: What to show of them.
+        marks: Gives what follows a row's name, such as a star.
     """
-    fastest = best or min(rows, key=lambda e: e.step_time)
+    header, cells = columns.of(rows)
     drawn = Table(box=None, pad_edge=False, header_style="dim")
-    for name in HEADER:
-        drawn.add_column(name, justify="left" if name in TEXT else "right", no_wrap=name != HEADER[-1])
-    for e in rows:
-        name, *cells = _cells(e, fastest)
-        drawn.add_row(name + (" *" if marked and id(e) in marked else ""), *cells, style="" if e.fits else "dim")
+    for name in header:
+        drawn.add_column(name, justify="left" if name in TEXT else "right", no_wrap=name != header[-1])
+    for row, (name, *rest) in zip(rows, cells, strict=True):
+        drawn.add_row(name + marks(row), *rest, style="" if row.fits else "dim")
     return drawn
 
 
-def _cells(e: "PlanEstimate", fastest: "PlanEstimate") -> tuple[str, ...]:
-    """Returns the cells of a row, in the order of ``HEADER``."""
-    return (
-        e.title,
-        style.seconds(e.step_time),
-        f"{e.step_time / fastest.step_time:.2f}",
-        f"{e.tokens_per_second:,.0f}",
-        style.share(e.idle),
-        style.memory(e.peak_bytes) if e.peak_bytes else "?",
-        "yes" if e.fits else "no",
-        f"{e.layout.dp} x {e.layout.pp} x {e.layout.tp}",
-        cut_title(e.plan),
-    )
+def layout_title(row: Row) -> str:
+    """Replicas, pipeline ranks and tensor parallel ranks: "1 x 8 x 4".
+
+    Args:
+        row: A plan, or a rival, which has no pipeline.
+    """
+    if isinstance(row, Rival):
+        return f"{row.way.dp} x 1 x {row.way.tp}"
+    return f"{row.layout.dp} x {row.layout.pp} x {row.layout.tp}"
+
+
+def way_title(rival: Rival) -> str:
+    """What a rival does with batch, sequences and state: "4 x 1 seq over 8 devices each, full recompute".
+
+    Args:
+        rival: Of ``rivals``.
+    """
+    way = rival.way
+    words = f"{rival.request.batch_size // (way.dp * way.size)} x {way.size} seq"
+    if way.cp > 1:
+        words += f", each over {way.cp} devices"
+    if 1 < way.shards < way.dp * way.cp:
+        words += f", shards over {way.shards}"
+    if way.recompute != "none":
+        words += f", {way.recompute} recompute"
+    return words + (f"; {way.devices} of {rival.devices} devices" if way.devices < rival.devices else "")
 
 
 def cut_title(plan: Plan) -> str:
@@ -256,88 +317,3 @@ def cut_title(plan: Plan) -> str:
         slices += f" in {len(plan.lengths[0])} slices"
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
     return slices + chunks + ("" if plan.recompute == "none" else f", {recompute_title(plan.recompute)} recompute")
-
-
-# Comparisons
-
-
-def comparison_parts(comparison: "Comparison") -> Iterator[RenderableType]:
-    """The parts of a comparison: its table, what the star means, under which conditions, and the sentence to take home.
-
-    Args:
-        comparison: Of ``compare``.
-    """
-    yield table(comparison.rows, comparison.fastest, {id(e) for e in comparison.front})
-    yield "\n[dim]* no other that fits is both faster and smaller[/]"
-    yield from (f"[dim]{name}: {value}[/]" for name, value in _facts(comparison).items())
-    if factor := _factor(comparison):
-        yield f"\n{factor}"
-
-
-def _facts(comparison: "Comparison") -> dict[str, str]:
-    """The conditions of a comparison, without which its numbers mean nothing: costs, batch, budget, layouts."""
-    request, described = comparison.request, described_device(comparison.source) is not None
-    costs = "by data sheets and typical utilization" if described else "by measured times of slices"
-    return {
-        "simulated": f"{costs}, in {comparison.seconds:.1f} s",
-        "batch": f"{request.batch_size} seq of {request.seq_len} tokens",
-        "budget": budget_title(comparison) or "not known",
-        "layouts": "all in that of the fastest" if comparison.same_layout else "the best for each row",
-    }
-
-
-def _factor(comparison: "Comparison") -> str:
-    """Compares the fastest row with the fastest one that does not slice, which is what other libraries have."""
-    best, whole = comparison.fastest, comparison.unsliced
-    if whole is None or not best.fits:
-        return ""
-    if whole is best:
-        return f"{best.title} is fastest: slicing does not pay here"
-    ratio, name = whole.step_time / best.step_time, whole.plan.order if whole.layout.pp > 1 else whole.title
-    return f"{best.title} is {ratio:.2f} times as fast as the best with whole sequences ({name})"
-
-
-def comparison_text(comparison: "Comparison") -> str:
-    """A comparison as plain text.
-
-    Args:
-        comparison: Of ``compare``.
-    """
-    return as_text(comparison_parts(comparison))
-
-
-def comparison_chart(comparison: "Comparison") -> str:
-    """Step time against peak memory of all rows, as SVG.
-
-    Args:
-        comparison: Of ``compare``.
-    """
-    points = {e.title: (float(e.peak_bytes), e.step_time) for e in comparison.rows}
-    front = {e.title for e in comparison.front}
-    return charts.frontier(points, front, "peak memory per device", "step time", comparison.budget)
-
-
-def comparison_page(comparison: "Comparison", model: str) -> str:
-    """An HTML page with everything that the command prints, and the chart.
-
-    Args:
-        comparison: Of ``compare``.
-        model: How the page calls the model.
-    """
-    lead = f"{model} on {comparison.where}, simulated. {_factor(comparison) or comparison.fastest.title}."
-    cells = [_cells(e, comparison.fastest) for e in comparison.rows]
-    facts = {"model": model, "cluster": comparison.where, **_facts(comparison), "terapipe": _version()}
-    sections = [
-        ("", style.facts(facts)),
-        ("Time against memory", comparison_chart(comparison)),
-        ("All of them", style.table(HEADER, cells, wrapped=True)),
-    ]
-    return style.page("Orders compared", lead, sections)
-
-
-def _version() -> str:
-    """The version of this package, for a page that is looked at years later."""
-    try:
-        return metadata.version("terapipe")
-    except metadata.PackageNotFoundError:  # run from its source, not installed
-        return "not installed"

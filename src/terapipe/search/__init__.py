@@ -3,12 +3,14 @@
 from terapipe.search.bounds import Work
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, pareto_front
 from terapipe.search.request import Request, layouts
-from terapipe.search.result import Comparison, PlanResult
+from terapipe.search.result import ClusterComparison, Comparison, PlanResult
+from terapipe.search.rivals import Rival, rivals
 from terapipe.search.sensitivity import Sensitivity, sensitivities
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 from terapipe.search.table import CostTable, choose_by_table
 
 __all__ = [
+    "ClusterComparison",
     "ClusterSource",
     "Comparison",
     "CostTable",
@@ -17,11 +19,13 @@ __all__ = [
     "PlanResult",
     "ProfileSource",
     "Request",
+    "Rival",
     "Sensitivity",
     "Source",
     "Work",
     "choose_by_table",
     "layouts",
     "pareto_front",
+    "rivals",
     "sensitivities",
 ]

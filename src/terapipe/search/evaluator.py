@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, microbatch_sizes
 from terapipe.scheduling.simulator import makespan, peaks, program
 from terapipe.search.request import Request
-from terapipe.search.source import Source
+from terapipe.search.source import ClusterSource, Source
+from terapipe.search.throughput import Throughput
+from terapipe.search.traffic import Traffic, plan_traffic
 
 Lengths = tuple[int, ...]
 Seconds = Callable[[Array, Array], Array]  # from lengths and contexts of slices
@@ -32,8 +34,11 @@ UNITS = 256  # maximum number of cut points for equal-time cuts
 
 
 @dataclass(frozen=True)
-class PlanEstimate:
-    """A plan for one replica, the layout around it, and its predicted time and memory."""
+class PlanEstimate(Throughput):
+    """A plan for one replica, the layout around it, and its predicted time and memory.
+
+    What follows from them (tokens per second and day, MFU, days, cost) is in ``Throughput``.
+    """
 
     layout: Layout
     plan: Plan
@@ -59,9 +64,23 @@ class PlanEstimate:
         return any(len(row) > 1 for row in self.plan.lengths)
 
     @property
-    def tokens_per_second(self) -> float:
-        """The throughput of all replicas together."""
-        return self.plan.batch_size * self.layout.dp * self.plan.seq_len / self.step_time
+    def devices(self) -> int:
+        return self.layout.devices
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        return self.plan.batch_size * self.layout.dp, self.plan.seq_len
+
+    @property
+    def costs(self) -> Source | None:
+        return None if self.evaluator is None else self.evaluator.source
+
+    @cached_property
+    def traffic(self) -> Traffic | None:
+        """Bytes that a device sends in a step, inside of its host and to others. None for measured costs: a profile
+        does not say which links tensor parallel ranks would have."""
+        source = self.costs
+        return plan_traffic(self.plan, self.layout, source) if isinstance(source, ClusterSource) else None
 
     def to_dict(self) -> dict[str, Any]:
         plan = self.plan
@@ -69,6 +88,8 @@ class PlanEstimate:
             **({"name": self.name} if self.name else {}),
             "step_time": self.step_time,
             "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "traffic": None if self.traffic is None else asdict(self.traffic),
             "order": plan.order,
             "layout": asdict(self.layout),
             "chunks": plan.chunks,
@@ -87,9 +108,22 @@ def preference(estimate: PlanEstimate) -> tuple[bool, float]:
     return (False, estimate.step_time) if estimate.fits else (True, float(estimate.peak_bytes))
 
 
-def pareto_front(choices: Iterable[PlanEstimate]) -> list[PlanEstimate]:
+class Measured(Protocol):
+    """Anything with a time and a peak."""
+
+    @property
+    def step_time(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def pareto_front(choices: Iterable[M]) -> list[M]:
     """The Pareto front by step time and peak memory, fastest first."""
-    front: list[PlanEstimate] = []
+    front: list[M] = []
     for estimate in sorted(choices, key=lambda c: (c.step_time, c.peak_bytes)):
         if not front or estimate.peak_bytes < front[-1].peak_bytes:
             front.append(estimate)

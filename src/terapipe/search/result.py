@@ -31,6 +31,7 @@ from terapipe.scheduling.simulator import makespan, simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.evaluator import PlanEstimate, pareto_front
 from terapipe.search.request import Request
+from terapipe.search.rivals import Rival
 from terapipe.search.source import ClusterSource, ProfileSource, Source
 
 if TYPE_CHECKING:
@@ -246,13 +247,28 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The best plan of every order, with slices and with whole sequences. ``print`` shows a table."""
+    """The best plan of every order, with slices and with whole sequences, and what there is without a pipeline.
+    ``print`` shows a table. Iterating gives the plans, then their rivals.
+
+    Attributes:
+        rows: The plans.
+        request: The batch, and what was fixed.
+        source: Model and devices.
+        same_layout: Whether all plans are in one layout, instead of each in its best one. There are no rivals then.
+        seconds: Time that the comparison took.
+        rivals: Ways to train without a pipeline, each the best of its kind: estimates.
+        tokens: To train on, for days and cost in tables; such as ``"50B"``.
+        price: Of a device for an hour, for the cost.
+    """
 
     rows: tuple[PlanEstimate, ...]
     request: Request
     source: Source
-    same_layout: bool = False  # whether all are in one layout, instead of each in its best one
-    seconds: float = 0.0  # time that the comparison took
+    same_layout: bool = False
+    seconds: float = 0.0
+    rivals: tuple[Rival, ...] = ()
+    tokens: str | float | None = None
+    price: float | None = None
 
     @property
     def budget(self) -> int | None:
@@ -264,16 +280,16 @@ class Comparison:
         """Name of the cluster or machine."""
         return self.source.name
 
-    def __iter__(self) -> Iterator[PlanEstimate]:
-        return iter(self.rows)
+    def __iter__(self) -> Iterator[PlanEstimate | Rival]:
+        return iter((*self.rows, *self.rivals))
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) + len(self.rivals)
 
     @property
-    def front(self) -> list[PlanEstimate]:
+    def front(self) -> list[PlanEstimate | Rival]:
         """The Pareto front of step time and peak memory, among those that fit."""
-        return pareto_front(e for e in self.rows if e.fits)
+        return pareto_front(e for e in self if e.fits)
 
     @property
     def fastest(self) -> PlanEstimate:
@@ -285,22 +301,78 @@ class Comparison:
         """The fastest plan with whole sequences that fits, if there is one."""
         return min((e for e in self.rows if e.fits and not e.sliced), key=lambda e: e.step_time, default=None)
 
+    @property
+    def pipeline(self) -> PlanEstimate | None:
+        """The fastest plan with more than one pipeline rank that fits, if there is one."""
+        return min((e for e in self.rows if e.fits and e.layout.pp > 1), key=lambda e: e.step_time, default=None)
+
+    @property
+    def without_pipeline(self) -> PlanEstimate | Rival | None:
+        """The fastest that fits and is no pipeline: a rival, or a plan with one pipeline rank."""
+        ways = (e for e in self if e.fits and not (isinstance(e, PlanEstimate) and e.layout.pp > 1))
+        return min(ways, key=lambda e: e.step_time, default=None)
+
+    @property
+    def best(self) -> PlanEstimate | Rival:
+        """The fastest of all that fits, ours or not."""
+        return min(self, key=lambda e: (not e.fits, e.step_time))
+
     def to_svg(self, path: str | Path | None = None) -> str:
-        """A chart of step time against peak memory, also written to ``path`` if given."""
-        from terapipe.reporting.plans import comparison_chart
+        """A chart of step time against peak memory.
+
+        Args:
+            path: A file to write it to, also.
+        """
+        from terapipe.reporting.comparison import comparison_chart
 
         return _write(path, comparison_chart(self))
 
     def to_html(self, path: str | Path | None = None, model: str = "The model") -> str:
-        """A page with chart and table, also written to ``path`` if given."""
-        from terapipe.reporting.plans import comparison_page
+        """A page with chart, table and the constants behind it.
 
-        return _write(path, comparison_page(self, model))
+        Args:
+            path: A file to write it to, also.
+            model: How the page calls the model.
+        """
+        from terapipe.reporting.comparison import comparison_page
+
+        return _write(path, comparison_page([self], model))
 
     def __str__(self) -> str:
-        from terapipe.reporting.plans import comparison_text
+        from terapipe.reporting.comparison import comparison_parts
+        from terapipe.reporting.plans import as_text
 
-        return comparison_text(self)
+        return as_text(comparison_parts(self))
+
+
+@dataclass(frozen=True)
+class ClusterComparison:
+    """The same training on several clusters. ``print`` shows the best plan and the best rival on each.
+
+    Attributes:
+        comparisons: By the name of the cluster.
+        failures: Clusters on which no plan fits, and why.
+    """
+
+    comparisons: Mapping[str, Comparison]
+    failures: Mapping[str, str]
+
+    def to_html(self, path: str | Path | None = None, model: str = "The model") -> str:
+        """A page with the clusters side by side, then each with its chart, table and constants.
+
+        Args:
+            path: A file to write it to, also.
+            model: How the page calls the model.
+        """
+        from terapipe.reporting.comparison import comparison_page
+
+        return _write(path, comparison_page(list(self.comparisons.values()), model, self.failures))
+
+    def __str__(self) -> str:
+        from terapipe.reporting.comparison import cluster_parts
+        from terapipe.reporting.plans import as_text
+
+        return as_text(cluster_parts(list(self.comparisons.values()), self.failures))
 
 
 def _write(path: str | Path | None, text: str) -> str:

@@ -37,7 +37,7 @@ def test_arguments_of_the_functions() -> None:
     batch = {"model", "costs", "batch_size", "seq_len", "progress"}
     plan, compare = (set(inspect.signature(f).parameters) for f in (tp.plan, tp.compare))
     assert plan == batch | {*names_of(PlanOptions), *names_of(CostOptions)}
-    assert compare == batch | {*names_of(CompareOptions), *names_of(CostOptions), "same_layout"}
+    assert compare == batch | {*names_of(CompareOptions), *names_of(CostOptions), "same_layout", "tokens", "price"}
     with pytest.raises(TypeError, match=r"^plan\(\) got an unexpected keyword argument 'dpp'"):
         tp.plan("gpt-tiny", "cpu", batch_size=1, seq_len=8, dpp=2)  # type: ignore[call-arg]
 

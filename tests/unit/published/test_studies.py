@@ -14,9 +14,10 @@ def test_the_settings_are_those_of_the_published_table() -> None:
 
 @pytest.mark.exhaustive
 def test_the_open_question_in_one_setting() -> None:
-    """Few sequences on many stages: 1F1B saves memory, not time; slices save time."""
+    """Few sequences on many stages: 1F1B saves no time, and with fewer sequences than stages no memory either; slices
+    save time."""
     by_name = {choice.name: choice for choice in orders(Setting.all()[7])}
-    assert by_name["1f1b"].peak_bytes < by_name["gpipe"].peak_bytes
+    assert by_name["1f1b"].peak_bytes <= by_name["gpipe"].peak_bytes
     assert by_name["1f1b"].step_time > 0.95 * by_name["gpipe"].step_time
     assert by_name["terapipe-1f1b"].step_time < 0.6 * by_name["1f1b"].step_time
 
@@ -29,4 +30,4 @@ def test_what_if_cases_have_an_outcome() -> None:
     assert result.planned.step_time <= result.whole.step_time * 1.006  # but for preferring whole sequences
     assert result.whole.step_time <= result.best_1f1b.step_time
     assert result.planned.fits
-    assert result.others
+    assert result.rival is not None
