@@ -49,7 +49,7 @@ def comparison_parts(comparison: Comparison) -> Iterator[RenderableType]:
 
 def _notes(comparison: Comparison) -> list[str]:
     """What the marks and the less usual columns of the table mean."""
-    notes = [f"* {STAR}"]
+    notes = [f"* {STAR}", *comparison.too_large]
     if comparison.rivals:
         notes.append(f"~ {TILDE}")
     if any(row.traffic for row in comparison):

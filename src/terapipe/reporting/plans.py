@@ -286,7 +286,7 @@ def layout_title(row: Row) -> str:
     """
     if isinstance(row, Rival):
         return f"{row.way.dp} x 1 x {row.way.tp}"
-    return f"{row.layout.dp} x {row.layout.pp} x {row.layout.tp}"
+    return f"{row.layout.dp}{' sharded' * row.layout.shard} x {row.layout.pp} x {row.layout.tp}"
 
 
 def way_title(rival: Rival) -> str:
