@@ -229,8 +229,8 @@ class PlanEvaluator:
         return _balance(self.source.layers, self.layout.pp * chunks, *self._parts, self.request.bare_ends)
 
     def even_boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        """Stages with as equal numbers of layers as there can be, whatever embedding and head take. Slower than stages of
-        equal time, but no rank has more layers, and so more memory, than another.
+        """Stages with as equal numbers of layers as there can be, whatever embedding and head take. They are
+        slower than stages of equal time, but no rank needs memory for more layers than another.
 
         Args:
             chunks: Stages per rank.
@@ -335,8 +335,8 @@ class PlanEvaluator:
         return self._simulate(plan, self._peak(plan))
 
     def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
-        """The plan's estimate, or None if memory alone makes ``rival`` better. Counting bytes takes a tenth of the time of
-        a simulation, so it comes first.
+        """The plan's estimate, or None if memory alone makes ``rival`` better. Counting bytes is
+        cheaper than a simulation, so it comes first.
 
         Args:
             plan: The plan.

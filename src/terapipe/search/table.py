@@ -1,6 +1,6 @@
 """Plans from a cost table: equal stages, forward plus backward, at the lengths that the table lists.
 
-For whoever has measured slices with other tools, or wants to know what the exact solver says about numbers of his own.
+For whoever has measured slices with other tools, or wants to know what the exact solver says about numbers of their own.
 A table is a JSON list; each row is one slice on one stage::
 
     {"size": 1, "length": 512, "context": 1024, "seconds": 0.0213}
@@ -137,8 +137,8 @@ class CostTable:
 
 
 def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
-    """The key and the seconds of row ``i``. A damaged row is refused with its number: a wrong time would silently give a
-    wrong plan."""
+    """The key and the seconds of row ``i``. A damaged row is refused with its number: a wrong time would silently
+    give a wrong plan."""
     keys = ("size", "length", "context")
     if not isinstance(row, dict) or not {*keys, "seconds"} <= set(row):
         raise ValueError(f"row {i} of a cost table needs size, length, context and seconds, got {row!r}")
@@ -195,8 +195,8 @@ def _refuse_ignored(request: Request) -> None:
     ignored = [name for name, value in unsupported.items() if value is not None]
     if ignored:
         raise ValueError(
-            f"a cost table knows one kind of stage and no memory, so {' and '.join(ignored)} would have no effect; leave "
-            "it out, or plan with a cluster or a profile"
+            f"a cost table knows one kind of stage and no memory, so {' and '.join(ignored)} would have no effect; "
+            "leave it out, or plan with a cluster or a profile"
         )
 
 
