@@ -1,7 +1,7 @@
 """Plans from a cost table: equal stages, forward plus backward, at the lengths that the table lists.
 
-For whoever has measured slices with other tools, or wants to know what the exact solver says about numbers of their own.
-A table is a JSON list; each row is one slice on one stage::
+For whoever has measured slices with other tools, or wants to know what the exact solver says about other numbers. A
+table is a JSON list; each row is one slice on one stage::
 
     {"size": 1, "length": 512, "context": 1024, "seconds": 0.0213}
       sequences    tokens         tokens before     forward plus backward
