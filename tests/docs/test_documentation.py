@@ -1,6 +1,5 @@
 """The documentation keeps to the code: files, names, messages, links, commands, run files and pictures."""
 
-import argparse
 import inspect
 import re
 import runpy
@@ -16,6 +15,7 @@ from terapipe import hf, losses, trainers
 from terapipe.api import CompareCall, PlanCall, explain
 from terapipe.cli import parser
 from terapipe.training import config
+from tests.support.commands import options_of_verbs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -151,10 +151,10 @@ def test_commands_are_understood(page: Path) -> None:
 @each_page
 def test_options_in_the_text_exist(page: Path) -> None:
     """``terapipe plan --save`` in a sentence is not a whole command, but its verb and its options are real."""
-    verbs = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    verbs = options_of_verbs()
     for verb, rest in re.findall(r"`terapipe (\w+)([^`]*)`", prose(page)):
         assert verb in verbs, f"{page.name}: terapipe {verb}"
-        known = {option for action in verbs[verb]._actions for option in action.option_strings}
+        known = {option for action in verbs[verb] for option in action.option_strings}
         assert set(re.findall(r"--[\w-]+", rest)) <= known, f"{page.name}: terapipe {verb}{rest}"
 
 

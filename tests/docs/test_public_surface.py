@@ -1,6 +1,5 @@
 """The public names and the command line's verbs and options, frozen: a change here is a change for users."""
 
-import argparse
 import ast
 import re
 from pathlib import Path
@@ -9,8 +8,8 @@ import pytest
 
 import terapipe
 from terapipe import hf, losses, trainers
-from terapipe.cli import parser
 from terapipe.planning.options import CostOptions, PlanOptions, names_of
+from tests.support.commands import options_of_verbs
 
 ROOT = Path(__file__).parents[2]
 NAMES = """Action AuxiliaryLoss Cluster ClusterComparison Comparison CostTable DocumentPlanner DryRun Event GPT
@@ -58,10 +57,9 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
 
 
 def options() -> dict[str, set[str]]:
-    verbs = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
     return {
-        name: {o for a in verb._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
-        for name, verb in verbs.choices.items()
+        name: {o for a in actions for o in a.option_strings if o.startswith("--")} - {"--help"}
+        for name, actions in options_of_verbs().items()
     }
 
 

@@ -1,6 +1,5 @@
 """A message that tells what to do names what exists: options, arguments, keys of run.toml, functions and methods."""
 
-import argparse
 import ast
 import re
 from collections.abc import Iterator
@@ -9,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import terapipe
-from terapipe.cli import parser
 from terapipe.training.config import RunConfig, keys_of
+from tests.support.commands import options_of_verbs
 
 SOURCE = Path(terapipe.__file__).parent
 ERRORS = re.compile(r"\w*(Error|Exception|Refused|Failure)\w*$")
@@ -65,8 +64,7 @@ def names() -> frozenset[str]:
 
 
 def options() -> set[str]:
-    verbs = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return {option for verb in verbs.choices.values() for a in verb._actions for option in a.option_strings}
+    return {option for actions in options_of_verbs().values() for a in actions for option in a.option_strings}
 
 
 def keys() -> dict[str, set[str]]:

@@ -1,5 +1,6 @@
 """`terapipe` as a command, started for a test: what it says goes to a file, and nothing of it is left at the end."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -10,9 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from terapipe.cli import parser
+
 MARK = "TERAPIPE_TEST"  # in the environment of all that a test started
 
 PATIENCE = 1800.0  # seconds before a process is taken to hang; a busy machine may need many minutes
+
+
+def options_of_verbs() -> dict[str, list[argparse.Action]]:
+    """The options of each verb. argparse lists them under private names only."""
+    (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return {name: verb._actions for name, verb in verbs.choices.items()}
 
 
 class Command:

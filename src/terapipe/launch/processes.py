@@ -46,7 +46,7 @@ def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
         The result of rank 0.
     """
     with on_loopback(), growing_segments(), ending_stopped_ranks():
-        return elastic_launch(_config(ranks), function)(*args)[0]
+        return elastic_launch(launch_config(ranks), function)(*args)[0]
 
 
 def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: int) -> str:
@@ -64,7 +64,7 @@ def launch_module(module: str, arguments: Sequence[str], ranks: int, restarts: i
     Returns:
         Why the run failed; empty if it did not, or was asked to end.
     """
-    config = _config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
+    config = launch_config(ranks, max_restarts=restarts, shutdown_timeout=SHUTDOWN_TIMEOUT)
     _quiet()
     try:
         with on_loopback(), growing_segments(), ending_stopped_ranks():
@@ -128,8 +128,13 @@ def _quiet() -> None:
             logger.setLevel(logging.CRITICAL)
 
 
-def _config(ranks: int, **more: Any) -> LaunchConfig:
-    """Configures torch's launcher for one host: ranks meet on the loopback interface, where no other host can join."""
+def launch_config(ranks: int, **more: Any) -> LaunchConfig:
+    """Configures torch's launcher for one host: ranks meet on the loopback interface, where no other host can join.
+
+    Args:
+        ranks: Processes to start.
+        **more: Fields of torch's ``LaunchConfig``, in place of the defaults here.
+    """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
             f"between 1 and {MOST_RANKS} ranks can be started on this host, got {ranks}; start more with torchrun, on "

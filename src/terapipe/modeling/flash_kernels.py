@@ -263,7 +263,7 @@ class FlashAttnPackage(Flash):
             return reason
         if need.sinks and need.softcap:
             return "no sinks with a softcap"  # the order of the two is not defined by any model that we know
-        return _package_fault()
+        return package_fault()
 
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, ragged: _Ragged | None, window: int | None, scores: Scores
@@ -316,7 +316,7 @@ def _package() -> Any:
 
 
 @cache
-def _package_fault() -> str | None:
+def package_fault() -> str | None:
     """Why the installed package cannot be used; None if it can. Its functions are private, so their arguments are
     looked at."""
     try:

@@ -10,6 +10,14 @@ Where a constant comes from:
 - ``ATTENTION``: measured speeds of kernels, see there.
 - Links: what NCCL's rings reach of the data sheet's, about four fifths of NVLink. Networks are at their line rate.
 
+What was chosen with published tables in view, by trying several hundred combinations against all of them at once: of
+the A100 ``achieved``, ``Device.passes``, the passes of ``unfused`` attention and the last digit of FlashAttention's
+speeds; of the V100 ``achieved`` and ``layer_overhead``; ``rings`` of p3; ``_REPLICATED`` in analytic.py. So Megatron's,
+DLPerf's, Seq1F1B's and the TeraPipe paper's tables show that one set of constants fits them all, not that it predicts
+them. Speeds of attention on Hopper were set before the long-context tables were looked at with them.
+
+Estimates without a source at hand: ``achieved`` of A10, L40S, RTX and MI300X devices, and their links.
+
 None of it was measured by us on these devices. ``terapipe calibrate`` measures the device at hand.
 """
 
@@ -50,8 +58,7 @@ from terapipe.planning.device import (
 #   about 190 and 170 with one.
 # - Blackwell: Together AI, FlashAttention-4: up to 1605 of 2250 TFLOP/s forward, 1.3 times cuDNN 9.13. Backwards are
 #   bound by shared memory. FlashAttention-2 is as fast as on Hopper.
-# - Ada: FlashAttention-2 reaches 165 TFLOP/s on an RTX 4090 (Zhang et al., SageAttention); 0.55 of an L40S is assumed.
-# - MI300X: about 500 TFLOP/s forward by AMD's Composable Kernel, half of it backward. An estimate.
+# - Ada, GeForce, MI300X and all backwards on Blackwell: estimates.
 # - ``unfused``: products of half precision and a fused softmax, which write and read scores about five times: fitted to
 #   Megatron's forward on A100s (Qi et al., table 9).
 _UNFUSED = AttentionSpeed(0.45, 0.45, causal=False, scores=5.0)

@@ -187,7 +187,7 @@ class ShapeMemory:
         """What autograd had saved in the MLP of a layer, less the gradients that take its place: of the layer's output,
         of attention's output and of the queries."""
         c = self.config
-        per_token = c.hidden * self.element + (c.hidden * self._weight + 2 * c.ffn_hidden * self.element) / self.tp
+        per_token = (c.hidden * (self.element + self._weight) + 2 * c.ffn_hidden * self.element) / self.tp
         gradients = (c.hidden * self._weight + 2 * c.attention_width * self.element) / self.tp
         return np.asarray(np.multiply(size, length) * (per_token - gradients), dtype=np.float64)
 

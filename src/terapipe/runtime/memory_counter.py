@@ -47,6 +47,12 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attention kernels of GPUs also allocate memory inside, which no result shows. Where tensors are fake and of the CPU,
     ``attention`` names the kernel that they stand for: see planning/memory.py.
+
+    Not ``torch.cuda.max_memory_allocated``: a dry run has no GPU, and its tensors have no memory at all.
+
+    Args:
+        device: whose storages count; tensors elsewhere, such as indices on the host, do not.
+        attention: the kernel that a step would run on its real device; empty where tensors are real.
     """
 
     def __init__(self, device: torch.device, attention: str = "") -> None:
@@ -57,6 +63,8 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._asks_for_shapes: Any = None  # torch's own method, while it is replaced
 
     def __enter__(self) -> Self:
+        """Begins to count, and hides from itself the tensors of global shape that torch makes for DTensors. Those are
+        made by operators, too, and at real size would count as memory that no rank needs."""
         ask: Any = getattr(ShardingPropagator, _ASK, None)
         self._asks_for_shapes = ask
 
@@ -84,6 +92,7 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(to_local(x.detach()))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch calls this in the place of every operator while the counter is entered."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # so that it takes itself apart, and what it does with its parts comes here
         out = function(*args, **(kwargs or {}))

@@ -147,7 +147,8 @@ class Inputs:
         return plan.batch_size * plan.seq_len if labels is None else int((labels != IGNORE).sum())
 
     def _own_plan(self, plan: Plan) -> Plan:
-        """A batch's own plan, which must leave the stages where they are: weights do not move between steps."""
+        """A batch's own plan, which must leave the stages where they are: weights do not move between steps.
+        Microbatches, slices and recomputation may be others."""
         if plan.placement != self._plan.placement:
             raise ValueError(
                 f"a batch's own plan must leave the stages on their ranks: the pipeline has boundaries "
@@ -175,8 +176,15 @@ class Inputs:
         return self._plan.resize(data.shape[0], data.shape[1], self._tile)
 
     def _tokens(self, name: str, tensor: Any, plan: Plan, filler: int, vocabulary: int | None) -> Tensor:
-        """Token ids or labels on the device: int64, of the plan's shape, below ``vocabulary``. With ``vary="pad"``
-        they are filled up to that shape first. ``name`` is that of the argument, for messages."""
+        """Token ids or labels on the device. With ``vary="pad"`` they are filled up to the plan's shape first.
+
+        Args:
+            name: that of the argument, for messages.
+            tensor: what the caller passed: int64, (batch, tokens) of the plan.
+            plan: that of the batch.
+            filler: in places that are filled up: 0 for token ids, which no label counts, and -100 for labels.
+            vocabulary: tokens must be below it; None if the model does not tell.
+        """
         shape = (plan.batch_size, plan.seq_len)
         if self.pads and isinstance(tensor, Tensor) and tensor.ndim == 2:
             missing = [most - size for most, size in zip(shape, tensor.shape, strict=True)]
@@ -253,7 +261,12 @@ class Inputs:
         return Batch(plan, ids, {} if self._rank == plan.last_rank else None, tokens=tokens if rest else None)
 
     def _starts(self, documents: Documents | None, plan: Plan) -> Documents:
-        """Where documents begin, a tuple for each row. Every rank cuts attention there, so every rank must be told."""
+        """Where documents begin, a tuple for each row. Every rank cuts attention there, so every rank must be told.
+
+        Args:
+            documents: what the caller passed; None if each row is one document.
+            plan: that of the batch. With ``vary="pad"``, rows that are filled up are one document each.
+        """
         try:
             rows = () if documents is None else tuple(tuple(row) for row in documents)
             ordered = all(row[:1] == (0,) and all(a < b for a, b in pairwise(row)) for row in rows)
@@ -275,7 +288,14 @@ def _describe(x: Any) -> str:
 
 def _refuse_unknown(name: str, ids: Tensor, vocabulary: int | None, ignored: int = 0) -> None:
     """Refuses token ids that the embedding has no row for. On a GPU they would end in a device assertion, after which
-    the process is of no use; on a CPU the message would not say which token it was."""
+    the process is of no use; on a CPU the message would not say which token it was.
+
+    Args:
+        name: that of the argument, for the message.
+        ids: as the caller passed them, mostly on the host: to look at those on a GPU, the host must wait.
+        vocabulary: tokens must be below it; None to look at nothing.
+        ignored: the one other number that may occur.
+    """
     if vocabulary is None:
         return
     unknown = ((ids < 0) | (ids >= vocabulary)) & (ids != ignored)
@@ -322,7 +342,13 @@ def lone_checksums(input_ids: Tensor | None, labels: Tensor | None) -> tuple[int
 
 
 def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:
-    """Shifted labels never look like this: where they equal the token at their place, it is also the one after it."""
+    """Refuses labels that are the token ids themselves, from which a model learns to copy, with a loss near zero::
+
+        input_ids      the  cat  sat  on        labels are those of the next token, where transformers' models shift
+        labels         cat  sat  on   -100      them inside: users who come from there pass the ids
+
+    Shifted labels never look like this: where they equal the token at their place, it is also the one after it.
+    """
     if input_ids.shape != labels.shape or input_ids.ndim != 2:
         return
     ids, targets = input_ids.to(labels.device), labels
@@ -339,10 +365,16 @@ def _refuse_unshifted(input_ids: Tensor, labels: Tensor) -> None:
 
 
 class ParameterFlags(NamedTuple):
-    """What matters to other ranks of this one's parameters: users may change it between steps."""
+    """What matters to other ranks of this one's parameters: users may change it between steps.
+
+    Args:
+        frozen: by name, "trained" or "frozen". Replicas of a stage that differ in it would wait for gradients that one
+            of them never sends.
+        hooks: how many parameters have hooks for their gradients, which are called when a gradient is complete.
+    """
 
     frozen: dict[str, str]
-    hooks: int  # parameters with hooks for their gradients
+    hooks: int
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
@@ -352,7 +384,11 @@ class ParameterFlags(NamedTuple):
 
 
 class StepTerms(NamedTuple):
-    """What one rank tells the others before a step, each number within an int64. Zero where it has nothing to say."""
+    """What one rank tells the others before a step, each number within an int64. Zero where it has nothing to say.
+
+    Numbers only, so that all of it is one small message: it is exchanged before every step. Words follow where the
+    numbers show that something is wrong.
+    """
 
     work: int = 0  # checksum of what all ranks of a pipeline must be given alike
     ids: int = 0  # checksum of token ids, and ...
@@ -529,7 +565,9 @@ class Preflight:
         self._model.check_step(documents=several, training=training, padded=padded)
 
     def _describe(self, method: str, batch: Batch, *data: Targets) -> str:
-        """What all ranks of a pipeline must be given alike, in words."""
+        """What all ranks of a pipeline must be given alike, in words. Their checksum is compared in each step, the
+        words themselves are for the message. Data is part of it where ranks are asked to compare it, which costs a pass
+        over each tensor."""
         padded = "" if batch.tokens is None else f" of {batch.tokens} tokens"
         words = f"{method} with {batch.plan}{padded} and documents {batch.documents or 'None'}{self._autocast}"
         if self.compares_data:
@@ -545,7 +583,14 @@ class Preflight:
         return Autocast.current(self._transport.device)
 
     def _weigh(self, batch: Batch, terms: list[StepTerms], total: float | None) -> Batch:
-        """Only now is it known how many labels of all replicas count."""
+        """Gives a batch the factors of its loss. Only now is it known how many labels of all replicas count: a replica
+        with few labels must not weigh as much as one with many.
+
+        Args:
+            batch: of this rank.
+            terms: those of all ranks, agreed on.
+            total: what the caller wants to divide by; None for the labels that count.
+        """
         counted, rows = sum(t.counted for t in terms), sum(t.rows for t in terms)
         if total is None and not counted:
             raise ValueError(f"at least one label of a batch must count, got only {IGNORE}; leave such a batch out")
@@ -580,7 +625,7 @@ def agree(transport: Transport, mine: StepTerms, error: Exception | None, descri
 
 
 def _difference(transport: Transport, terms: list[StepTerms], descriptions: list[str]) -> str:
-    """Names the first two ranks of a pipeline that differ."""
+    """Names the first two ranks of a pipeline that differ. Ranks of different replicas may: each has its own batch."""
     for i, mine in enumerate(terms):
         first = next(j for j, other in enumerate(terms) if other.replica == mine.replica)
         if mine.work != terms[first].work:
@@ -593,6 +638,8 @@ def _difference(transport: Transport, terms: list[StepTerms], descriptions: list
 
 
 def _refuse_float16(dtype: torch.dtype, autocast: Autocast) -> None:
+    """Refuses to train in float16. Its smallest gradients are zero without a loss scale, and torch's GradScaler looks
+    at one process's gradients only: stages would skip different steps."""
     if torch.float16 in (dtype, autocast.dtype):
         raise ValueError(
             "training in float16 needs a loss scale that all ranks change together, which a pipeline does not have; "

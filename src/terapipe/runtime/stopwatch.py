@@ -1,4 +1,8 @@
-"""Seconds that computations take on a device."""
+"""Seconds that computations take on a device::
+
+host      hold | queue a | queue b | queue c | wait
+device    ...held back...                    | a | b | c |       events before and after each give its seconds
+"""
 
 import time
 from collections.abc import Callable
@@ -15,6 +19,9 @@ class Stopwatch:
     until the host has queued everything: else short computations would seem to take as long as it takes to queue them.
 
     What the host takes is another question, and has another answer: ``queueing``.
+
+    Args:
+        device: of the computations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,6 +49,8 @@ class Stopwatch:
         return seconds
 
     def _by_events(self, actions: tuple[Callable[[], object], ...]) -> list[float]:
+        """Holds the device for as long as the host took to queue so many actions before; the first time it is not
+        known, and these actions are timed without."""
         torch.cuda.synchronize(self._device)
         self._hold(self._queueing * len(actions))
         began = time.perf_counter()
@@ -55,6 +64,8 @@ class Stopwatch:
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
     def _hold(self, seconds: float) -> None:
+        """Makes the device spin. It counts cycles, not seconds: on a slower clock it is held longer, which is no
+        harm."""
         torch.cuda._sleep(int(min(seconds, LONGEST_HOLD) * CLOCK))  # type: ignore[no-untyped-call]
 
     def _mark(self) -> torch.cuda.Event:

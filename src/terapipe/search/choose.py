@@ -307,7 +307,8 @@ def _too_large(pool: list[Candidate], budget: int | None, best: PlanEstimate | N
     over = [c for c in pool if budget is not None and c.peak > budget]
     if best is not None and best.fits:
         over = [c for c in over if c.peak < NEAR * (budget or 0) and c.promise < best.step_time]
-    return sorted(over, key=lambda candidate: candidate.peak)[:TRIES]
+    # Short slices need less workspace, which the rough count leaves out.
+    return sorted(over, key=lambda candidate: (candidate.peak, -candidate.count))[:TRIES]
 
 
 def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> PlanEstimate | None:
@@ -359,17 +360,18 @@ def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
 
 
 def finish(start: PlanEstimate) -> PlanEstimate:
-    """Refines the slices, unless order or request fix them, and tries the other way to balance several stages per
-    rank: equal ranks usually are the fastest, equal stages sometimes."""
+    """Refines the slices, unless order or request fix them, and tries other ways to spread the layers: ranks of equal
+    time usually are the fastest, sometimes stages of equal time, or with equally many layers."""
     evaluator = evaluator_of(start)
     if not start.fits and start.peak_bytes > NEAR * (evaluator.budget or 0):
         return start
     estimate = _uniform_recompute(evaluator, start)
     if start.sliced and not evaluator.request.fixed_slices:
         estimate = refine(evaluator, estimate)
-    by_stage = replace(estimate.plan, boundaries=evaluator.boundaries(estimate.plan.chunks))
-    if by_stage != estimate.plan:
-        estimate = min(estimate, evaluator.evaluate(by_stage), key=preference)
+    plan, chunks = estimate.plan, estimate.plan.chunks
+    others = {evaluator.boundaries(chunks), evaluator.even_boundaries(chunks)} - {plan.boundaries}
+    for boundaries in sorted(others):
+        estimate = min(estimate, evaluator.evaluate(replace(plan, boundaries=boundaries)), key=preference)
     return min(start, with_less_recompute(evaluator, estimate), key=preference)
 
 

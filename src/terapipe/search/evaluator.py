@@ -221,15 +221,29 @@ class PlanEvaluator:
         return self.request.budget or self.source.budget
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        """Stages balanced by time, including embedding and head."""
+        """Stages balanced by time, including embedding and head.
+
+        Args:
+            chunks: Stages per rank.
+        """
         return _balance(self.source.layers, self.layout.pp * chunks, *self._parts, self.request.bare_ends)
 
     def even_boundaries(self, chunks: int = 1) -> tuple[int, ...]:
-        """Stages with as equal numbers of layers as there can be, whatever embedding and head take."""
+        """Stages with as equal numbers of layers as there can be, whatever embedding and head take. They are
+        slower than stages of equal time, but no rank needs memory for more layers than another.
+
+        Args:
+            chunks: Stages per rank.
+        """
         return _balance(self.source.layers, self.layout.pp * chunks, 1.0, 0.0, 0.0, self.request.bare_ends)
 
     def rank_boundaries(self, order: str, chunks: int) -> tuple[int, ...]:
-        """Ranks balanced by time, each with all of its stages."""
+        """Ranks balanced by time, each with all of its stages.
+
+        Args:
+            order: Says where stages are placed: in a loop, or in a V.
+            chunks: Stages per rank.
+        """
         if chunks == 1:
             return self.boundaries()
         stages = Plan((1,), ((1,),), tuple(range(self.layout.pp * chunks + 1)), order, chunks)
@@ -301,16 +315,33 @@ class PlanEvaluator:
         return self._grids[size]
 
     def plan(self, order: str, size: int, lengths: Lengths, chunks: int = 1) -> Plan:
-        """A plan with microbatches of one size (the last may be smaller), all cut into the same slices."""
+        """A plan with microbatches of one size, all cut into the same slices, and ranks of equal time.
+
+        Args:
+            order: The order of computations.
+            size: Sequences per microbatch; the last one takes the remainder.
+            lengths: The slices of every sequence.
+            chunks: Stages per rank.
+        """
         sizes = microbatch_sizes(self.batch_size, size)
         return Plan(sizes, (lengths,) * len(sizes), self.rank_boundaries(order, chunks), order, chunks, self.recompute)
 
     def evaluate(self, plan: Plan) -> PlanEstimate:
-        """Simulates one step of the plan."""
+        """Simulates one step of the plan, and counts its bytes.
+
+        Args:
+            plan: For one replica in this layout. It may mix modes of recomputation.
+        """
         return self._simulate(plan, self._peak(plan))
 
     def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
-        """The plan evaluate, or None if memory alone makes ``rival`` better: it is then not simulated."""
+        """The plan's estimate, or None if memory alone makes ``rival`` better. Counting bytes is
+        cheaper than a simulation, so it comes first.
+
+        Args:
+            plan: The plan.
+            rival: The best plan so far, if there is one.
+        """
         peak = self._peak(plan)
         if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
             return None

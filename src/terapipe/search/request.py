@@ -81,7 +81,11 @@ class Request(PlanOptions):
         return self.seq_len  # whole sequences
 
     def fixed(self, **fields: Any) -> "Request":
-        """A copy with some fields replaced."""
+        """A copy with some fields replaced, checked again as a whole: ``request.fixed(pp=4, order="1f1b")``.
+
+        Args:
+            fields: New values of knobs, or of batch and sequence length.
+        """
         return replace(self, **fields)
 
 

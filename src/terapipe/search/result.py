@@ -25,6 +25,7 @@ from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import Profile
+from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import PLANNED, Plan
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, simulate
@@ -290,6 +291,21 @@ class Comparison:
     def front(self) -> list[PlanEstimate | Rival]:
         """The Pareto front of step time and peak memory, among those that fit."""
         return pareto_front(e for e in self if e.fits)
+
+    @property
+    def too_large(self) -> list[str]:
+        """A sentence for each order of which no plan fits: its smallest plan, and how much memory that lacks. All
+        layouts, modes of recomputation, microbatches and numbers of slices that the request leaves open were tried."""
+        sentences = []
+        for e in self.rows:
+            if not e.fits and self.budget is not None:
+                over, mode = (e.peak_bytes - self.budget) / 2**30, recompute_title(e.plan.recompute)
+                sentences.append(
+                    f"{e.title} fits in no layout: its smallest plan, {e.layout} with microbatches of "
+                    f"{e.plan.sizes[0]} seq, {len(e.plan.lengths[0])} slices and "
+                    f"recomputation {mode}, is {over:.2f} GiB over"
+                )
+        return sentences
 
     @property
     def fastest(self) -> PlanEstimate:

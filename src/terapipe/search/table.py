@@ -1,4 +1,16 @@
-"""Plans from a cost table: equal stages, forward plus backward, at the lengths that the table lists."""
+"""Plans from a cost table: equal stages, forward plus backward, at the lengths that the table lists.
+
+For whoever has measured slices with other tools, or wants to know what the exact solver says about other numbers. A
+table is a JSON list; each row is one slice on one stage::
+
+    {"size": 1, "length": 512, "context": 1024, "seconds": 0.0213}
+      sequences    tokens         tokens before     forward plus backward
+      in the       of the         the slice in
+      microbatch   slice          its sequence
+
+A table knows no memory, no transfers and no differences between stages. So nothing is searched beside the cuts: layout
+and recomputation are the user's, and options that would have no effect are refused.
+"""
 
 import json
 import math
@@ -55,11 +67,20 @@ class CostTable:
         return max(length + context for _, length, context in self.seconds)
 
     def times(self, plan: Plan) -> list[float]:
-        """The seconds of each slice of a plan; inf where the table has no row."""
+        """The seconds of each slice of a plan, in the order of ``Plan.slices``; inf where the table has no row.
+
+        Args:
+            plan: The plan. All of its stages are taken to be alike.
+        """
         return [self.seconds.get((s.size, s.length, s.context), math.inf) for s in plan.slices]
 
     def formula(self, plan: Plan) -> float:
-        """The paper's formula: sum of all slices + (stages - 1) * the longest. Infinite if a row is missing."""
+        """The paper's formula for a flush: sum of all slices + (stages - 1) * the longest. It is exact for equal stages
+        without transfers. Infinite if a row is missing.
+
+        Args:
+            plan: The plan.
+        """
         times = self.times(plan)
         return sum(times) + (plan.num_stages - 1) * max(times)
 
@@ -69,7 +90,12 @@ class CostTable:
         return math.gcd(*(n for _, length, context in self.seconds for n in (length, context)))
 
     def array(self, seq_len: int, sizes: Sequence[int]) -> Array:
-        """The table as ``solve_table`` takes it: by size, length and context in units."""
+        """The table as ``solve_table`` takes it: by size, length and context in units.
+
+        Args:
+            seq_len: Tokens per sequence. Rows that reach beyond it are left out.
+            sizes: The microbatch sizes to keep, one row of the array for each.
+        """
         units, unit = seq_len // self.unit, self.unit
         if units > MOST_UNITS:
             raise ValueError(
@@ -111,6 +137,8 @@ class CostTable:
 
 
 def _row(i: int, row: Any) -> tuple[tuple[int, int, int], float]:
+    """The key and the seconds of row ``i``. A damaged row is refused with its number: a wrong time would silently
+    give a wrong plan."""
     keys = ("size", "length", "context")
     if not isinstance(row, dict) or not {*keys, "seconds"} <= set(row):
         raise ValueError(f"row {i} of a cost table needs size, length, context and seconds, got {row!r}")
@@ -164,11 +192,11 @@ def _refuse_ignored(request: Request) -> None:
         "chunks": request.chunks, "recompute": request.recompute, "distinct": request.distinct,
         "shard": request.shard or None, "memory": request.budget,
     }  # fmt: skip
-    given = [name for name, value in unsupported.items() if value is not None]
-    if given:
+    ignored = [name for name, value in unsupported.items() if value is not None]
+    if ignored:
         raise ValueError(
-            f"a cost table knows one kind of stage and no memory, so {' and '.join(given)} would have no effect; leave "
-            "it out, or plan with a cluster or a profile"
+            f"a cost table knows one kind of stage and no memory, so {' and '.join(ignored)} would have no effect; "
+            "leave it out, or plan with a cluster or a profile"
         )
 
 

@@ -75,12 +75,12 @@ def test_gpus_have_cores_on_their_numa_node(monkeypatch: pytest.MonkeyPatch) -> 
     """Chosen by torch, where it can: the same for `terapipe train`, `profile` and `doctor`."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(processes.shutil, "which", lambda name: f"/usr/bin/{name}")
-    options = processes._config(2).numa_options
+    options = processes.launch_config(2).numa_options
     assert options is not None
     assert options.affinity_mode is AffinityMode.EXCLUSIVE
-    assert processes._config(3).numa_options is None, "more ranks than GPUs"
+    assert processes.launch_config(3).numa_options is None, "more ranks than GPUs"
     monkeypatch.setattr(processes.shutil, "which", lambda name: None)
-    assert processes._config(2).numa_options is None
+    assert processes.launch_config(2).numa_options is None
 
 
 def failure(folder: Path, rank: int, code: int, said: str) -> ProcessFailure:

@@ -185,12 +185,12 @@ def test_the_package_repeats_to_the_bit_if_asked(case: Case, mode: str, monkeypa
 
 
 def test_the_package_is_optional_and_must_have_softcaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    flash_kernels._package_fault.cache_clear()
-    assert flash_kernels._package_fault() == "the package flash-attn is not installed"
-    flash_kernels._package_fault.cache_clear()
+    flash_kernels.package_fault.cache_clear()
+    assert flash_kernels.package_fault() == "the package flash-attn is not installed"
+    flash_kernels.package_fault.cache_clear()
     monkeypatch.setattr(flash_kernels, "_package", FakePackage)
-    assert flash_kernels._package_fault() is None
-    flash_kernels._package_fault.cache_clear()
+    assert flash_kernels.package_fault() is None
+    flash_kernels.package_fault.cache_clear()
     monkeypatch.setattr(FakePackage, "_flash_attn_forward", lambda self, q, k, v: None)
-    assert "version 2.7 or newer" in str(flash_kernels._package_fault())
-    flash_kernels._package_fault.cache_clear()
+    assert "version 2.7 or newer" in str(flash_kernels.package_fault())
+    flash_kernels.package_fault.cache_clear()

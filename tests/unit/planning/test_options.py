@@ -7,16 +7,15 @@ from dataclasses import fields
 import pytest
 
 import terapipe as tp
-from terapipe.cli import parser
 from terapipe.planning.options import CompareOptions, CostOptions, PlanOptions, explain, names_of
 from terapipe.search.request import Request
 from terapipe.trainers import PipelineConfig
 from terapipe.training.config import PlanConfig, RunConfig, keys_of
+from tests.support.commands import options_of_verbs
 
 
 def options_of(verb: str) -> dict[str, argparse.Action]:
-    verbs = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return {action.dest: action for action in verbs.choices[verb]._actions}
+    return {action.dest: action for action in options_of_verbs()[verb]}
 
 
 @pytest.mark.parametrize("entry", fields(PlanOptions), ids=lambda entry: str(entry.name))

@@ -181,12 +181,12 @@ def test_a_process_that_is_held_up_is_not_dead() -> None:
     """Saving a large model may hold the interpreter for longer: nothing is heard, but the process is there."""
     zombie = subprocess.Popen(["true"])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    assert watcher._has_ended(f"1 {zombie.pid} {host_name()}")
+    assert watcher.has_ended(f"1 {zombie.pid} {host_name()}")
     zombie.wait()
-    assert watcher._has_ended(f"1 {zombie.pid} {host_name()}")
-    assert not watcher._has_ended(f"1 {os.getpid()} {host_name()}")
-    assert not watcher._has_ended(f"1 {zombie.pid} elsewhere")
-    assert not watcher._has_ended(""), "a rank that has not given a sign yet"
+    assert watcher.has_ended(f"1 {zombie.pid} {host_name()}")
+    assert not watcher.has_ended(f"1 {os.getpid()} {host_name()}")
+    assert not watcher.has_ended(f"1 {zombie.pid} elsewhere")
+    assert not watcher.has_ended(""), "a rank that has not given a sign yet"
 
 
 def test_a_failure_elsewhere_is_heard() -> None:

@@ -17,6 +17,7 @@ from terapipe.search.choose import best_of, choose, compare, finish, rows_of
 from terapipe.search.evaluator import Grid, PlanEvaluator, pareto_front, preference
 from terapipe.search.refine import improve, ramp
 from terapipe.search.request import Request, layouts
+from terapipe.search.result import Comparison
 from terapipe.search.source import ClusterSource
 from tests.support.costs import SimpleCost, SimpleMemory, SimpleSource
 
@@ -190,6 +191,18 @@ def test_compare_names_every_order_sliced_and_whole() -> None:
     assert min(row.peak_bytes for row in rows) == best[-1].peak_bytes
     with pytest.raises(ValueError, match="leave out order"):
         compare(SOURCE, ONE.fixed(order="terapipe"))
+
+
+def test_a_comparison_says_by_how_much_an_order_is_too_large() -> None:
+    request = ONE.fixed(batch_size=16, recompute="none")
+    tight = request.fixed(memory=choose(SOURCE, request.fixed(order="1f1b", microbatch_size=1)).peak_bytes)
+    comparison = Comparison(tuple(compare(SOURCE, tight)), tight, SOURCE)
+    sentence = next(sentence for sentence in comparison.too_large if sentence.startswith("gpipe "))
+    over = next(row.peak_bytes for row in comparison if row.title == "gpipe") - tight.memory
+    assert "fits in no layout: its smallest plan, dp 1 x pp 4 x tp 2 with microbatches of" in sentence
+    assert f"recomputation none, is {over / 2**30:.2f} GiB over" in sentence
+    assert sentence in str(comparison)
+    assert not any(sentence.startswith("1f1b ") for sentence in comparison.too_large)
 
 
 FREE = Request(batch_size=4, seq_len=2048)  # with any layout

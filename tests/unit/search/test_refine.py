@@ -52,7 +52,7 @@ def test_one_device_within_a_budget() -> None:
     free = choose(source, request).estimate
     assert free.plan.recompute == "none"
     least = choose(source, request.fixed(recompute="full", num_slices=64)).estimate.peak_bytes
-    budgets = [int(least + share * (free.peak_bytes - least)) for share in (0.8, 0.4, 0.1)]
+    budgets = [int(least + share * (free.peak_bytes - least)) for share in (0.8, 0.4, 0.02)]
     tight = [choose(source, request.fixed(memory=budget)).estimate for budget in budgets]
     for estimate, budget in zip(tight, budgets, strict=True):
         assert estimate.peak_bytes <= budget

@@ -1,4 +1,13 @@
-"""This process among those that torchrun started. The only code that reads RANK and the like."""
+"""This process among those that torchrun started. The only code that reads RANK and the like::
+
+    host "a"                    host "b"                    four processes, two on each host
+    RANK  0   1                 RANK  2   3                 rank_and_size()   (2, 4) on the third
+    LOCAL_RANK  0   1           LOCAL_RANK  0   1           local_rank()      0 on the third: its GPU
+    GROUP_RANK  0               GROUP_RANK  1               host_name()       "b (node 1)" on the third
+
+Variables that are set here for processes to come (interfaces, allocator, NCCL) never replace what the user has set,
+except those of NCCL's error handling: with other values a failure would end in a hang or a crash without a message.
+"""
 
 import os
 import platform
@@ -58,7 +67,12 @@ def local_device() -> torch.device:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """The one that was asked for. A GPU without a number is this process's own."""
+    """The device that was asked for. A GPU without a number is this process's own: ``torch.device("cuda")`` would be
+    the first GPU of the host for all ranks.
+
+    Args:
+        device: as a user says it; None for the GPU of the local rank, or the CPU where there is no GPU.
+    """
     asked = local_device() if device is None else torch.device(device)
     return local_device() if asked == torch.device("cuda") else asked
 
@@ -88,7 +102,11 @@ def growing_segments() -> Iterator[None]:
 
 
 def settings_of(*prefixes: str) -> dict[str, str]:
-    """Variables of the environment whose names begin so."""
+    """Variables of the environment, for reports of what a run was started with.
+
+    Args:
+        *prefixes: how their names begin, such as "NCCL_".
+    """
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
@@ -154,6 +172,11 @@ def start_thread(function: Callable[[], object], device: torch.device, name: str
 
     A new thread's is the first GPU. Whatever asks CUDA for something there, even an event of another device, makes a
     context on it: half a gigabyte of each rank on the GPU of rank 0.
+
+    Args:
+        function: runs to its end or for ever; the thread is a daemon, and the process may end before it.
+        device: of this rank.
+        name: shown by debuggers.
     """
 
     def run() -> None:

@@ -34,7 +34,7 @@ SILENCE = 10.0  # seconds without a sign of life after which a rank is dead whos
 BUSY = 60.0  # the same for any other rank: its interpreter may be held, or its machine be busy
 
 
-def _has_ended(beat: str) -> bool:
+def has_ended(beat: str) -> bool:
     """Whether the process that gave this sign of life has ended. False if it is on another host, or none was given.
 
     Args:
@@ -209,7 +209,7 @@ class Watcher:
             last, since = self._beats.get(rank, (None, 0.0))
             if beat != last:
                 self._beats[rank] = beat, time.monotonic()
-            elif time.monotonic() - since > (SILENCE if _has_ended(beat.decode()) else BUSY):
+            elif time.monotonic() - since > (SILENCE if has_ended(beat.decode()) else BUSY):
                 dead.append(rank)
         return tuple(dead)
 
