@@ -532,10 +532,11 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
     if options.attention is not None:
         device = with_attention(costs.host.device, options.attention)
         costs = Cluster(costs.name, replace(costs.host, device=device), costs.hosts)
-    # For sequences longer than the preset's, plan for the same model with more positions.
-    config = replace(spec.config, max_seq_len=max(spec.config.max_seq_len, request.seq_len))
     if options.autocast and costs.host.device.element != 2:
         raise ValueError(f"autocast is for devices that compute in half precision, {costs.name} does not")
+    config = spec.config
+    if config.max_seq_len > 1:  # else positions are rotated, which takes no parameters
+        config = replace(config, max_seq_len=max(config.max_seq_len, request.seq_len))
     return ClusterSource(config, costs, not options.layers_only, fused, options.autocast)
 
 

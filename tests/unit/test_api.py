@@ -157,3 +157,10 @@ def test_slices_do_not_outrun_the_host_that_issues_them() -> None:
     assert "longer than devices alone would take" in str(found)
     whole = terapipe.estimate(Plan((1,), ((2048,),), plan.boundaries), "dgx-h100:1", model="gpt3-1b")
     assert "devices alone" not in str(whole)
+
+
+def test_long_sequences_have_no_more_parameters() -> None:
+    """A million learned positions were counted for Llama: 77 GB on every device of the first stage, more than fits."""
+    result = tp.plan("llama3-8b", "dgx-h100:8", batch_size=1, seq_len=1 << 20, dp=1, pp=8, tp=8, order="terapipe")
+    assert result.model_config == tp.PRESETS["llama3-8b"]
+    assert result.estimate.fits

@@ -18,7 +18,7 @@ class GPTConfig:
     kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many as heads
     ffn: int | None = None  # hidden size of the MLP; None: four times hidden
     vocab: int = 50257
-    max_seq_len: int = 2048
+    max_seq_len: int = 2048  # rows of learned positions; 1 where positions are rotated: it bounds no sequence then
     tied: bool = True  # whether head and embedding share their weight
     head_dim: int | None = None  # features of an attention head; None: all heads together are as wide as hidden
 
@@ -93,9 +93,10 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt3-44b": GPTConfig(layers=96, hidden=6144, heads=48),
     "gpt3-175b": GPTConfig(layers=96, hidden=12288, heads=96),
     # The shapes of Llama 3, for planning. A gated MLP of width f has as many FLOPs as a plain one of width 1.5 f.
-    "llama3-8b": GPTConfig(32, 4096, 32, 8, 21504, 128256, 8192, tied=False),
-    "llama3-70b": GPTConfig(80, 8192, 64, 8, 43008, 128256, 8192, tied=False),
-    "llama3-405b": GPTConfig(126, 16384, 128, 8, 79872, 128256, 8192, tied=False),
+    # Positions are rotated, so there are no rows of learned ones but one.
+    "llama3-8b": GPTConfig(32, 4096, 32, 8, 21504, 128256, 1, tied=False),
+    "llama3-70b": GPTConfig(80, 8192, 64, 8, 43008, 128256, 1, tied=False),
+    "llama3-405b": GPTConfig(126, 16384, 128, 8, 79872, 128256, 1, tied=False),
 }
 """Shapes of known models by name, for ``GPT(config)`` and for planning."""
 

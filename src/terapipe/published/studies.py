@@ -1,6 +1,6 @@
 """What the TeraPipe paper leaves open: other orders in its settings, and newer models and clusters."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
@@ -88,9 +88,8 @@ class Case:
 
     @property
     def source(self) -> ClusterSource:
-        """Model and cluster, for sequences as long as these."""
-        config = PRESETS[self.model]
-        return ClusterSource(replace(config, max_seq_len=max(config.max_seq_len, self.seq_len)), Cluster(self.where))
+        """Model and cluster."""
+        return ClusterSource(PRESETS[self.model], Cluster(self.where))
 
 
 CASES = (

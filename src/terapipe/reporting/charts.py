@@ -264,7 +264,11 @@ def frontier(
     if budget is not None and x_range[0] <= budget <= x_range[1]:
         limit = place((budget, 0))[0]
         parts.append(line(limit, _TOP - 6, limit, _BOTTOM, tone="ink", dash="5 4"))
-        parts.append(text(limit + 6, _TOP + 4, f"budget {memory(budget)}", size=_SIZE))
+        title = f"budget {memory(budget)}"
+        right = limit + 6 + text_width(title, _SIZE) < _WIDTH  # else it would be cut off there
+        parts.append(
+            text(limit + (6 if right else -6), _TOP + 4, title, size=_SIZE, anchor="start" if right else "end")
+        )
     corners = staircase(sorted(place(points[name]) for name in front))
     if corners:
         parts.append(path(corners, _GOOD, width=1.5))

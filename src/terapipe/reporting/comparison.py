@@ -140,7 +140,8 @@ def cluster_parts(comparisons: Sequence[Comparison], failures: Mapping[str, str]
         header, cells = _side_by_side(comparisons)
         drawn = Table(box=None, pad_edge=False, header_style="dim")
         for name in header:
-            drawn.add_column(name, justify="left" if name in ("cluster", "", *header[-2:]) else "right", no_wrap=True)
+            left = name in ("cluster", "", *header[-2:])
+            drawn.add_column(name, justify="left" if left else "right", no_wrap=name != header[-1])
         for row in cells:
             drawn.add_row(*row)
         yield drawn
@@ -159,7 +160,8 @@ def _side_by_side(comparisons: Sequence[Comparison]) -> tuple[tuple[str, ...], l
         rows += [(c, c.fastest), *((c, rival) for rival in _best_rivals(c))]
     first = comparisons[0]
     best = min((c.best for c in comparisons), key=lambda row: row.step_time)
-    header, cells = Columns(best, first.tokens, first.price).of([row for _, row in rows])
+    hidden = ("idle", "fits", "sent in host", "between")  # the tables of the clusters have them
+    header, cells = Columns(best, first.tokens, first.price, hidden).of([row for _, row in rows])
     named = []
     for (comparison, row), (_, *rest) in zip(rows, cells, strict=True):
         where = comparison.where if row is comparison.fastest else ""
@@ -185,10 +187,8 @@ def comparison_page(comparisons: Sequence[Comparison], model: str, failures: Map
     names = ", ".join(comparison.where for comparison in comparisons)
     said = [verdict(comparison) or comparison.fastest.title for comparison in comparisons]
     lead = f"{model} on {names}, simulated. " + (". ".join(said[0].splitlines()) + "." if len(said) == 1 else "")
-    facts = {"model": model, "cluster": names, **(_facts(comparisons[0]) if comparisons else {})}
-    sections = [("", style.facts({**facts, "terapipe": _version(), "nothing here": "was measured on these devices"}))]
-    if not comparisons or described_device(comparisons[0].source) is None:
-        sections = [("", style.facts({**facts, "terapipe": _version()}))]
+    facts = {"model": model, "cluster": names, **_facts(comparisons[0])}
+    sections = [("", style.facts({**facts, "terapipe": _version()}))]
     if len(comparisons) > 1:
         header, cells = _side_by_side(comparisons)
         sections.append(("Side by side", style.table(header, cells, wrapped=True) + _paragraphs([f"~ {TILDE}"])))
@@ -203,17 +203,13 @@ def _sections(comparison: Comparison, prefix: str) -> list[tuple[str, str]]:
     header, cells = Columns(comparison.best, comparison.tokens, comparison.price).of(list(comparison))
     cells = [(_label(row), *rest) for row, (_, *rest) in zip(comparison, cells, strict=True)]
     notes = [*_notes(comparison)[1:], *verdict(comparison).splitlines()]
-    sections = [
-        (f"{prefix}time against memory".capitalize() if not prefix else f"{prefix}time against memory",
-         comparison_chart(comparison)),
-        (f"{prefix}all of them" if prefix else "All of them",
-         style.table(header, cells, wrapped=True) + _paragraphs(notes)),
-    ]  # fmt: skip
+    rows = style.table(header, cells, wrapped=True) + _paragraphs(notes)
+    sections = [("Time against memory", comparison_chart(comparison)), ("All of them", rows)]
     cluster = getattr(comparison.source, "cluster", None)
     if isinstance(cluster, Cluster):
-        name = f"{prefix}constants and their sources" if prefix else "Constants and their sources"
-        sections.append((name, style.table(("constant", "value", "source"), constants(cluster), wrapped=True)))
-    return sections
+        listed = style.table(("constant", "value", "source"), constants(cluster), wrapped=True)
+        sections.append(("Constants and their sources", listed))
+    return [(prefix + heading, content) for heading, content in sections]
 
 
 def _paragraphs(texts: Sequence[str]) -> str:

@@ -221,11 +221,13 @@ class Columns:
         best: What the column ``x`` is relative to.
         tokens: To train on, for days and cost; such as ``"50B"``.
         price: Of a device for an hour, for the cost.
+        hidden: Names of columns to leave out.
     """
 
     best: Row
     tokens: str | float | None = None
     price: float | None = None
+    hidden: tuple[str, ...] = ()
 
     def of(self, rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """The header and the cells of every row.
@@ -235,6 +237,7 @@ class Columns:
         """
         cells = [self._cells(row) for row in rows]
         header = [name for name in cells[0] if name not in OPTIONAL or any(row[name] for row in cells)]
+        header = [name for name in header if name not in self.hidden]
         return tuple(header), [tuple(row[name] for name in header) for row in cells]
 
     def _cells(self, row: Row) -> dict[str, str]:

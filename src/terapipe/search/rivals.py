@@ -182,7 +182,7 @@ def _divisors(number: int) -> list[int]:
 
 def _shards(most: int, per_host: int) -> Iterable[int]:
     """Over all devices, or over those of a host, with copies on other hosts."""
-    return (each for each in (most, per_host) if each > 1 and most % each == 0 and (each == most or each < most))
+    return [each for each in sorted({most, per_host}, reverse=True) if each > 1 and most % each == 0]
 
 
 def estimate(
