@@ -6,6 +6,9 @@ Read ``step`` first. A call goes through four objects, in this order::
     executors   the executor for the batch's plan                                   executor.py
     executor    performs this rank's actions: receive, forward, backward, send      executor.py
     sync        sums gradients over replicas while other stages are still at work   gradient_sync.py
+
+For a first reading stop after ``_run``. What follows in the class asks the same four for something else: values of
+tokens (``_values``), norms, checkpoints, timelines, and what an ``nn.Module`` has.
 """
 
 from collections.abc import Callable, Iterator, Mapping

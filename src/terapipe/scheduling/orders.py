@@ -1,4 +1,9 @@
-"""Orders: pure functions from a Plan to the computations of each rank. They differ only in the sequence of actions."""
+"""Orders: pure functions from a Plan to the computations of each rank. They differ only in the sequence of actions.
+
+First the orders, each a function with a picture or a sentence; then a ``register(Order(...))`` for each; then
+``computations`` and ``schedule``, through which everybody else asks for them; last the rules that orders share. The
+shortest is ``flush``, with ``_flush``.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -78,9 +83,9 @@ def terapipe_zb2(plan: Plan) -> Computations:
 def interleaved(plan: Plan) -> Computations:
     """1F1B with several chunks of layers per rank, over slices or whole microbatches (Narayanan et al., 2021).
 
-    Slices pass the chunks in groups of ``num_ranks``. The last group is padded with placeholders, dropped in the end,
-    so that the order is free of deadlock for any number of slices. The warm-up is as long as the first backward of a
-    microbatch requires, so any number of slices per microbatch works.
+    Slices pass the chunks in groups of ``num_ranks``. The last group is filled up with padding, dropped in the end, so
+    that the order is free of deadlock for any number of slices (docs/architecture.md has the argument). The warm-up is
+    as long as the first backward of a microbatch requires, so any number of slices per microbatch works.
     """
     if plan.chunks == 1:
         return one_f_one_b(plan)
