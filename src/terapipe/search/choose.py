@@ -256,7 +256,8 @@ def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
 
         hope = promise by the formula * smallest factor by which a simulation in the same group differed from it
 
-    So the first simulation of a group corrects the hope for all of that group.
+    So the first simulation of a group corrects the hope for all of that group. The rough count of bytes is corrected in
+    the same way: where memory is short, most of the time would go to counting the bytes of plans that do not fit.
     """
     best: PlanEstimate | None = None
     spent = 0
@@ -266,10 +267,16 @@ def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
             break
         candidate = group.pool.pop()
         groups = [group for group in groups if group.pool]
+        budget = candidate.evaluator.budget
+        if budget is not None and candidate.peak * min(group.excess, default=0.0) >= budget:
+            continue
         spent += candidate.work
-        if own := _simulate(candidate, best, even):
+        own = _simulate(candidate, best, even)
+        if own is not None:
             group.factors.append(own.step_time / candidate.promise)
             best = _better(best, own)
+        if budget is not None and (own is None or not own.fits):
+            group.excess.append((budget if own is None else own.peak_bytes) / candidate.peak)
     return best
 
 
@@ -284,6 +291,7 @@ class Group:
 
     pool: list[Candidate]  # the most promising last
     factors: list[float] = field(default_factory=list)  # simulated step times relative to the promise
+    excess: list[float] = field(default_factory=list)  # bytes of plans that did not fit, relative to the rough count
 
     @property
     def hope(self) -> float:
