@@ -96,8 +96,10 @@ def _slicing(comparison: Comparison) -> str:
 def _pipelining(comparison: Comparison) -> str:
     """Compares the fastest pipeline with the fastest way that has none."""
     other, pipeline = comparison.without_pipeline, comparison.pipeline
-    if other is None or not comparison.rivals:
+    if not comparison.rivals:
         return ""
+    if other is None:
+        return "Without a pipeline nothing fits"
     takes = f"{other.title} takes {style.seconds(other.step_time)}"
     if pipeline is None:
         return f"Do not use a pipeline here: none fits, and {takes}"
