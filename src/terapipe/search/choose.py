@@ -256,8 +256,8 @@ def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
 
         hope = promise by the formula * smallest factor by which a simulation in the same group differed from it
 
-    So the first simulation of a group corrects the hope for all of that group. The rough count of bytes is corrected in
-    the same way: where memory is short, most of the time would go to counting the bytes of plans that do not fit.
+    So the first simulation of a group corrects the hope for all of that group. And what needs more than a plan of the
+    group that did not fit is left out: where memory is short, most of the time would go to counting its bytes.
     """
     best: PlanEstimate | None = None
     spent = 0
@@ -267,16 +267,15 @@ def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
             break
         candidate = group.pool.pop()
         groups = [group for group in groups if group.pool]
-        budget = candidate.evaluator.budget
-        if budget is not None and candidate.peak * min(group.excess, default=0.0) >= budget:
+        if group.is_too_large(candidate):
             continue
         spent += candidate.work
         own = _simulate(candidate, best, even)
         if own is not None:
             group.factors.append(own.step_time / candidate.promise)
             best = _better(best, own)
-        if budget is not None and (own is None or not own.fits):
-            group.excess.append((budget if own is None else own.peak_bytes) / candidate.peak)
+        if own is None or not own.fits:
+            group.too_large.append(candidate)
     return best
 
 
@@ -291,12 +290,18 @@ class Group:
 
     pool: list[Candidate]  # the most promising last
     factors: list[float] = field(default_factory=list)  # simulated step times relative to the promise
-    excess: list[float] = field(default_factory=list)  # bytes of plans that did not fit, relative to the rough count
+    too_large: list[Candidate] = field(default_factory=list)  # that did not fit
 
     @property
     def hope(self) -> float:
         """The step time to expect of the next candidate."""
         return self.pool[-1].promise * min(self.factors, default=OPTIMISM)
+
+    def is_too_large(self, candidate: Candidate) -> bool:
+        """Whether one that needed no more did not fit: by the rough count, and for the workspace of its slices, which
+        that leaves out and which grows with their tokens."""
+        tokens = candidate.size / candidate.count
+        return any(c.peak <= candidate.peak and c.size / c.count <= tokens for c in self.too_large)
 
 
 def _groups(pool: Iterable[Candidate]) -> list[Group]:
