@@ -190,6 +190,8 @@ def comparison_page(comparisons: Sequence[Comparison], model: str, failures: Map
     said = [verdict(comparison) or comparison.fastest.title for comparison in comparisons]
     lead = f"{model} on {names}, simulated. " + (". ".join(said[0].splitlines()) + "." if len(said) == 1 else "")
     facts = {"model": model, "cluster": names, **_facts(comparisons[0])}
+    if len(comparisons) > 1:
+        del facts["budget"]  # each has its own
     sections = [("", style.facts({**facts, "terapipe": _version()}))]
     if len(comparisons) > 1:
         header, cells = _side_by_side(comparisons)
