@@ -73,7 +73,7 @@ def test_the_memory_budget_is_text_or_a_number() -> None:
 def test_data_parallel_is_called_so() -> None:
     rows = list(tp.compare("gpt-small", CLUSTER, batch_size=8, seq_len=1024, dp=8, pp=1, tp=1))
     assert rows[0].title == "data parallel"
-    result = tp.plan("gpt-small", CLUSTER, batch_size=8, seq_len=1024, dp=8, pp=1, tp=1)
+    result = tp.plan("gpt-small", CLUSTER, batch_size=8, seq_len=1024, dp=8, pp=1, tp=1, shard=False)
     assert str(result).startswith("data parallel on dp 8 x pp 1 x tp 1")
 
 

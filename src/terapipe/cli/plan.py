@@ -106,7 +106,7 @@ def add(verbs: Verbs) -> None:
         "--dry-run",
         action="store_true",
         help="also execute the step of the rank that needs most memory on fake tensors, at real size: checks shapes "
-        "and dtypes, and compares bytes with the plan's",
+        "and dtypes, and compares bytes with the plan's; replicas do not shard then",
     )
     parser.set_defaults(run=run)
 
@@ -125,6 +125,8 @@ def run(parsed: argparse.Namespace) -> int:
     """
     _refuse_ignored(parsed)
     check_outputs(parsed)
+    if parsed.dry_run and parsed.shard is None:
+        parsed.shard = False  # a dry run does not know shards: what was not asked for must not make it fail
     with progress_of("planning") as progress:
         result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed), progress=progress)
     dry = api.dry_run(parsed.model or result.model_config, result) if parsed.dry_run else None
