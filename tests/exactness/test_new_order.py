@@ -49,7 +49,7 @@ def test_a_new_order_is_one_function_and_one_entry(ranks: Callable[[int], Ranks]
         assert timeline.makespan <= result.step_time
         assert "first-first" in str(result)
         rows = tp.compare("gpt-tiny", "p3.16xlarge:1", batch_size=4, seq_len=512, pp=4, dp=1, tp=1)
-        assert "first-first" in [row.name for row in rows]
+        assert "first-first" in [row.name for row in rows.rows]
         assert tp.simulate(result).makespan == timeline.makespan
         ids, labels = make_batch(TINY, plan.batch_size, plan.seq_len, ignored=False)
         saved = plan.to_json()
