@@ -30,7 +30,16 @@ learn = MessageFormat.learn
 def test_bytes_of_a_rank_of_gpt3_13b_are_the_planners(dp: int, options: dict[str, Any]) -> None:
     """Replicas needed 16 % more: copies of all gradients. A rank with two stages was taken to need 7 % more."""
     result = terapipe.plan(
-        "gpt3-13b", f"dgx-a100:{dp}", batch_size=dp, seq_len=2048, pp=8, dp=dp, tp=1, num_slices=8, **options
+        "gpt3-13b",
+        f"dgx-a100:{dp}",
+        batch_size=dp,
+        seq_len=2048,
+        pp=8,
+        dp=dp,
+        tp=1,
+        shard=False,
+        num_slices=8,
+        **options,
     )
     found = terapipe.dry_run("gpt3-13b", result, rank=4)
     assert found.predicted is not None
