@@ -126,7 +126,7 @@ def add_source(
 
 
 def model_help() -> str:
-    """What ``--model`` takes, for its help."""
+    """Makes the help of ``--model``: presets, shapes and Hugging Face models."""
     shape = "layers=96,hidden=12288,heads=96[,kv_heads=8,ffn=...,vocab=...]"
     return f"a preset ({', '.join(PRESETS)}), a shape ({shape}), or a Hugging Face model (its config.json or folder)"
 

@@ -49,7 +49,7 @@ class OwnLayers(nn.ModuleList):
 
     @property
     def numbers(self) -> list[int]:
-        """Of the layers in the whole model."""
+        """The numbers that these layers have in the whole model."""
         return list(map(int, self._modules))
 
     def __iter__(self) -> Iterator[nn.Module]:

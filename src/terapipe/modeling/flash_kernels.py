@@ -178,7 +178,7 @@ class Flash(Kernel):
     def backward(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KeyValueStore, seen: Visibility, scores: Scores
     ) -> Iterator[Gradients]:
-        """As ``Kernel.backward``: one part for each call of the forward."""
+        """Yields one part of ``Kernel.backward`` for each call of the forward."""
         for part in _parts(seen, q.shape[0], q.device):
             at = part.sequences
             dout, rows, k, v, o = _to_flash_layout(part, grad[at], q[at], *store.read(at, part.keys), out[at])

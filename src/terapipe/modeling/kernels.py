@@ -89,7 +89,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> "Settings":
-        """Those of now. On devices other than GPUs no kernel depends on them."""
+        """Reads the settings as they are now. On devices other than GPUs no kernel depends on them."""
         if device.type != "cuda":
             return cls()
         return cls(active_flash(), is_deterministic(), torch._C._get_cudnn_sdp_enabled())

@@ -451,7 +451,7 @@ _plain: dict[type[nn.Module], type[nn.Module]] = {_FusedLinear: nn.Linear, _Fuse
 
 
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """What modules of a class become; None if they stay as they are."""
+    """Finds or makes the class that modules of a class get; None if they keep their own."""
     if kind not in _fused:
         _fused[kind] = None
         if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":

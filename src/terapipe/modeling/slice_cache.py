@@ -531,7 +531,7 @@ class _Checkpointing(AbstractContextManager[None]):
 
 
 def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:
-    """Of all tokens in their documents: (sequences, tokens)."""
+    """Computes the position of every token in its document: (sequences, tokens)."""
     places = torch.arange(seq_len)
     rows = [torch.tensor(row) for row in starts]
     return torch.stack([places - row[torch.searchsorted(row, places, right=True) - 1] for row in rows])

@@ -577,7 +577,7 @@ class StageCheck:
 
 
 def _problem_of(use: CacheUse) -> Problem | None:
-    """What modules did with the cache that they must not, if anything."""
+    """Names what modules did with the cache that they must not do; None if they did nothing of the kind."""
     blame = use.blame()
     return None if blame is None else Problem("slices", blame.where, float("inf"), blame.reason)
 

@@ -45,9 +45,9 @@ class DocumentCosts(NamedTuple):
 
     @classmethod
     def of_shape(cls, config: GPTConfig) -> Self:
-        """By arithmetic alone, where nothing was measured."""
+        """Counts FLOPs in place of seconds, where nothing was measured."""
         whole = config.layers * 2.0 * config.layer_parameters + config.head_flops(1)
-        return cls._in_pairs(whole, 0.0, 0.0, config.layers * 4.0 * config.hidden)
+        return cls._in_pairs(whole, 0.0, 0.0, config.layers * 4.0 * config.attention_width)
 
     @classmethod
     def _in_pairs(cls, token: float, fixed: float, behind: float, pair: float) -> Self:
@@ -56,7 +56,7 @@ class DocumentCosts(NamedTuple):
 
 
 def _seconds(cost: Cost, plan: Plan, size: int, length: Array, context: Array) -> Array:
-    """Of slices on all stages together."""
+    """Sums the seconds of slices over all stages."""
     stages = stage_specs(plan.boundaries)
     total = np.zeros_like(length)
     for stage in set(stages):

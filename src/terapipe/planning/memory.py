@@ -115,7 +115,8 @@ class ShapeMemory:
         return GradientBytes(0.0, sums, rounded)
 
     def _parameters(self, stage: StageSpec) -> float:
-        """Of one device. Positions, norms, and biases of products whose outputs are sums are whole on every one."""
+        """Counts the parameters of one device. Positions, norms, and biases of products whose outputs are sums over
+        devices are whole on each of them."""
         c = self.config
         whole = c.hidden * (6 * stage.layers + stage.first * c.max_seq_len + 2 * stage.last)
         return whole + (parameters(c, [stage]) - whole) / self.tp

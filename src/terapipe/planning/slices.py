@@ -322,7 +322,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """As ``from_json``, from the parsed JSON."""
+        """Reads a plan from parsed JSON, as ``from_json`` does from text."""
         keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
         if not isinstance(data, Mapping) or set(data) - {PLANNED} != keys:
             got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__

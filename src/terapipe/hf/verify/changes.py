@@ -225,7 +225,7 @@ def _hooks(module: nn.Module) -> Iterator[Hook]:
 
 
 def _function(call: Any) -> Any:
-    """What a partial calls in the end."""
+    """Unwraps partials: returns the function that they call in the end."""
     return _function(call.func) if isinstance(call, functools.partial) else call
 
 

@@ -423,7 +423,7 @@ def _largest_error(
     slice_lengths: Sequence[int],
     recompute: Recompute = "none",
 ) -> float:
-    """Of one batch, over all parameters."""
+    """Computes the largest error of one batch over all parameters."""
     return max(errors(reference(model, batch), sliced(batch, slice_lengths, recompute=recompute)).values())
 
 
