@@ -26,13 +26,14 @@ import copy
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from terapipe.modeling.offload import SavedTensors
 from terapipe.modeling.visibility import Visibility, segments
 from terapipe.modeling.weight_grads import to_local
 
@@ -54,6 +55,7 @@ class SliceContext:
         checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
         is_in_forward: Whether the slice's forward is running.
         own_task: Autograd's number of the running backward of the slice.
+        saved: Takes what a forward keeps for its backward, if the slice is offloaded.
     """
 
     def __init__(self, start: int, length: int, *, defer: bool = False, main_grads: bool = False) -> None:
@@ -64,6 +66,7 @@ class SliceContext:
         self.checkpointed: Literal["", "first", "again"] = ""
         self.is_in_forward = False
         self.own_task: int | None = None
+        self.saved: SavedTensors | None = None
         self._sums: dict[str, Tensor] = {}
 
     def name_call(self, module: Hashable) -> tuple[Hashable, int]:
@@ -250,6 +253,28 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = N
         cache.current.run_backward(roots, gradients)
 
 
+class _Attention(NamedTuple):
+    """What attention computed in the first forward of a layer that is computed again.
+
+    Attributes:
+        out: Its output, or what stands for it if the slice is offloaded.
+        lse: The log-sum-exps of its rows, likewise.
+        version: That of the output, which must not change.
+        saved: Has the tensors, if the slice is offloaded. It compares versions itself.
+    """
+
+    out: Any
+    lse: Any
+    version: int
+    saved: SavedTensors | None
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exps."""
+        if self.saved is None:
+            return self.out, self.lse
+        return self.saved.unpack(self.out), self.saved.unpack(self.lse)
+
+
 class SliceCache:
     """What a stage keeps of one microbatch from slice to slice.
 
@@ -279,9 +304,8 @@ class SliceCache:
         self._visible: dict[tuple[int, int, int | None, int | None], Visibility] = {}
         self._positions: Tensor | None = None  # of all tokens, where documents begin inside sequences
         self.casts: dict[Tensor, Tensor] = {}
-        # Outputs of attention with their versions, and log-sum-exps, by layer and start of the slice, for layers that
-        # are computed again.
-        self._attention: dict[tuple[Hashable, int], tuple[Tensor, Tensor, int]] = {}
+        # By layer and start of the slice, for layers that are computed again.
+        self._attention: dict[tuple[Hashable, int], _Attention] = {}
 
     def begin(self, context: int, length: int, *, defer: bool = False, main_grads: bool = False) -> SliceContext:
         """Begins a slice's forward or backward, and returns what the calls that follow read.
@@ -349,10 +373,11 @@ class SliceCache:
         """
         if self.current.checkpointed != "again":
             return None
-        out, lse, version = self._attention[layer, self.current.start]
+        kept = self._attention[layer, self.current.start]
         if self.current.is_own_backward:
             del self._attention[layer, self.current.start]
-        if out._version != version:  # autograd would notice if it had saved it
+        out, lse = kept.tensors()
+        if kept.saved is None and out._version != kept.version:  # autograd would notice if it had saved it
             raise RuntimeError(
                 f"the output of attend(layer={layer!r}) was changed in place, but the layer's recomputation needs it; "
                 "write out = out * 2 in place of out *= 2"
@@ -368,7 +393,9 @@ class SliceCache:
             lse: The log-sum-exps of its rows.
         """
         if self.current.checkpointed == "first":
-            self._attention[layer, self.current.start] = out.detach(), lse, out._version
+            saved = self.current.saved
+            pack = (lambda x: x) if saved is None else saved.pack
+            self._attention[layer, self.current.start] = _Attention(pack(out.detach()), pack(lse), out._version, saved)
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:

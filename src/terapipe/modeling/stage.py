@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
+from terapipe.modeling.offload import SavedTensors
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
@@ -411,7 +412,9 @@ class SlicedStage:
         if fused:
             fuse_weight_grads(stage)
 
-    def forward(self, x: Tensor, cache: SliceCache, *, block: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: SliceCache, *, block: bool = False, saved: SavedTensors | None = None
+    ) -> Tensor:
         """Computes the cache's current slice.
 
         Args:
@@ -419,8 +422,11 @@ class SlicedStage:
             cache: Its ``begin`` has said which slice.
             block: Whether each layer keeps its input and attention's output only, and is computed again in the
                 backward.
+            saved: Takes what the slice keeps for its backward, if it is to be moved.
         """
-        with self.over(cache), self._checkpointed(cache) if block else nullcontext():
+        cache.current.saved = saved
+        hooks = nullcontext() if saved is None else saved.hooks()
+        with self.over(cache), hooks, self._checkpointed(cache) if block else nullcontext():
             cache.current.is_in_forward = True
             try:
                 out: Tensor = self.stage(x, cache)

@@ -21,7 +21,7 @@ from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, Stage
 from terapipe.planning.device import Link
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import parameters
+from terapipe.planning.memory import ShapeMemory, parameters
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 
@@ -158,6 +158,17 @@ class AnalyticCost:
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return LinkBehavior(self.cluster.host.overlapped, link.latency)
+
+    def copy(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """Seconds in which what a slice keeps goes to the host's memory, or comes back."""
+        element, link = self.cluster.host.device.element, self.cluster.host.copies
+        memory = ShapeMemory(self.config, element, tp=self.layout.tp, recompute=self.recompute, autocast=self.autocast)
+        return memory.offloaded(stage, size, length) / link.bandwidth + link.latency
+
+    @property
+    def copies_block(self) -> bool:
+        """A device that is its own host copies by itself."""
+        return not self.cluster.host.device.accelerator
 
     def per_step(self, stages: Sequence[StageSpec]) -> float:
         device = self.cluster.host.device

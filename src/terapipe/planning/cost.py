@@ -107,6 +107,10 @@ class Cost(Protocol):
     It may also have ``with_recompute(mode)``, the same with backwards that compute activations again: see
     recompute.py. Else recomputation costs nothing. And it may have ``by_side()``, which gives the seconds of the device
     alone, as a Cost, and those of its host, as a HostTime. Else the host takes no time.
+
+    For plans that offload it must have ``copy(stage, size, length)``, the seconds in which what a slice keeps is copied
+    to the host's memory, and as many back; and where a device copies by itself, not beside what it computes (a CPU), a
+    true ``copies_block``.
     """
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -199,6 +203,16 @@ class Memory(Protocol):
             length: Tokens of each.
         """
 
+    def offloaded(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """What of it is copied to the host's memory where the slice is offloaded. Nothing of it stays on the device
+        then; the slice's output is not copied, since nobody needs its numbers once it was sent.
+
+        Args:
+            stage: Its layers and ends.
+            size: Sequences of the slice.
+            length: Tokens of each.
+        """
+
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         """What a slice keeps from the input half of its backward to the weight half: inputs of products, and the
         gradients of their outputs.
@@ -238,6 +252,30 @@ def by_side(cost: Cost) -> tuple[Cost, HostTime]:
     """
     sides: tuple[Cost, HostTime] = getattr(cost, "by_side", lambda: (cost, HostTime()))()
     return sides
+
+
+def copy_time(cost: Cost, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+    """Seconds in which what a slice keeps for its backward is copied to the memory of the host, or back.
+
+    Args:
+        cost: Any cost model with ``copy``.
+        stage: Its layers and ends.
+        size: Sequences of the slice.
+        length: Tokens of each.
+    """
+    copy = getattr(cost, "copy", None)
+    if copy is None:
+        raise ValueError(
+            f"costs of an offloaded plan must say what copies to the host take, {type(cost).__name__} does not; plan "
+            "for a described cluster or a profile, or without offload"
+        )
+    seconds: Array = copy(stage, size, length)
+    return seconds
+
+
+def copies_block(cost: Cost) -> bool:
+    """Whether a device that copies to its host's memory, or back, computes nothing meanwhile."""
+    return bool(getattr(cost, "copies_block", False))
 
 
 T = TypeVar("T", Cost, Memory)

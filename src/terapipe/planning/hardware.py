@@ -181,7 +181,17 @@ _FAST: dict[str, float] = {
 }  # fmt: skip
 _PCIE: dict[str, float] = {"v100": 11, "rtx4090": 12, "rtx5090": 20, "h100": 50, "h200": 50, "b200": 50, "mi300x": 50}
 _PCIE_4 = 24.0
+# GB/s in one direction between a device and the memory of its host, while all devices copy in both directions. PCIe 4.0
+# x16 copies 25 to 28 in one direction, 5.0 about 50. V100 and A100 hosts have two devices behind one switch with one
+# way to the CPU; with H100s the memory of the CPUs is the limit. GB200: NVLink-C2C, as nvbandwidth measured GB300s
+# (Megatron-LM, thread 6491). All but the last are estimates.
+_TO_HOST: dict[str, float] = {
+    "v100": 6, "a100-40": 12, "a100": 12, "h100": 40, "h200": 40, "b200": 40, "gb200": 170, "rtx5090": 45, "mi300x": 40,
+}  # fmt: skip
+_TO_HOST_PCIE_4 = 22.0
 _LATENCY, _NETWORK_LATENCY = 8e-6, 20e-6
+_TO_HOST_LINK = Link(_TO_HOST_PCIE_4 * GB, _LATENCY)
+_HOST_MEMORY = 128 * GIB  # bytes for each device, where nothing is known of a host
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,13 @@ class Host:
     inter_node: Link  # all network cards of the host together, shared by its devices
     overlapped: bool = True  # whether devices compute while they send
     rings: float = 0.9  # share of the network's bandwidth that NCCL's rings over hosts reach
+    copies: Link = _TO_HOST_LINK  # between a device and the host's memory, each way
+    memory: int = 0  # bytes of the host; 0: ``_HOST_MEMORY`` for each device
+
+    @property
+    def memory_per_device(self) -> int:
+        """Bytes of the host's memory that slices of one device may take: three quarters of its share."""
+        return int((self.memory or _HOST_MEMORY * self.devices) * 0.75) // self.devices
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: in saved plans, and in files of ``terapipe calibrate``."""
@@ -202,15 +219,15 @@ class Host:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Host":
         """Reads what ``to_dict`` gave. Refuses what something would be divided by, if it is not positive."""
-        device, others = (
-            dict(fields["device"]),
-            _numbers({key: fields[key] for key in ("devices", "overlapped", "rings")}),
-        )
+        names = ("devices", "overlapped", "rings", *(("memory",) if "memory" in fields else ()))
+        device, others = dict(fields["device"]), _numbers({key: fields[key] for key in names})
         speed = AttentionSpeed(*device.pop("attention_speed"))
         words: dict[str, Any] = {name: str(device.pop(name)) for name in ("attention_kernel", "architecture")}
         _numbers(speed._asdict())
         intra_node, inter_node = (Link(**_numbers(fields[name])) for name in ("intra_node", "inter_node"))
         measured = Device(**_numbers(device), **words, attention_speed=speed)
+        if "copies" in fields:  # files of earlier versions have none
+            others["copies"] = Link(**_numbers(fields["copies"]))
         return cls(measured, intra_node=intra_node, inter_node=inter_node, **others)
 
 
@@ -224,9 +241,14 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _dgx(name: str, network: float, devices: int = 8, latency: float = 10e-6) -> Host:
-    """Devices on NVLink, and GB/s of all cards together."""
-    return Host(DEVICES[name], devices, Link(_FAST[name] * GB, _LATENCY), Link(network * GB, latency))
+def _copies(name: str) -> Link:
+    return Link(_TO_HOST.get(name, _TO_HOST_PCIE_4) * GB, _LATENCY)
+
+
+def _dgx(name: str, network: float, devices: int = 8, latency: float = 10e-6, gib: int = 2048) -> Host:
+    """Devices on NVLink, GB/s of all cards together, and GiB of the host's memory."""
+    links = Link(_FAST[name] * GB, _LATENCY), Link(network * GB, latency)
+    return Host(DEVICES[name], devices, *links, copies=_copies(name), memory=gib * GIB)
 
 
 # InfiniBand and EFA; over TCP, as on p3, rings reach less: 0.62 fits the TeraPipe paper's settings with replicas, which
@@ -234,17 +256,22 @@ def _dgx(name: str, network: float, devices: int = 8, latency: float = 10e-6) ->
 # Networks: p3 25 Gb/s, p4d 4 x 100, p5 32 x 100, g6e 400 Gb/s; DGX A100 8 x 200, later ones 8 x 400 Gb/s; each GPU of
 # an NVL72 has 400 Gb/s.
 HOSTS: dict[str, Host] = {
-    "p3.16xlarge": Host(_V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False, rings=0.62),
-    "p4d.24xlarge": _dgx("a100-40", 50, latency=20e-6),
+    "p3.16xlarge": Host(
+        _V100, 8, Link(130 * GB, 10e-6), Link(3.125 * GB, 30e-6), overlapped=False, rings=0.62, copies=_copies("v100"),
+        memory=488 * GIB,
+    ),
+    "p4d.24xlarge": _dgx("a100-40", 50, latency=20e-6, gib=1152),
     "dgx-a100": _dgx("a100", 200),
     "p5.48xlarge": _dgx("h100", 400, latency=20e-6),
     "dgx-h100": _dgx("h100", 400),
     "dgx-h200": _dgx("h200", 400),
     "dgx-b200": _dgx("b200", 400),
-    "gb200-nvl72": _dgx("gb200", 3600, 72),
+    "gb200-nvl72": _dgx("gb200", 3600, 72, gib=36 * 447),
     "mi300x-8": _dgx("mi300x", 400),
-    "g6e.48xlarge": Host(DEVICES["l40s"], 8, Link(_PCIE_4 * GB, 10e-6), Link(50 * GB, 20e-6)),
-}
+    "g6e.48xlarge": Host(
+        DEVICES["l40s"], 8, Link(_PCIE_4 * GB, 10e-6), Link(50 * GB, 20e-6), copies=_copies("l40s"), memory=1536 * GIB
+    ),
+}  # fmt: skip
 
 
 def sources_of(host: Host) -> dict[str, str]:
@@ -264,6 +291,7 @@ def sources_of(host: Host) -> dict[str, str]:
         "attention": PAPERS.get(device.architecture, own),
         "memory": SHEETS.get(name, own),
         "links in a host": "data sheet; about four fifths of it, as rings of NCCL reach" if name else own,
+        "copies to the host": "bandwidthTest's usual figures, less what devices of a host share; an estimate",
         "network": f"line rate of a {known}'s cards, all together" if known else own,
         "host": "counted kernels and calls of an eager Llama layer, scaled from a measured core" if name else own,
     }
@@ -349,7 +377,7 @@ def _described(text: str, name: str, count: str, words: list[str]) -> tuple[str,
     network, _, number = (words[1] if len(words) > 1 else "").partition(":")
     hosts = _count(text, number, MOST_HOSTS, f"a cluster has 1 to {MOST_HOSTS} hosts, as in 25Gb:4")
     outside = Link((_bandwidth(text, network, "the network") if network else 25 / 8) * GB, _NETWORK_LATENCY)
-    return text.replace(" ", ""), Host(device, devices, inside, outside), hosts
+    return text.replace(" ", ""), Host(device, devices, inside, outside, copies=_copies(name)), hosts
 
 
 def _inside(text: str, name: str, word: str) -> float:
@@ -425,7 +453,7 @@ def this_cpu() -> Host:
         attention_kernel=CPU_ATTENTION, blas=0,
     )  # fmt: skip
     link = Link(bandwidth / 6, 50e-6)  # a message through a socket is copied several times
-    return Host(device, cores, link, Link(1.25 * GB, 50e-6))
+    return Host(device, cores, link, Link(1.25 * GB, 50e-6), copies=Link(bandwidth / 2, 5e-6), memory=memory * cores)
 
 
 def _best(action: Callable[[], object], rounds: int = 7) -> float:

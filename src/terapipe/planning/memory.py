@@ -134,11 +134,20 @@ class ShapeMemory:
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         """What a slice keeps from its forward to its backward, by the mode of recomputation. Besides what the layers
         save, that is its output until the gradient returns, and on the last stage also that gradient."""
-        hidden = np.multiply(size, length) * float(self.config.hidden * self._weight) / self.tp  # sequence parallel
+        hidden = self._hidden(size, length)
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
         layer = self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
         return hidden * (1 + stage.last) + stage.layers * layer
+
+    def _hidden(self, size: Numbers, length: Numbers) -> Array:
+        """What goes from stage to stage. Tensor parallel ranks share out its tokens."""
+        return np.asarray(np.multiply(size, length) * float(self.config.hidden * self._weight) / self.tp)
+
+    def offloaded(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """All but the output. A last stage that computes all of a slice again keeps none; its loss keeps a gradient."""
+        kept = self.activations(stage, size, length)
+        return kept if stage.last and self.recompute == "full" else kept - self._hidden(size, length)
 
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         c = self.config

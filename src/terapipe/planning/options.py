@@ -110,6 +110,8 @@ def _final_value(entry: Field[Any], value: Any) -> Any:
         order_named(value)
     elif name == "recompute":
         return parse_recompute(value, 1, 1)
+    elif name == "offload":
+        return _parse_offload(value)
     elif choices and value not in choices():
         raise ValueError(f"{name} is one of {', '.join(choices())}, got {value!r}")
     return value
@@ -136,6 +138,19 @@ class CompareOptions(Options):
         "attention, full: the whole stage)",
         choices=lambda: MODES, unit="MODE", unset="what is fastest and fits, also a mixture",
     )  # fmt: skip
+    offload: str | float | None = knob(
+        "what slices keep for their backwards waits in the host's memory: none, auto (if that is faster than computing "
+        "it again), or a share of the slices such as 0.5",
+        unit="SHARE",
+        group=MEMORY,
+        unset="only if nothing fits without",
+    )
+    host_memory: str | int | None = knob(
+        "memory of the host that offloaded slices of one device may take, in bytes or such as 200GiB",
+        unit="BYTES",
+        group=MEMORY,
+        unset="three quarters of a device's share of it",
+    )
     tile: int | None = knob(
         "slice lengths are multiples of this number of tokens", most=LARGEST["max_seq_len"], unit="TOKENS",
         group=LIMITS, unset="128 on A100 and later, else 8",
@@ -143,16 +158,38 @@ class CompareOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.budget  # noqa: B018  (raises ValueError if it cannot be read)
+        self.budget, self.host_budget  # noqa: B018  (raises ValueError if they cannot be read)
 
     @property
     def budget(self) -> int | None:
         """``memory`` in bytes."""
-        if isinstance(self.memory, str):
-            return parse_bytes(self.memory)
-        if self.memory is not None:
-            check_whole_number("memory", self.memory, most=MOST_BYTES)
-        return self.memory
+        return _in_bytes("memory", self.memory)
+
+    @property
+    def host_budget(self) -> int | None:
+        """``host_memory`` in bytes."""
+        return _in_bytes("host_memory", self.host_memory)
+
+
+def _in_bytes(name: str, value: str | int | None) -> int | None:
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if value is not None:
+        check_whole_number(name, value, most=MOST_BYTES)
+    return value
+
+
+def _parse_offload(value: Any) -> str | float:
+    """``none``, ``auto``, or a share of the slices; as text from the command line, too."""
+    if value in ("none", "auto"):
+        return str(value)
+    try:
+        share = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"offload is none, auto or a share of the slices between 0 and 1, got {value!r}")
+    return share or "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from terapipe.planning.cost import Array, HostTime, LinkBehavior, Numbers, Stage
 from terapipe.planning.device import CPU_ATTENTION, EFFICIENT, FLASH
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import LARGEST
-from terapipe.planning.memory import parameters
+from terapipe.planning.memory import ShapeMemory, parameters
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.recompute import Recompute
 
@@ -467,6 +467,24 @@ class FittedCost:
         copying, so it does not overlap. A message to another host mostly waits for the network, so it does."""
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return LinkBehavior(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
+
+    def copy(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        """Seconds in which what a slice keeps goes to the host's memory, or comes back."""
+        profile = self.profile
+        bandwidth = float(profile.machine.get("copies", 0.0))
+        if not bandwidth:
+            raise ValueError(
+                "the profile does not say how fast copies to the host are, which an offloaded plan needs; measure "
+                "again with terapipe.profile"
+            )
+        element, autocast = ELEMENT[profile.autocast or profile.dtype], profile.autocast is not None
+        memory = ShapeMemory(profile.config, element, recompute=self.recompute, autocast=autocast)
+        return memory.offloaded(stage, size, length) / bandwidth
+
+    @property
+    def copies_block(self) -> bool:
+        """A CPU copies by itself."""
+        return not self.profile.on_gpu
 
     def per_step(self, stages: Sequence[StageSpec]) -> float:
         """Optimizer, gradient all-reduce over replicas, and the exchange of a tied weight's gradient."""

@@ -1,7 +1,9 @@
 """What backwards compute again instead of keeping it (activation checkpointing), for each stage and slice."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
+
+from terapipe.planning import by_slice
+from terapipe.planning.by_slice import BySlice
 
 Recompute = Literal["none", "block", "full"]
 """- ``none``: a slice keeps all activations from its forward to its backward.
@@ -12,7 +14,7 @@ Recompute = Literal["none", "block", "full"]
 MODES: tuple[Recompute, ...] = get_args(Recompute)  # the later, the less is kept
 
 # One mode for all, or for each stage one mode or one mode for each slice.
-RecomputeModes: TypeAlias = Recompute | tuple[Recompute | tuple[Recompute, ...], ...]
+RecomputeModes: TypeAlias = BySlice[Recompute]
 
 
 def parse_recompute(value: Any, num_stages: int, num_slices: int) -> RecomputeModes:
@@ -25,28 +27,7 @@ def parse_recompute(value: Any, num_stages: int, num_slices: int) -> RecomputeMo
     """
     if isinstance(value, bool):
         return "full" if value else "none"
-    if isinstance(value, str):
-        return _mode(value)
-    if not isinstance(value, Sequence) or len(value) != num_stages:
-        raise ValueError(
-            f"recompute is one of {', '.join(MODES)}, or a list with one entry for each of the {num_stages} stages, "
-            f"got {value!r}"
-        )
-    stages = tuple(_of_stage(entry, num_slices) for entry in value)
-    first = stages[0]
-    return first if isinstance(first, str) and all(entry == first for entry in stages) else stages
-
-
-def _of_stage(entry: Any, num_slices: int) -> Recompute | tuple[Recompute, ...]:
-    if isinstance(entry, str):
-        return _mode(entry)
-    if not isinstance(entry, Sequence) or len(entry) != num_slices:
-        raise ValueError(
-            f"recompute of a stage is one of {', '.join(MODES)}, or a list with one for each of the {num_slices} "
-            f"slices, got {entry!r}"
-        )
-    modes = tuple(map(_mode, entry))
-    return modes[0] if len(set(modes)) == 1 else modes
+    return by_slice.parse(value, num_stages, num_slices, _mode, f"recompute is one of {', '.join(MODES)}")
 
 
 def _mode(value: Any) -> Recompute:
@@ -66,14 +47,12 @@ def modes_of(recompute: RecomputeModes, stage: int, num_slices: int) -> tuple[Re
         stage: Its number.
         num_slices: Of the plan.
     """
-    entry = recompute if isinstance(recompute, str) else recompute[stage]
-    return (entry,) * num_slices if isinstance(entry, str) else entry
+    return by_slice.of_stage(recompute, stage, num_slices)
 
 
 def modes_in(recompute: RecomputeModes) -> tuple[Recompute, ...]:
     """All modes that occur, the one that keeps most first."""
-    entries = (recompute,) if isinstance(recompute, str) else recompute
-    modes = {mode for entry in entries for mode in ((entry,) if isinstance(entry, str) else entry)}
+    modes = by_slice.all_values(recompute)
     return tuple(mode for mode in MODES if mode in modes)
 
 
@@ -83,9 +62,7 @@ def for_any_slices(recompute: RecomputeModes) -> RecomputeModes:
     Args:
         recompute: Of the plan as it was.
     """
-    if isinstance(recompute, str):
-        return recompute
-    return tuple(entry if isinstance(entry, str) else modes_in((entry,))[-1] for entry in recompute)
+    return by_slice.for_any_slices(recompute, lambda modes: max(modes, key=MODES.index))
 
 
 def recompute_title(recompute: RecomputeModes) -> str:

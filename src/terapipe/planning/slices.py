@@ -7,6 +7,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
+from terapipe.planning import by_slice
+from terapipe.planning.by_slice import BySlice
 from terapipe.planning.limits import check_whole_number
 from terapipe.planning.order import order_named
 from terapipe.planning.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
@@ -78,6 +80,8 @@ class Plan:
     ``recompute`` says what backwards compute again: "none"; "block", each layer without attention; "full", the
     whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them,
     one for each slice.
+    ``offload`` says, in the same form, of which slices all that the forward leaves for the backward waits in the
+    memory of the host (see scheduling/copies.py).
     """
 
     sizes: tuple[int, ...]  # sequences of each microbatch
@@ -86,6 +90,7 @@ class Plan:
     order: str = "terapipe"
     chunks: int = 1
     recompute: RecomputeModes = "none"
+    offload: BySlice[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", _whole_numbers("sizes", self.sizes))
@@ -96,6 +101,7 @@ class Plan:
         self._check_stages()
         count = sum(map(len, self.lengths))
         object.__setattr__(self, "recompute", parse_recompute(self.recompute, self.num_stages, count))
+        object.__setattr__(self, "offload", _parse_offload(self.offload, self.num_stages, count))
         order_named(self.order)
 
     def _check_batch(self) -> None:
@@ -155,10 +161,11 @@ class Plan:
 
     def recut(self, lengths: tuple[tuple[int, ...], ...], sizes: tuple[int, ...] | None = None) -> "Plan":
         """This plan with other slices. If their number is another, each stage takes that mode of recomputation of its
-        slices that keeps least."""
-        same = list(map(len, lengths)) == list(map(len, self.lengths))
-        recompute = self.recompute if same else for_any_slices(self.recompute)
-        return replace(self, sizes=sizes or self.sizes, lengths=lengths, recompute=recompute)
+        slices that keeps least, and offloads all if it offloaded any."""
+        recompute, offload = self.recompute, self.offload
+        if list(map(len, lengths)) != list(map(len, self.lengths)):
+            recompute, offload = for_any_slices(recompute), by_slice.for_any_slices(offload, any)
+        return replace(self, sizes=sizes or self.sizes, lengths=lengths, recompute=recompute, offload=offload)
 
     def _scale_lengths(self, lengths: Sequence[int], seq_len: int, tile: int) -> tuple[int, ...]:
         # Integer arithmetic, so that every rank gets the same result.
@@ -178,6 +185,7 @@ class Plan:
         order: str = "terapipe",
         chunks: int = 1,
         recompute: Recompute | bool = "none",
+        offload: bool = False,
     ) -> Self:
         """A plan with microbatches of equal size, each cut into slices of nearly equal length.
 
@@ -192,6 +200,7 @@ class Plan:
             order: The name of an order: see ``ORDERS``.
             chunks: Stages of each rank.
             recompute: What backwards compute again, on all stages: ``"none"``, ``"block"`` or ``"full"``.
+            offload: Whether what slices keep for their backwards waits in the memory of the host.
         """
         counts = {
             "batch_size": batch_size,
@@ -206,7 +215,7 @@ class Plan:
         sizes = microbatch_sizes(batch_size, microbatch_size)
         lengths = even_lengths(seq_len, num_slices)
         modes = parse_recompute(recompute, 1, 1)
-        return cls(sizes, (lengths,) * len(sizes), tuple(boundaries), order, chunks, modes)
+        return cls(sizes, (lengths,) * len(sizes), tuple(boundaries), order, chunks, modes, offload)
 
     @property
     def batch_size(self) -> int:
@@ -292,6 +301,25 @@ class Plan:
         """Whether any slice keeps less than all its activations."""
         return self.recompute != "none"
 
+    def offload_of(self, stage: int) -> tuple[bool, ...]:
+        """Whether each of ``slices`` is offloaded on a stage."""
+        return by_slice.of_stage(self.offload, stage, len(self.slices))
+
+    def is_offloaded(self, stage: int, s: Slice) -> bool:
+        """Whether a slice is offloaded on a stage."""
+        entry = self.offload[stage] if isinstance(self.offload, tuple) else self.offload
+        return entry[self._index[s.microbatch] + s.number] if isinstance(entry, tuple) else entry
+
+    @cached_property
+    def _index(self) -> tuple[int, ...]:
+        """For each microbatch, the index of its first slice in ``slices``."""
+        return tuple(accumulate(map(len, self.lengths), initial=0))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything waits in the memory of the host."""
+        return self.offload is not False
+
     def to_json(self) -> str:
         """The plan as one line of JSON: ``from_json`` reads it."""
         return json.dumps(self.to_dict())
@@ -302,6 +330,7 @@ class Plan:
             "order": self.order,
             "chunks": self.chunks,
             "recompute": self.recompute,
+            **({"offload": self.offload} if self.offloads else {}),
             "boundaries": list(self.boundaries),
             "sizes": list(self.sizes),
             "lengths": [list(row) for row in self.lengths],
@@ -324,7 +353,7 @@ class Plan:
     def from_dict(cls, data: Any) -> Self:
         """Reads a plan from parsed JSON, as ``from_json`` does from text."""
         keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
-        if not isinstance(data, Mapping) or set(data) - {PLANNED} != keys:
+        if not isinstance(data, Mapping) or set(data) - {PLANNED, "offload"} != keys:
             got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {got}")
         if data["format"] != FORMAT:
@@ -334,7 +363,16 @@ class Plan:
         if not isinstance(data["order"], str):
             raise ValueError(f"order must be the name of an order, got {data['order']!r}")
         cuts = data["sizes"], data["lengths"], data["boundaries"]
-        return cls(*cuts, data["order"], data["chunks"], data["recompute"])
+        return cls(*cuts, data["order"], data["chunks"], data["recompute"], data.get("offload", False))
+
+
+def _parse_offload(value: Any, num_stages: int, num_slices: int) -> BySlice[bool]:
+    def flag(one: Any) -> bool:
+        if not isinstance(one, bool):
+            raise ValueError(f"offload is true or false for each slice, got {one!r}; the planner takes shares of them")
+        return one
+
+    return by_slice.parse(value, num_stages, num_slices, flag, "offload is true or false")
 
 
 def _sequence(name: str, values: Any) -> Sequence[Any]:

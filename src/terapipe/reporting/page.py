@@ -50,7 +50,7 @@ from terapipe.reporting.style import (
 from terapipe.reporting.style import facts as facts_list
 from terapipe.reporting.svg import document, dot, line, path, scale, staircase, text, text_width, ticks
 from terapipe.reporting.view import RunView, Steps, transfers
-from terapipe.scheduling.actions import COMPUTE, Op
+from terapipe.scheduling.actions import COMPUTE, COPIES, Op
 from terapipe.scheduling.timeline import Timeline
 
 PAIR = ("predicted", "measured")
@@ -391,7 +391,8 @@ def _timeline(runs: Sequence[RunView]) -> str:
     """The elements that ``timeline.js`` fills, its data and the script itself."""
     ops = {e.action.op for run in runs for e in run.timeline.events}
     colors = {OP_NAMES[op]: op_color(op) for op in OP_HUES if op in ops}
-    switch = "<label><input type='checkbox' name='transfers'> transfers</label>" if ops - COMPUTE else ""
+    words = "transfers and copies" if ops & COPIES else "transfers"
+    switch = f"<label><input type='checkbox' name='transfers'> {words}</label>" if ops - COMPUTE else ""
     names = escape(", ".join(run.name for run in runs))
     return (
         "<div id='timeline'><div class='tools'>"
@@ -456,12 +457,17 @@ def _run_data(run: RunView, tick: float) -> dict[str, Any]:
 
 
 def _transfers(run: RunView, plan: Plan, number: dict[tuple[int, int], int], tick: float) -> list[list[int]]:
-    """Bars under the receiving rank. Their code is that of the computation that uses what arrives."""
+    """Bars under the receiving rank. Their code is that of the computation that uses what arrives. Copies to the host
+    and back are among them, with codes of their own."""
     rows: list[list[_Bar]] = [[] for _ in range(plan.num_ranks)]
     for transfer in transfers(run.timeline):
         _, stage, s = transfer.arrival
         code = (number[s.microbatch, s.number] * plan.num_stages + stage) * len(OP_HUES) + (not transfer.is_forward)
         rows[plan.rank_of(stage)].append((code, transfer.start, transfer.end))
+    op_code = {op: i for i, op in enumerate(OP_HUES)}
+    for rank, (op, stage, s), start, end in run.timeline.copies:
+        code = (number[s.microbatch, s.number] * plan.num_stages + stage) * len(OP_HUES) + op_code[op]
+        rows[rank].append((code, start, end))
     return [_pack(sorted(row, key=lambda bar: bar[1]), tick) for row in rows]
 
 

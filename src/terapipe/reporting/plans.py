@@ -100,9 +100,25 @@ def describe(estimate: PlanEstimate) -> dict[str, str]:
         out["MFU"] = style.share(estimate.mfu)
     if plan.chunks > 1:
         out["chunks"] = f"{plan.chunks} stages per rank"
+    if plan.offloads:
+        out["offload"] = f"{style.share(offloaded_share(plan))} of what slices keep waits in the host's memory"
     if estimate.peak_bytes:
         out["peak memory"] = f"{style.memory(estimate.peak_bytes)} per device"
+    if estimate.host_bytes:
+        out["host memory"] = f"{style.memory(estimate.host_bytes)} for each device"
     return out
+
+
+def offloaded_share(plan: Plan) -> float:
+    """The share of the tokens, over all stages, that are offloaded.
+
+    Args:
+        plan: Of any kind.
+    """
+    tokens = [s.size * s.length for s in plan.slices]
+    flags = [plan.offload_of(k) for k in range(plan.num_stages)]
+    moved = sum(count for row in flags for count, flag in zip(tokens, row, strict=True) if flag)
+    return moved / (sum(tokens) * plan.num_stages)
 
 
 def slices(plan: Plan) -> str:
@@ -319,4 +335,5 @@ def cut_title(plan: Plan) -> str:
     if len(plan.lengths[0]) > 1:
         slices += f" in {len(plan.lengths[0])} slices"
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
-    return slices + chunks + ("" if plan.recompute == "none" else f", {recompute_title(plan.recompute)} recompute")
+    words = slices + chunks + ("" if plan.recompute == "none" else f", {recompute_title(plan.recompute)} recompute")
+    return words + (f", {style.share(offloaded_share(plan))} offloaded" if plan.offloads else "")

@@ -90,7 +90,14 @@ def _with_unit(value: float, units: tuple[tuple[float, str], ...]) -> str:
 
 # Names and colors. Colors are ``#rrggbb``, which every viewer and renderer reads.
 
-OP_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward, inputs", Op.W: "backward, weights"}
+OP_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward, inputs",
+    Op.W: "backward, weights",
+    Op.OUT: "copy to host",
+    Op.BACK: "copy back",
+}
 TRANSFER_NAMES = {
     Op.SEND_F: "send output",
     Op.RECV_F: "receive input",
@@ -98,7 +105,14 @@ TRANSFER_NAMES = {
     Op.RECV_B: "receive gradient",
 }
 
-OP_HUES = {Op.F: (212, 0.66), Op.B: (27, 0.66), Op.I: (345, 0.52), Op.W: (160, 0.42)}  # hue and saturation
+OP_HUES = {  # hue and saturation
+    Op.F: (212, 0.66),
+    Op.B: (27, 0.66),
+    Op.I: (345, 0.52),
+    Op.W: (160, 0.42),
+    Op.OUT: (275, 0.45),
+    Op.BACK: (190, 0.60),
+}
 DARKEST, LIGHTEST, MIDDLE = 0.44, 0.72, 0.54  # lightness of a microbatch's first, last and only slice
 CAUSES = {"fill": "#7c9cc9", "drain": "#a58bc9", "imbalance": "#d9a441", "transfer": "#4aa899"}
 OTHER_CAUSE = "#98a2ad"

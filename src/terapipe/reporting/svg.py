@@ -36,6 +36,7 @@ _LEFT, _RIGHT, _HEAD = 74, 24, 30
 _TALL, _THIN, _BLOCK = 34.0, 5.0, 480.0  # heights of a row, and of all rows of a timeline with many ranks
 _ROOMY = 12.0  # rows at least this high have names and numbers
 _NARROW = 2.0  # bars narrower than this are drawn together
+_STRIP = 3.5  # height of a copy
 
 
 def document(width: float, height: float, parts: Sequence[str], label: str = "") -> str:
@@ -271,7 +272,8 @@ def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
     """One row per rank, and the y at which they end. Many ranks get thin rows and fewer labels."""
     ranks = timeline.plan.num_ranks
     row = _height(ranks)
-    pitch = row + max(1.0, min(6.0, row / 5))
+    copies = [[e for e in timeline.copies if e.rank == rank] for rank in range(ranks)] if row >= _ROOMY else []
+    pitch = row + max(1.0, min(6.0, row / 5)) + (2 * _STRIP if any(copies) else 0.0)
     every = next(n for n in (1, 2, 4, 8, 16, 32, 64) if n * pitch >= 15)
     end = timeline.makespan * unit
     parts = []
@@ -284,7 +286,17 @@ def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
         for group in _group(events, unit):
             single = len(group) == 1
             parts.append(_bar(group[0], timeline, top, row, unit) if single else _mix(group, pending, top, row, unit))
+        parts += [_strip(event, top + row + 1, unit) for event in (copies[rank] if copies else ())]
     return parts, y + ranks * pitch
+
+
+def _strip(event: Event, y: float, unit: float) -> str:
+    """A copy to the host or back, below the bars of its rank. Each direction has a strip of its own: both may run."""
+    top = y + (_STRIP if event.action.op is Op.BACK else 0.0)
+    wide = max((event.end - event.start) * unit, 0.5)
+    title = escape(f"{in_words(event.action)}, {seconds(event.end - event.start)}")
+    bar = box(_LEFT + event.start * unit, top, wide, _STRIP - 0.8, fill=op_color(event.action.op))
+    return f"<g><title>{title}</title>{bar}</g>"
 
 
 def _height(ranks: int) -> float:

@@ -3,7 +3,7 @@ searched, measured and compared with a trace of torch's profiler.
 
     process   predicted                          a process for each run
       thread    rank 0             [F 0][F 1] ...        its computations
-      thread    rank 0 transfers     [send ->            its sends and receives, in as many threads as overlap
+      thread    rank 0 transfers     [send ->            its sends, receives and copies, in as many threads as overlap
       thread    rank 1             ->[F 0] ...           an arrow from each send to its receive
       counter   memory of rank 0   bytes over time
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from terapipe.reporting.style import OP_NAMES, TRANSFER_NAMES
 from terapipe.reporting.view import RunView, transfers
-from terapipe.scheduling.actions import COMPUTE
+from terapipe.scheduling.actions import COMPUTE, COPIES
 from terapipe.scheduling.timeline import Event
 
 Record = dict[str, Any]
@@ -81,7 +81,7 @@ def _duration(pid: int, tid: int, event: Event) -> Record:
     return {
         "ph": "X",
         "name": f"{name} {s}",
-        "cat": "compute" if op in COMPUTE else "transfer",
+        "cat": "compute" if op in COMPUTE else "copy" if op in COPIES else "transfer",
         "pid": pid,
         "tid": tid,
         "ts": _microseconds(event.start),

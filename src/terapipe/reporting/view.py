@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from terapipe.planning.cost import Memory
-from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, counterpart
+from terapipe.scheduling.actions import RECEIVES, SENDS, Action, Op, counterpart
 from terapipe.scheduling.simulator import curves
 from terapipe.scheduling.timeline import Event, Timeline, idle_by_cause
 
@@ -117,7 +117,7 @@ def transfers(timeline: Timeline) -> Iterator[Transfer]:
     Args:
         timeline: With the transfers of some or all ranks.
     """
-    ends = {e.action: e for e in timeline.events if e.action.op not in COMPUTE}
+    ends = {e.action: e for e in timeline.events if e.action.op in SENDS or e.action.op in RECEIVES}
     for action, event in ends.items():
         other = ends.get(counterpart(action))
         if action.op in SENDS:

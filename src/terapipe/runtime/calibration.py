@@ -4,7 +4,7 @@ A *profile* times one model on the ranks that will train it, and is the better o
 all models are made of, on one device, and leaves the rest to the cost model (planning/analytic.py): it answers what a
 cluster would do that is not there yet. Each constant is measured by what it will stand for:
 
-    copy of a large tensor                      bandwidth
+    copy of a large tensor                      bandwidth; to memory of the host, that of offloaded slices
     products of square matrices, by width       achieved: their FLOP/s, without the ramp and tail of the cost model
     attention, by the kernel that is used here  its speed, forward and backward
     a layer over many tokens                    passes: what is left of its seconds after products and attention
@@ -34,7 +34,7 @@ from terapipe.planning.hardware import DEVICES, Cluster, Host, save_host, this_c
 from terapipe.planning.layout import Layout
 from terapipe.planning.presets import GPTConfig
 from terapipe.planning.profile import typical
-from terapipe.runtime.stopwatch import Stopwatch
+from terapipe.runtime.stopwatch import Stopwatch, copy_bandwidth
 
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of square products
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)  # of attention
@@ -123,7 +123,8 @@ class Calibrator:
             "attention": heads._asdict(),
             **layer,
         }
-        return Calibration(replace(self._host, device=device), measured)
+        copies = replace(self._host.copies, bandwidth=copy_bandwidth(self._device))
+        return Calibration(replace(self._host, device=device, copies=copies), measured)
 
     # What is measured
 

@@ -13,76 +13,30 @@ messages travel. Backwards go from a sequence's last slice to its first, because
 gradients from all slices after it.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from terapipe.modeling.linear import changed_weight
+from terapipe.modeling.offload import Copier, SavedTensors, stand_in_for_input, stand_in_for_output, storages_of
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
 from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
 from terapipe.runtime.action_lists import ActionLists, Run
 from terapipe.runtime.auxiliary import AuxiliaryLosses, Sums
-from terapipe.runtime.comm.channel import MessageFormat, NullFormat
-from terapipe.runtime.comm.mesh import DP
-from terapipe.runtime.comm.transport import NullTransport, Transport
+from terapipe.runtime.clock import Clock, Mark
+from terapipe.runtime.comm.channel import MessageFormat
+from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.loss_head import Batch, LossHead
-from terapipe.scheduling.actions import COMPUTE, FORWARD, Action, Op, counterpart
+from terapipe.scheduling.actions import COMPUTE, COPIES, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
-
-Mark: TypeAlias = float | torch.cuda.Event
-
-
-class Clock:
-    """Marks are cheap to take; their times are read after the step. Seconds since the epoch, so that ranks compare."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._offset = time.time() - time.perf_counter()
-        self._anchor: tuple[torch.cuda.Event, float] | None = None  # the same moment by the device and by the host
-
-    def start(self) -> None:
-        """Before the first step the host waits for the device once, to compare their times; later only when times are
-        read, which waits anyway."""
-        if self._device.type == "cuda" and self._anchor is None:
-            self._compare()
-
-    def _compare(self) -> None:
-        event = self._event()
-        event.synchronize()
-        self._anchor = (event, time.perf_counter())
-
-    def mark(self) -> Mark:
-        """This moment, by the device's time if it is a GPU."""
-        return self._event() if self._device.type == "cuda" else time.perf_counter()
-
-    def read(self, marks: Sequence[Mark]) -> list[float]:
-        """Seconds since the epoch. The host waits for a GPU.
-
-        Args:
-            marks: what ``mark`` returned.
-        """
-        if self._device.type != "cuda":
-            return [self._offset + mark for mark in marks if isinstance(mark, float)]
-        assert self._anchor is not None
-        event, host = self._anchor
-        torch.cuda.synchronize(self._device)
-        times = [self._offset + host + float(event.elapsed_time(m)) / 1e3 for m in marks if not isinstance(m, float)]
-        self._compare()  # elapsed times are coarse after hours
-        return times
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 class CachePool:
@@ -147,6 +101,7 @@ class Executor:
         transport: to the other ranks.
         message_format: what messages look like.
         auxiliary: collects sums of layers, for losses of their own.
+        copier: moves what slices keep to the host, and back.
         finished: is called as soon as a stage's gradients are complete, so that they can be summed over replicas while
             other stages are still at work.
     """
@@ -159,9 +114,10 @@ class Executor:
         transport: Transport,
         message_format: MessageFormat,
         auxiliary: AuxiliaryLosses,
+        copier: Copier,
         finished: Callable[[int], None] = lambda stage: None,
     ) -> None:
-        self._auxiliary, self._pool = auxiliary, pool
+        self._auxiliary, self._pool, self._copier = auxiliary, pool, copier
         self._sliced, self._plan, self._transport, self._format = sliced, plan, transport, message_format
         self._stages: dict[int, Stage] = {k: each.stage for k, each in sliced.items()}
         self._modes = {(k, s): mode for k in sliced for s, mode in zip(plan.slices, plan.recompute_of(k), strict=True)}
@@ -169,7 +125,9 @@ class Executor:
         self._last_stage = plan.num_stages - 1
         self._finished = finished
         actions = [run[0] for run in self._lists.training]
-        transfers = {(a.op, a.stage): counterpart(a).stage for a in actions if a.op not in COMPUTE}
+        self._offloaded = {(a.stage, a.slice) for a in actions if a.op is Op.OUT}
+        ends = (a for a in actions if a.op not in COMPUTE and a.op not in COPIES)
+        transfers = {(a.op, a.stage): counterpart(a).stage for a in ends}
         self._peers = {end: plan.rank_of(stage) for end, stage in transfers.items()}
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -179,6 +137,8 @@ class Executor:
             Op.SEND_B: self._send_gradient,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
+            Op.OUT: self._move_out,
+            Op.BACK: self._bring_back,
         }
         self._clock = Clock(transport.device)
         self._marks: list[tuple[Run, Mark, Mark]] = []
@@ -188,7 +148,9 @@ class Executor:
         self._caches: dict[tuple[int, int], SliceCache] = {}  # by stage and microbatch
         self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._inputs: dict[Key, Tensor] = {}
-        self._outputs: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, Tensor] = {}  # for the next stage
+        self._roots: dict[Key, Tensor] = {}  # of autograd's graph, where the backward starts
+        self._kept: dict[Key, _Kept] = {}  # of slices that are offloaded
         self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}  # of stages that compute something again ...
         self._versions: dict[Key, list[int]] = {}  # ... and their versions in the forward
@@ -225,7 +187,7 @@ class Executor:
             loss_head: collects values of the last stage.
         """
         self._begin(batch, loss_head, train=True)
-        self._perform_all(self._lists.forwards)
+        self._perform_all(self._forward_runs)
         self.at, self.is_pending = None, True
 
     def check_pending(self, batch: Batch) -> None:
@@ -252,8 +214,12 @@ class Executor:
         self.is_pending = False
 
     @cached_property
+    def _forward_runs(self) -> list[Run]:
+        return [run for run in self._lists.training if run[0].op in FORWARD or run[0].op is Op.OUT]
+
+    @cached_property
     def _backward_runs(self) -> list[Run]:
-        return [run for run in self._lists.training if run[0].op not in FORWARD]
+        return [run for run in self._lists.training if not (run[0].op in FORWARD or run[0].op is Op.OUT)]
 
     def _begin(self, batch: Batch, loss_head: LossHead, *, train: bool) -> None:
         self._reset()
@@ -331,10 +297,13 @@ class Executor:
         cache = self._cache(k, s)
         context = cache.begin(s.context, s.length, main_grads=True)
         mode = self._modes[k, s] if self._train else "none"
+        leaf, kept = x, self._begin_kept(k, s)
+        if kept is not None and k > 0:
+            leaf, x = stand_in_for_input(x)
         if mode == "full":
             self._random[k, s] = RandomState.now(self._transport.device)
         with torch.set_grad_enabled(self._train and mode != "full"), self._autocast.on():
-            out = self._sliced[k].forward(x, cache, block=mode == "block")
+            out = self._sliced[k].forward(x, cache, block=mode == "block", saved=None if kept is None else kept.saved)
         if mode != "none":
             self._note_versions(k, s)
         self._add_sums(k, s, context.pop_sums())
@@ -342,13 +311,17 @@ class Executor:
             with self._sliced[k].over(cache):
                 self._loss_head.forward(s, out)
         if self._train:
-            self._inputs[k, s] = x
-        if k < self._last_stage or (self._train and mode != "full"):
+            self._inputs[k, s] = leaf
+            if mode != "full":
+                self._roots[k, s] = out if kept is None else stand_in_for_output(out)
+        if k < self._last_stage:
             self._outputs[k, s] = out
         is_whole = s.length == self._plan.seq_len and mode == "full"  # nothing waits for its keys and values
         if (not self._train and s.end == self._plan.seq_len) or is_whole:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
+        if kept is not None:
+            self._start_out(k, s, kept, x, out)
 
     def _add_sums(self, k: int, s: Slice, sums: Sums) -> None:
         """Most models have no auxiliary losses, and layers that add no sums: nothing is called for them."""
@@ -380,18 +353,21 @@ class Executor:
         start = self._clock.mark()
         cache = self._cache(k, s)
         context = cache.begin(s.context, s.length, defer=action.op is Op.I, main_grads=True)
-        x = self._inputs.pop((k, s))
-        out = self._outputs.pop((k, s), None)
+        x, out = self._inputs.pop((k, s)), self._roots.pop((k, s), None)
+        kept = self._kept.pop((k, s), None)
+        if kept is not None:
+            kept.saved.finish_back()
         if self._modes[k, s] != "none":
             self._check_versions(k, s)
         if self._modes[k, s] == "full":  # writes the same keys and values to the cache again
+            x = x if kept is None else kept.input().requires_grad_(x.requires_grad)
             with self._random.pop((k, s)).restored(), self._autocast.on():
                 out = self._sliced[k].forward(x, cache)
             self._sums[k, s] = context.pop_sums()
         assert out is not None
         if gradient is None:
             with self._sliced[k].over(cache):
-                gradient = self._loss_head.gradient(s, out)
+                gradient = self._loss_gradient(s, out, kept)
         sums = self._sums.pop((k, s))
         others = self._auxiliary.roots(s, sums) if sums else []
         if out.requires_grad or others:  # a first stage may have nothing to train
@@ -411,6 +387,15 @@ class Executor:
         if s.number == 0:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
+
+    def _loss_gradient(self, s: Slice, out: Tensor, kept: "_Kept | None") -> Tensor:
+        """The gradient of the last stage's hidden states. Of an offloaded slice, gradient or hidden states came back
+        from the host."""
+        gradient = None if kept is None else kept.gradient()
+        if gradient is not None:
+            return gradient
+        hidden = out if kept is None or self._modes[self._last_stage, s] == "full" else kept.output()
+        return self._loss_head.gradient(s, hidden)
 
     def _note_versions(self, k: int, s: Slice) -> None:
         if k not in self._parameters:  # after a forward: FSDP has gathered them
@@ -450,7 +435,7 @@ class Executor:
             return self._take(receive).requires_grad_(self._train)
         if self._extra_size(s):
             self._auxiliary.receive(k, s, self._auxiliary.totals(k - 1, s))
-        previous = self._outputs[k - 1, s] if self._train else self._outputs.pop((k - 1, s))
+        previous = self._outputs.pop((k - 1, s))
         return previous.detach().requires_grad_(self._train)  # the stage before is on this rank too
 
     def _gradient(self, k: int, s: Slice) -> Tensor:
@@ -459,7 +444,8 @@ class Executor:
             return self._gradients.pop((k, s))
         gradient = self._take(receive)
         # Its arrival shows that the output it answers has long been received: this wait ends at once.
-        self._wait_sent(self._sent_outputs.pop((k, s)))
+        if (k, s) in self._sent_outputs:
+            self._wait_sent(self._sent_outputs.pop((k, s)))
         return gradient
 
     # Transfers
@@ -485,8 +471,7 @@ class Executor:
 
     def _send_output(self, action: Action) -> None:
         key = action.stage, action.slice
-        out = self._outputs[key] if self._train else self._outputs.pop(key)
-        self._sent_outputs[key] = self._send(action, out.detach())
+        self._sent_outputs[key] = self._send(action, self._outputs.pop(key).detach())
 
     def _send_gradient(self, action: Action) -> None:
         gradient = self._gradients.pop((action.stage - 1, action.slice))
@@ -518,6 +503,38 @@ class Executor:
     def _peer(self, transfer: Action) -> int:
         return self._peers[transfer.op, transfer.stage]
 
+    # Copies to the host and back
+
+    def _begin_kept(self, k: int, s: Slice) -> "_Kept | None":
+        if not self._train or (k, s) not in self._offloaded:
+            return None
+        return _Kept(SavedTensors(self._copier, self._transport.device, self._clock.mark))
+
+    def _start_out(self, k: int, s: Slice, kept: "_Kept", x: Tensor, out: Tensor) -> None:
+        """Says what of a slice must wait beside what autograd saves, and begins to copy all of it."""
+        full = self._modes[k, s] == "full"
+        if full:
+            kept.keep_input(x)
+        if k == self._last_stage:
+            kept.keep_loss(self._loss_head.hand_over(s), None if full else out)
+        kept.saved.start_out(storages_of([self._stages[k]], self._casts.values()))
+        self._kept[k, s] = kept
+
+    def _move_out(self, action: Action) -> None:
+        """From here on the slice is in the memory of the host only. Its output was sent by now; if not, it stays until
+        it is."""
+        key = action.stage, action.slice
+        if key in self._sent_outputs:
+            self._wait_sent(self._sent_outputs.pop(key))
+        saved = self._kept[key].saved
+        saved.finish_out()
+        self._marks.append(((action,), *saved.marks))
+
+    def _bring_back(self, action: Action) -> None:
+        saved = self._kept[action.stage, action.slice].saved
+        saved.start_back()
+        self._marks.append(((action,), *saved.marks))
+
     # Caches
 
     def _cache(self, k: int, s: Slice) -> SliceCache:
@@ -533,113 +550,41 @@ class Executor:
         self._pool.give_back(k, s.size, self._caches.pop((k, s.microbatch)))
 
 
+class _Kept:
+    """What an offloaded slice keeps on a stage: what autograd saved, and what the executor holds itself.
+
+    Args:
+        saved: What autograd saved; it moves all.
+    """
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self.saved = saved
+        self._input: Any = None
+        self._output: Any = None
+        self._gradient: Any = None
+
+    def keep_input(self, x: Tensor) -> None:
+        """For a forward that is computed again."""
+        self._input = self.saved.pack(x.detach())
+
+    def keep_loss(self, gradient: Tensor | None, out: Tensor | None) -> None:
+        """What the loss head needs in the backward: the gradient that it has, or else the hidden states."""
+        if gradient is not None:
+            self._gradient = self.saved.pack(gradient)
+        elif out is not None:
+            self._output = self.saved.pack(out.detach())
+
+    def input(self) -> Tensor:
+        return self.saved.unpack(self._input)
+
+    def output(self) -> Tensor:
+        return self.saved.unpack(self._output)
+
+    def gradient(self) -> Tensor | None:
+        return None if self._gradient is None else self.saved.unpack(self._gradient)
+
+
 def _boundary(transfer: Action) -> int:
     """Outputs cross the boundary after their stage, gradients the one before; receives those of their peers."""
     after = transfer.op in (Op.SEND_F, Op.RECV_B)
     return transfer.stage if after else transfer.stage - 1
-
-
-PLANS = 8  # of which executors are kept
-
-
-class Executors:
-    """Makes an executor for each plan, and keeps those of the last few plans.
-
-    Args:
-        plan: the pipeline's own.
-        stages: those of this rank, by number.
-        transport: to the other ranks.
-        dtype: that of the parameters; without autocast that of messages, too (see ``MessageFormat``).
-        check: refuses plans that the model cannot follow.
-        stage_done: is told when a stage's gradients are complete.
-        fused: see ``SlicedStage``.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        dtype: torch.dtype,
-        check: Callable[[Plan], None],
-        stage_done: Callable[[int], None],
-        *,
-        fused: bool = True,
-    ) -> None:
-        self._plan, self._stages, self._transport = plan, stages, transport
-        self.message_format = MessageFormat(dtype)
-        self.dtype, self.wide = dtype, self.message_format.wide  # of parameters; of losses and logits
-        self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
-        self._check, self._stage_done = check, stage_done
-        self._recent: dict[Plan, Executor] = {}
-        self.pool = CachePool()
-        self.current = self.get(plan)
-
-    def make(self, plan: Plan, pool: CachePool | None = None) -> Executor:
-        """A new executor, which nobody keeps.
-
-        Args:
-            plan: what it runs.
-            pool: where it takes caches from; by default one of its own.
-        """
-        self._check(plan)
-        return self._executor(plan, CachePool() if pool is None else pool, self._transport, self.message_format)
-
-    def _executor(self, plan: Plan, pool: CachePool, transport: Transport, message_format: MessageFormat) -> Executor:
-        losses = next(iter(self._stages.values())).auxiliary_losses
-        auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
-        return Executor(self._sliced, plan, pool, transport, message_format, auxiliary, self._stage_done)
-
-    def run_alone(self, batch: Batch, loss_head: LossHead) -> None:
-        """Performs this rank's actions without the other ranks. Nothing of it is kept, and nothing learned from it.
-
-        Args:
-            batch: made-up numbers.
-            loss_head: what to compute at the end.
-        """
-        alone = NullTransport(self._transport.device, self._transport.rank, self._transport.size)
-        pool, null = CachePool(), NullFormat(self.dtype)
-        self._executor(batch.plan, pool, alone, null).run(batch, loss_head, train=True)
-        pool.keep_only(())  # now, not when the executor is collected
-
-    def get(self, plan: Plan) -> Executor:
-        """The executor of a plan, from now on kept, with caches of the common pool. Only the last few are kept; one for
-        another plan of the same shape is made quickly: see ``ActionLists``.
-
-        Args:
-            plan: what it runs.
-        """
-        executor = self._recent.pop(plan, None) or self.make(plan, self.pool)
-        self._recent[plan] = executor
-        while len(self._recent) > PLANS:
-            self._recent.pop(next(iter(self._recent)))
-        return executor
-
-    def for_tokens(self, plan: Plan, *, train: bool, keep: bool) -> Executor:
-        """Returns an executor that computes values of tokens.
-
-        Args:
-            plan: that of the batch.
-            train: whether backwards follow. Without them, an executor whose own backwards are still to come is left
-                alone, and another made.
-            keep: whether it is kept for another batch of this shape. That of the pipeline's own plan always is.
-        """
-        executor = self.get(plan) if keep or plan == self._plan else None
-        return self.make(plan) if executor is None or (executor.is_pending and not train) else executor
-
-    def begin(self, plan: Plan) -> Executor:
-        """The executor for a step. Only keys and values of this shape of batch stay in memory; on CPUs, where fresh
-        memory is slow to touch, those of the pipeline's own shape too.
-
-        Args:
-            plan: that of the batch.
-        """
-        self.current = self.get(plan)
-        shapes = (plan, self._plan) if self._transport.device.type == "cpu" else (plan,)
-        self.pool.keep_only({(size, own.seq_len) for own in shapes for size in own.sizes})
-        return self.current
-
-    @property
-    def recent(self) -> tuple[Executor, ...]:
-        """The executors of the last few plans, oldest first."""
-        return tuple(self._recent.values())

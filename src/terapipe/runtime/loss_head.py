@@ -137,6 +137,15 @@ class LossHead:
         """
         raise NotImplementedError
 
+    def hand_over(self, s: Slice) -> Tensor | None:
+        """Gives away the gradient that waits for a slice's backward, if there is one: the caller keeps it elsewhere,
+        and does not ask for it again.
+
+        Args:
+            s: which slice.
+        """
+        return None
+
     def try_out(self, hidden: Tensor, few: Slice) -> None:
         """Computes a loss of a few made-up hidden states, after ``begin``. Raises ValueError if it may not be one.
 
@@ -182,6 +191,9 @@ class TokenLoss(LossHead):
         self._add(loss, metrics, scale)
 
     def gradient(self, s: Slice, hidden: Tensor) -> Tensor:
+        return self._gradients.pop(s)
+
+    def hand_over(self, s: Slice) -> Tensor | None:
         return self._gradients.pop(s)
 
     def try_out(self, hidden: Tensor, few: Slice) -> None:

@@ -33,7 +33,7 @@ from terapipe.runtime.checkpoint.state import Checkpoint, Loaded
 from terapipe.runtime.checkpoint.writer import CheckpointWriter, Saving
 from terapipe.runtime.comm.mesh import ALL, DP, PP
 from terapipe.runtime.comm.transport import Transport, transport_for
-from terapipe.runtime.executor import Executors
+from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import (
     TiedWeights,
     ZeroGradients,

@@ -28,7 +28,8 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.errors import describe_error
 from terapipe.runtime.comm.mesh import ALL
 from terapipe.runtime.comm.transport import Transport, checksum
-from terapipe.runtime.executor import Executor, Executors
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import TiedWeights, named_parameters_of
 from terapipe.runtime.loss_head import Batch, Documents, LossSetup
 from terapipe.runtime.traits import Traits, refuse_differences

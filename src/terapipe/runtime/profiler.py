@@ -41,7 +41,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime.comm.environment import host_name, local_device
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.profile_grid import Point, ProfileGrid
-from terapipe.runtime.stopwatch import Stopwatch
+from terapipe.runtime.stopwatch import Stopwatch, copy_bandwidth
 
 LEAST, MOST = 3, 15  # measurements of each point
 TIGHT = 0.02  # relative uncertainty at which measuring stops
@@ -244,6 +244,7 @@ class Profiler:
             "dtype": str(self.dtype).removeprefix("torch."),
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         }
+        machine["copies"] = min(self.transport.gather(copy_bandwidth(self.device)))
         machine["attention"] = kernel_for(KernelRequest(self.device, dtype, self.shape.head_size)).name
         if self._autocast.dtype is not None:
             machine["autocast"] = str(dtype).removeprefix("torch.")

@@ -74,6 +74,26 @@ class Stopwatch:
         return event
 
 
+COPY = 64 << 20  # bytes of a copy that is timed
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second between a device and memory of the host that is pinned, in one direction; on a CPU, from one
+    place to another. The median of five copies.
+
+    Args:
+        device: Of this process.
+    """
+    there = torch.empty(COPY, dtype=torch.uint8, device=device)
+    here = torch.empty(COPY, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def copy() -> None:
+        here.copy_(there, non_blocking=True)
+
+    copy()  # memory that is touched for the first time is slow
+    return COPY / sorted(Stopwatch(device)(*[copy] * 5))[2]
+
+
 def _by_host(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()

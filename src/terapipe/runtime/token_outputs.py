@@ -16,7 +16,8 @@ from torch import Tensor
 
 from terapipe.modeling.stage import Stage
 from terapipe.runtime.comm.transport import Transport
-from terapipe.runtime.executor import Executor, Executors
+from terapipe.runtime.executor import Executor
+from terapipe.runtime.executors import Executors
 from terapipe.runtime.gradient_sync import GradientSync
 from terapipe.runtime.loss_head import Batch, PerToken, TokenValues
 from terapipe.runtime.module_states import ModuleStates

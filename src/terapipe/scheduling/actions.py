@@ -21,11 +21,15 @@ class Op(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"  # sends the gradient of the input to the previous stage
     RECV_B = "RECV_B"
+    OUT = "OUT"  # from here on, what the forward left for the backward is in the host's memory only
+    BACK = "BACK"  # from here on, it is on its way back to the device
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F})
+COPIES = frozenset({Op.OUT, Op.BACK})
 
 
 class Action(NamedTuple):
@@ -70,7 +74,7 @@ class Dependency(NamedTuple):
     slice: int = 0  # offset, within the same microbatch
 
 
-_BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slice=+1))
+_BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slice=+1), Dependency(Op.BACK))
 
 # The dependency rule. Validation, simulation and execution all derive from this table. For two slices on two stages:
 #
@@ -82,6 +86,7 @@ _BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slic
 # Only the dependencies with a slice offset are special to slicing: a forward reads the keys and values of earlier
 # slices, and a backward needs the gradients that later slices add to its keys and values.
 # A dependency on a backward names B. If the backward is split, its I completes it (see `completes`).
+# A slice that is offloaded goes F, OUT, BACK, B. A dependency on a copy is ignored where a slice is not.
 NEEDS: dict[Op, tuple[Dependency, ...]] = {
     Op.F: (Dependency(Op.F, stage=-1), Dependency(Op.F, slice=-1)),
     Op.B: _BACKWARD,
@@ -91,6 +96,8 @@ NEEDS: dict[Op, tuple[Dependency, ...]] = {
     Op.SEND_B: (Dependency(Op.B),),
     Op.RECV_F: (Dependency(Op.SEND_F, stage=-1),),
     Op.RECV_B: (Dependency(Op.SEND_B, stage=+1),),
+    Op.OUT: (Dependency(Op.F),),
+    Op.BACK: (Dependency(Op.OUT),),
 }
 ARRIVAL = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}  # replaces a dependency that is computed on another rank
 
@@ -100,7 +107,8 @@ def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
 
     Args:
         action: The action.
-        plan: The plan that it is of, for its stages and slices.
+        plan: The plan that it is of, for its stages and slices. Its schedule need not have copies of every slice that
+            it offloads: a backward does not wait for a copy that is not listed.
     """
     op, k, s = action
     row = plan.grid[s.microbatch]
@@ -108,6 +116,8 @@ def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
     for need in NEEDS[op]:
         stage, number = k + need.stage, s.number + need.slice
         if not (0 <= stage < plan.num_stages and 0 <= number < len(row)):
+            continue
+        if need.op in COPIES and not plan.is_offloaded(stage, row[number]):
             continue
         if op in COMPUTE and need.stage and plan.rank_of(stage) != plan.rank_of(k):
             needed.append(Action(ARRIVAL[need.op], k, s))

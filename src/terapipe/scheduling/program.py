@@ -1,4 +1,7 @@
-"""Programs: the computations of all ranks as numbers, in topological order, timed in one pass for any durations."""
+"""Programs: the computations of all ranks as numbers, in topological order, timed in one pass for any durations.
+
+Where slices are offloaded, lists have their copies between the computations (see copies.py).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, NEEDS, Action, Op, counterpart, dependencies
+from terapipe.scheduling.actions import COMPUTE, COPIES, NEEDS, Action, Op, counterpart, dependencies
 
 Ints = NDArray[np.int64]
 OPS = tuple(Op)
@@ -86,7 +89,7 @@ class Numbering:
         return self._rank_by_stage[self.indices(numbers).stages]
 
     def counterparts(self, numbers: Ints) -> Ints:
-        """The other end of each transfer, -1 for computations."""
+        """The other end of each transfer, -1 for computations and copies."""
         rows, slices = np.divmod(numbers, self.width)
         firsts = self._counterpart_by_row[rows]
         return np.where(firsts < 0, -1, firsts + slices)
@@ -131,7 +134,7 @@ class Numbering:
         return np.array([self._first_counterpart(op, k) for op in OPS for k in range(self.plan.num_stages)])
 
     def _first_counterpart(self, op: Op, stage: int) -> int:
-        if op in COMPUTE:
+        if op in COMPUTE or op in COPIES:
             return -1
         other = counterpart(Action(op, stage, self.plan.slices[0]))
         return self.first(other.op, other.stage) if 0 <= other.stage < self.plan.num_stages else -1
@@ -151,7 +154,7 @@ class Numbering:
         dependency.
         """
         plan = self.plan
-        small = Plan((1,), ((1, 1, 1),), plan.boundaries, plan.order, plan.chunks)
+        small = Plan((1,), ((1, 1, 1),), plan.boundaries, plan.order, plan.chunks, offload=plan.offloads)
         rows = [needed(Action(op, k, small.slices[1]), small) for op in OPS for k in range(plan.num_stages)]
         shape = max(map(len, rows)), len(rows)
         firsts, offsets = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
@@ -172,7 +175,8 @@ def _computations_needed(action: Action, plan: Plan) -> list[Action]:
 
 
 COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
-_COLUMN = np.array([COMPUTATIONS.index(op) if op in COMPUTATIONS else -1 for op in OPS])
+ENTRIES = (*COMPUTATIONS, Op.OUT, Op.BACK)  # of a program's lists
+_COLUMN = np.array([ENTRIES.index(op) if op in ENTRIES else -1 for op in OPS])
 
 
 # For each computation: the send of its result, the receive, and the offset to the receiving stage.
@@ -197,7 +201,7 @@ class Program:
     """
 
     def __init__(self, numbering: Numbering, lists: Sequence[Ints]) -> None:
-        """``lists`` are the numbers of each rank's computations."""
+        """``lists`` are the numbers of each rank's computations, and of copies if there are some."""
         self.numbering, self.lists = numbering, tuple(lists)
         self._starts = np.cumsum([0, *map(len, lists)])
 
@@ -212,8 +216,8 @@ class Program:
 
     @cached_property
     def listed_indices(self) -> Indices:
-        """Indices of all computations, one rank's list after the other, for tables by stage, op (as in
-        ``COMPUTATIONS``) and slice."""
+        """Indices of all computations, one rank's list after the other, for tables by stage, op (as in ``ENTRIES``)
+        and slice."""
         return _indices(self.numbering, np.concatenate(self.lists))
 
     # In topological order
@@ -244,7 +248,7 @@ class Program:
 
     @cached_property
     def indices(self) -> Indices:
-        """Indices for tables by stage, op (as in ``COMPUTATIONS``) and slice."""
+        """Indices for tables by stage, op (as in ``ENTRIES``) and slice."""
         return _indices(self.numbering, self.numbers)
 
     @cached_property
@@ -288,13 +292,48 @@ class Program:
         """Ranks, needs and links as lists, which Python reads faster than arrays."""
         return self.ranks.tolist(), self.needs.tolist(), self.links[1].tolist()
 
+    @cached_property
+    def copies(self) -> "Copies | None":
+        """What copies wait for, and what waits for them; None if nothing is offloaded."""
+        ops, numbers, numbering = self.indices.ops, self.numbers, self.numbering
+        out, back = (np.flatnonzero(ops == ENTRIES.index(op)) for op in (Op.OUT, Op.BACK))
+        if not len(out):
+            return None
+        place = np.full(numbering.count, -1)  # of each computation and copy, by number
+        place[numbering.completes(numbers)] = np.arange(len(numbers))
+
+        def same_slice(entries: Ints, op: Op) -> Ints:
+            """The places of an op of the same slices on the same stages."""
+            stages, _, slices = numbering.indices(numbers[entries])
+            places: Ints = place[numbering.number(np.array(CODE[op]), stages, slices)]
+            return places
+
+        waits, engines = np.full(len(ops), -1), np.zeros(len(ops), dtype=np.int64)
+        forwards = same_slice(out, Op.F)
+        waits[out], waits[same_slice(back, Op.B)] = forwards, back
+        engines[forwards], engines[back] = OUTWARD, HOMEWARD
+        return Copies(waits.tolist(), engines.tolist())
+
+
+OUTWARD, HOMEWARD = 1, 2  # engines of a device; 0 is none
+
+
+class Copies(NamedTuple):
+    """How copies and computations wait for each other, with an entry for each of a program's.
+
+    A copy out is begun by its forward, and OUT waits for it. A copy back is begun by BACK, and its backward waits.
+    """
+
+    waits: list[int]  # the entry whose copy must have ended, or -1
+    engines: list[int]  # the engine of the copy that the entry begins, or 0
+
 
 def compile_program(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
     """The program of lists of computations.
 
     Args:
         plan: The plan whose slices and stages the computations are of.
-        lists: The computations of each rank, in order.
+        lists: The computations of each rank, in order; with copies or without.
     """
     numbering = Numbering(plan)
     numbers = [numbering.numbers(actions) for actions in lists]
@@ -358,11 +397,13 @@ def _sequence(needs: list[int], starts: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Times:
-    """When each computation of a program starts and ends, and when its result arrives where it is sent."""
+    """When each computation of a program starts and ends, when its result arrives where it is sent, and when the copy
+    that it begins has ended."""
 
     starts: list[float]
     ends: list[float]
     arrivals: list[float]
+    copied: list[float]  # empty without copies
 
     @property
     def makespan(self) -> float:
@@ -379,6 +420,9 @@ def run(
     delays: Sequence[float],
     links: Sequence[LinkBehavior],
     host: Sequence[float] | None = None,
+    copying: Sequence[float] = (),
+    *,
+    blocking: bool = False,
 ) -> Times:
     """Times a program in one pass.
 
@@ -399,18 +443,26 @@ def run(
     On the left the host is ahead, and its time does not show; what it gained while the device waited is used up when
     short computations follow. On the right the device runs dry within every computation, and the step is as long as the
     host needs for all of it, whatever overlaps.
+
+    ``copying`` are the seconds of the copy that each entry begins, if the program has copies. The two engines of a
+    device work beside it, each on one copy after the other; with ``blocking`` the device does the copies itself.
     """
     overlapped, latency = [link.overlapped for link in links], [link.latency for link in links]
     clock = [0.0] * program.num_ranks
     issued = [0.0] * program.num_ranks  # when each host has issued all that came before
     behind = None if host is None else _room(program, host)
     free = [0.0] * len(links)  # when each link is free again
+    copies = program.copies if len(copying) else None
+    engines = [[0.0] * program.num_ranks for _ in range(HOMEWARD + 1)]  # when each engine is free again
+    copied = [0.0] * len(copying)
     starts, ends = list[float](), list[float]()
     arrivals = [0.0] * (len(seconds) + 1)  # the last one is that of need -1: no input
     for i, (rank, need, link, duration, delay) in enumerate(zip(*program.columns, seconds, delays, strict=True)):
         start, arrived = clock[rank], arrivals[need]
         if arrived > start:
             start = arrived
+        if copies is not None and copies.waits[i] >= 0 and copied[copies.waits[i]] > start:
+            start = copied[copies.waits[i]]
         end = start + duration
         if host is not None and behind is not None:
             issue = issued[rank]
@@ -430,9 +482,13 @@ def run(
                 arrivals[i] = arrived
             else:
                 end = arrivals[i] = end + delay
+        if copies is not None and (engine := copies.engines[i]):
+            busy = end if blocking else max(end, engines[engine][rank])
+            copied[i] = engines[engine][rank] = busy + copying[i]
+            end = copied[i] if blocking else end
         clock[rank] = end
     arrivals.pop()
-    return Times(starts, ends, arrivals)
+    return Times(starts, ends, arrivals, copied)
 
 
 def _room(program: Program, host: Sequence[float]) -> list[int]:

@@ -17,14 +17,17 @@ from terapipe.planning.cost import (
     Memory,
     StageSpec,
     by_side,
+    copies_block,
+    copy_time,
     stage_specs,
     with_recompute,
 )
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, Action, Op, Schedule
+from terapipe.scheduling.actions import COMPUTE, COPIES, Action, Op, Schedule
+from terapipe.scheduling.copies import offloaded_slices, with_copies
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import COMPUTATIONS, ENDS, Program, Times, compile_program, run
+from terapipe.scheduling.program import COMPUTATIONS, ENDS, ENTRIES, Numbering, Program, Times, compile_program, run
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import Shape
 
@@ -56,10 +59,10 @@ def _gc_disabled() -> Iterator[None]:
 
 def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     plan = schedule.plan
-    lists = [[a for a in rank if a.op in COMPUTE] for rank in schedule.ranks]
+    lists = [[a for a in rank if a.op in COMPUTE or a.op in COPIES] for rank in schedule.ranks]
     built = compile_program(plan, lists)
     times, delays = _time(built, plan, cost)
-    return Timeline(plan, tuple(_events(built, times, delays)))
+    return Timeline(plan, tuple(_events(built, times, delays, _copying(built, plan, cost))))
 
 
 def makespan(plan: Plan, cost: Cost) -> tuple[float, float]:
@@ -80,12 +83,14 @@ def _time(program: Program, plan: Plan, cost: Cost) -> tuple[Times, list[float]]
     """When everything happens, and the seconds of the transfer of each computation's result."""
     delays = _delays(program, plan, cost)
     seconds, host = _durations(program, plan, cost), _host_seconds(program, plan, cost)
-    return run(program, seconds, delays, _link_behaviors(program, cost), host), delays
+    links, copying = _link_behaviors(program, cost), _copying(program, plan, cost)
+    return run(program, seconds, delays, links, host, copying, blocking=copies_block(cost)), delays
 
 
 def program(plan: Plan) -> Program:
     """The program of the plan's order. It depends on the number of slices, not on their lengths, so it is cached."""
-    return _program(Shape.of(plan))
+    shape = Shape.of(plan)
+    return _program_with_copies(shape) if plan.offloads else _program(shape)
 
 
 @lru_cache(maxsize=64)  # the search asks for the same shapes again, with other lengths, modes of recomputation, layouts
@@ -93,6 +98,13 @@ def _program(shape: Shape) -> Program:
     plan = shape.plan()
     with _gc_disabled():
         return compile_program(plan, computations(plan))
+
+
+@lru_cache(maxsize=16)
+def _program_with_copies(shape: Shape) -> Program:
+    plain, plan = _program(shape._replace(offload=False)), shape.plan()
+    numbering = Numbering(plan)
+    return Program(numbering, with_copies(plain.lists, numbering, offloaded_slices(plan)))
 
 
 def _durations(program: Program, plan: Plan, cost: Cost) -> list[float]:
@@ -117,7 +129,7 @@ def _host_seconds(program: Program, plan: Plan, cost: Cost) -> list[float] | Non
 def _host_table(plan: Plan, stage: StageSpec, host: HostTime) -> Array:
     """As ``_table``; all slices are alike."""
     forward, backward, weights = host.of_forward(stage), host.of_backward(stage), host.of_weights(stage)
-    ops = np.array([forward, backward, backward - weights, weights])
+    ops = np.array([forward, backward, backward - weights, weights, host.message, host.message])
     return np.repeat(ops[:, None], len(plan.slices), axis=1)
 
 
@@ -136,17 +148,29 @@ def _by_stage(plan: Plan, table: Callable[[StageSpec, Recompute], Array]) -> Arr
 
 
 def _table(plan: Plan, stage: StageSpec, cost: Cost) -> Array:
-    """Seconds by op (as in ``COMPUTATIONS``) and slice."""
+    """Seconds by op (as in ``ENTRIES``) and slice. Copies take none of the device's time."""
     size, length, context = columns(plan)
     forward = cost.forward(stage, size, length, context)
     backward = cost.backward(stage, size, length, context)
     weights = np.minimum(cost.weights(stage, size, length), backward)
-    table = np.stack(np.broadcast_arrays(forward, backward, backward - weights, weights))
+    table = np.stack(np.broadcast_arrays(forward, backward, backward - weights, weights, 0.0, 0.0))
     if not (np.isfinite(table).all() and (table >= 0).all()):
         raise ValueError(
             f"costs must be finite and at least 0, got {table.min()} to {table.max()} s on a stage of {stage}"
         )
     return table
+
+
+def _copying(program: Program, plan: Plan, cost: Cost) -> list[float]:
+    """The seconds of the copy that each entry begins; nothing where the program has no copies."""
+    if program.copies is None:
+        return []
+    size, length, _ = columns(plan)
+    tables = _by_stage(plan, lambda spec, mode: copy_time(with_recompute(cost, mode), spec, size, length)[None])
+    stages, _, slices = program.indices
+    begins = np.array(program.copies.engines) > 0
+    seconds: list[float] = np.where(begins, tables[stages, 0, slices], 0.0).tolist()
+    return seconds
 
 
 def columns(plan: Plan) -> tuple[Array, Array, Array]:
@@ -169,8 +193,8 @@ def _link_behaviors(program: Program, cost: Cost) -> list[LinkBehavior]:
     return [cost.link_behavior(*pair) for pair in program.links[0]]
 
 
-def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Event]:
-    """Every computation and both ends of every transfer, sorted by rank and start.
+def _events(program: Program, times: Times, delays: list[float], copying: list[float]) -> Iterator[Event]:
+    """Every computation and copy and both ends of every transfer, sorted by rank and start.
 
     Events are built as columns and sorted once. Each column has three blocks: all computations, then the sends, then
     the receives of those computations (``sent``) whose result goes to another rank.
@@ -180,8 +204,9 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     arrivals = np.array(times.arrivals)[sent]
     departures = arrivals - np.array(delays)[sent]
     event_ranks = np.concatenate([ranks, ranks[sent], peers[sent]])
-    starts = np.concatenate([times.starts, departures, departures])
-    ends = np.concatenate([times.ends, arrivals, arrivals])
+    began, ended = _with_copies(program, times, copying)
+    starts = np.concatenate([began, departures, departures])
+    ends = np.concatenate([ended, arrivals, arrivals])
     sends, receives = [], []
     for op, k, s in (computed[i] for i in sent.tolist()):
         send, receive, offset = ENDS[op]
@@ -194,6 +219,19 @@ def _events(program: Program, times: Times, delays: list[float]) -> Iterator[Eve
     return map(partial(tuple.__new__, Event), rows)  # as Event._make, but without a Python call per event
 
 
+def _with_copies(program: Program, times: Times, copying: list[float]) -> tuple[Array, Array]:
+    """When each entry starts and ends: for OUT and BACK, when its engine is at work."""
+    starts, ends = np.array(times.starts), np.array(times.ends)
+    if program.copies is not None:
+        waits, copied = np.array(program.copies.waits), np.array(times.copied)
+        ops, everything = program.indices.ops, np.arange(len(waits))
+        begun = np.where(ops == ENTRIES.index(Op.OUT), waits, everything)  # by the forward, or by BACK itself
+        at = np.flatnonzero(ops >= len(COMPUTATIONS))
+        ends[at] = copied[begun[at]]
+        starts[at] = ends[at] - np.array(copying)[begun[at]]
+    return starts, ends
+
+
 def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     """Peak bytes of each rank.
 
@@ -201,7 +239,7 @@ def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     computation has a change that stays, and an extra while it runs::
 
         list      F0     F1     B1     B0
-        change    +4     +4     -4     -4       activations and KV cache
+        change    +4     +4     -4     -4       activations and KV cache; -4 in an OUT, +4 in a BACK
         extra      5      5      2      2       workspace, and in a forward already what it will keep
         before     0      4      8      4       sum of the changes so far
         sum        5      9     10      6       the peak is 10, in B1
@@ -221,6 +259,28 @@ def peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
     before -= np.repeat(before[starts], lengths)  # every rank starts at 0
     most = np.maximum(np.maximum.reduceat(before + extras, starts), 0.0)
     return [round(state + peak) for state, peak in zip(_model_state(plan, memory), most.tolist(), strict=True)]
+
+
+def host_peaks(program: Program, plan: Plan, memory: Memory) -> list[int]:
+    """Peak bytes that each rank's slices take of the memory of its host: each from its forward, behind which its copy
+    begins, to its backward, by which it has ended.
+
+    Args:
+        program: The computations of every rank, with copies.
+        plan: The plan, for the lengths of its slices and its modes of recomputation.
+        memory: The bytes of slices.
+    """
+    places, starts = program.listed_indices, program.starts
+    size, length, _ = columns(plan)
+    tables = _by_stage(plan, lambda spec, mode: with_recompute(memory, mode).offloaded(spec, size, length)[None])
+    is_offloaded = np.zeros((plan.num_stages, len(plan.slices)))
+    at_out = places.ops == ENTRIES.index(Op.OUT)
+    is_offloaded[places.stages[at_out], places.slices[at_out]] = 1.0
+    sign = np.array([1.0, -1.0, -1.0, 0.0, 0.0, 0.0])[places.ops]  # F, B, I, W, OUT, BACK
+    changes = sign * (tables[:, 0] * is_offloaded)[places.stages, places.slices]
+    totals = np.cumsum(changes)
+    before = np.concatenate(([0.0], totals))[starts[:-1]]
+    return [round(float(totals[a:b].max() - zero)) for a, b, zero in zip(starts, starts[1:], before, strict=False)]
 
 
 def _gradient_changes(stages: Ints, ops: Ints, plan: Plan, memory: Memory) -> Array:
@@ -259,7 +319,7 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
     index = {s: i for i, s in enumerate(plan.slices)}
     out: list[list[tuple[float, float]]] = []
     for events, level in zip(timeline.by_rank, _model_state(plan, memory), strict=True):
-        keys = [(e.action.stage, COMPUTATIONS.index(e.action.op), index[e.action.slice]) for e in events]
+        keys = [(e.action.stage, ENTRIES.index(e.action.op), index[e.action.slice]) for e in events]
         stages, ops, _ = np.array(keys, dtype=np.int64).reshape(-1, 3).T
         steps = [(0.0, level)]
         for event, key, gradients in zip(events, keys, _gradient_changes(stages, ops, plan, memory), strict=True):
@@ -294,8 +354,8 @@ def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> Array:
     # Where nothing of a whole sequence waits, one cache serves all microbatches, each while it is computed.
     shared = np.where(is_whole, with_recompute(memory, "none").kv_cache(stage, size, plan.seq_len, False) - whole, 0.0)
     nothing = np.zeros_like(kept)
-    # The rows are F, B, I and W, as in COMPUTATIONS.
-    during = np.stack([kept + cache + in_forward, in_backward, in_backward + deferred, nothing])
+    # The rows are F, B, I, W, OUT and BACK, as in ENTRIES.
+    during = np.stack([kept + cache + in_forward, in_backward, in_backward + deferred, nothing, nothing, kept])
     during[:3] += shared
-    change = np.stack([kept + cache, -kept - cache, deferred - kept - cache, -deferred])
+    change = np.stack([kept + cache, -kept - cache, deferred - kept - cache, -deferred, -kept, kept])
     return np.stack([during, change])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from terapipe.planning.cost import Memory
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, Action, Op, completes, dependencies
+from terapipe.scheduling.actions import COMPUTE, COPIES, Action, Op, completes, dependencies
 
 Content = TypeVar("Content", str, bytes)
 
@@ -40,8 +40,13 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Event, ...]:
-        """The events without transfers."""
+        """The events without transfers and copies."""
         return tuple(e for e in self.events if e.action.op in COMPUTE)
+
+    @cached_property
+    def copies(self) -> tuple[Event, ...]:
+        """The copies of offloaded slices to the host, and back."""
+        return tuple(e for e in self.events if e.action.op in COPIES)
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Event, ...], ...]:

@@ -1,4 +1,4 @@
-"""Adds sends and receives to lists of computations, following one global order of transfers."""
+"""Adds sends and receives to lists of computations, following one global order of transfers; and copies."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import numpy as np
 
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import COMPUTE, SENDS, Action, Op, Schedule
+from terapipe.scheduling.actions import COMPUTE, RECEIVES, Action, Op, Schedule
+from terapipe.scheduling.copies import offloaded_slices, with_copies
 from terapipe.scheduling.program import CODE, COMPUTATIONS, ENDS, Ints, Program, compile_program, run
 
 AHEAD = 2  # computations between a receive and the one that needs it, if the order of transfers permits
@@ -16,7 +17,13 @@ EARLY = 3  # additional computations, in `with_early_receives`
 def with_transfers(plan: Plan, computations: Sequence[Sequence[Action]]) -> Schedule:
     """The Schedule in which each rank performs its computations in the given order."""
     program = compile_program(plan, computations)
-    return Schedule(plan, tuple(tuple(program.numbering.actions(numbers)) for numbers in list_transfers(program)))
+    return Schedule(plan, tuple(tuple(program.numbering.actions(numbers)) for numbers in list_actions(program)))
+
+
+def list_actions(program: Program) -> list[Ints]:
+    """The numbers of all that each rank does: computations, transfers, and copies of what the plan offloads."""
+    lists, plan = list_transfers(program), program.numbering.plan
+    return with_copies(lists, program.numbering, offloaded_slices(plan)) if plan.offloads else lists
 
 
 def list_transfers(program: Program) -> list[Ints]:
@@ -98,7 +105,7 @@ def with_early_receives(actions: Sequence[Action]) -> tuple[Action, ...]:
     """
     keys, done = [], 0  # sort keys: computations before the action, and receives before the rest
     for action in actions:
-        receive = action.op not in COMPUTE and action.op not in SENDS
+        receive = action.op in RECEIVES
         keys.append((max(0, done - EARLY), 0) if receive else (done, 1))
         done += action.op in COMPUTE
     order = sorted(range(len(actions)), key=keys.__getitem__)

@@ -6,12 +6,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from terapipe.planning.by_slice import BySlice
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.actions import Action, Op, Schedule, required_ops
+from terapipe.scheduling.actions import COPIES, Action, Op, Schedule, required_ops
+from terapipe.scheduling.copies import offloaded_slices
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import Ints, Numbering, compile_program
-from terapipe.scheduling.transfers import list_transfers
+from terapipe.scheduling.program import CODE, Ints, Numbering, compile_program
+from terapipe.scheduling.transfers import list_actions
 
 Lists = Sequence[Ints]  # the actions of each rank, as numbers (see Numbering)
 
@@ -41,9 +43,38 @@ def validate(schedule: Schedule) -> None:
 def validate_numbers(lists: Lists, numbering: Numbering) -> None:
     """As ``validate``, of lists of numbers."""
     for rank, numbers in enumerate(lists):
-        _check_complete(rank, numbers, numbering)
+        _check_complete(rank, _without_copies(rank, numbers, numbering), numbering)
     _check_same_order(lists, numbering)
     _BlockingRun(lists, numbering).check()
+
+
+def _without_copies(rank: int, numbers: Ints, numbering: Numbering) -> Ints:
+    """The list without copies, once these are known to be right: what goes out was computed, comes back, and is used
+    only then, all once, and only of slices that the plan offloads."""
+    stages, ops, slices = numbering.indices(numbers)
+    copies = np.isin(ops, (CODE[Op.OUT], CODE[Op.BACK]))
+    if not copies.any():
+        return numbers
+    key = stages * numbering.width + slices
+    completed = numbering.indices(numbering.completes(numbers)).ops
+    places = []  # of the four actions of each offloaded slice
+    for op in (Op.F, Op.OUT, Op.BACK, Op.B):
+        at = np.flatnonzero(completed == CODE[op])
+        place = np.full(numbering.plan.num_stages * numbering.width, -1)
+        place[key[at]] = at
+        places.append(place)
+        if op in COPIES and len(np.unique(key[at])) < len(at):
+            raise ValueError(f"rank {rank} does an {op} of a slice twice; a slice goes out once, and comes back once")
+    forward, out, back, backward = places
+    right = (forward >= 0) & (forward < out) & (out < back) & (back < backward)
+    wrong = ((out >= 0) | (back >= 0)) & ~(right & offloaded_slices(numbering.plan).ravel())
+    if wrong.any():
+        k, i = divmod(int(np.argmax(wrong)), numbering.width)
+        raise ValueError(
+            f"rank {rank} must do forward, OUT, BACK and backward in this order with an offloaded slice, and copy no "
+            f"other, which it does not with slice {numbering.plan.slices[i]} of stage {k}"
+        )
+    return numbers[~copies]
 
 
 def _check_complete(rank: int, numbers: Ints, numbering: Numbering) -> None:
@@ -99,9 +130,7 @@ class _BlockingRun:
         self._numbering, self._numbers = numbering, np.concatenate(lists)
         self._ends = np.cumsum([len(numbers) for numbers in lists])
         self._ranks = np.repeat(np.arange(len(lists)), [len(numbers) for numbers in lists])
-        entries = np.empty(
-            numbering.count, dtype=np.int64
-        )  # by number; complete lists have every one that is looked up
+        entries = np.full(numbering.count, -1)  # by number; of complete lists only copies may be missing
         entries[numbering.completes(self._numbers)] = np.arange(len(self._numbers))
         self._others = self._entries_of(numbering.counterparts(self._numbers), entries)
         self._unmet = self._unmet_dependencies(entries)
@@ -177,11 +206,13 @@ class Shape(NamedTuple):
     num_stages: int
     chunks: int
     recomputes: bool
+    offload: BySlice[bool] = False
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The shape of a plan."""
-        return cls(plan.order, tuple(map(len, plan.lengths)), plan.num_stages, plan.chunks, plan.recomputes)
+        counts = tuple(map(len, plan.lengths))
+        return cls(plan.order, counts, plan.num_stages, plan.chunks, plan.recomputes, plan.offload)
 
     def plan(self) -> Plan:
         """A plan of this shape. All slices of a microbatch but the last have one token."""
@@ -189,7 +220,7 @@ class Shape(NamedTuple):
         lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
         edges = tuple(range(self.num_stages + 1))
         mode: Recompute = "full" if self.recomputes else "none"
-        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks, mode)
+        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks, mode, self.offload)
 
 
 def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:
@@ -208,7 +239,7 @@ def _of_shape(shape: Shape, rank: int) -> tuple[Action, ...]:
     """The lists of other ranks are numbers, and become actions for none of them."""
     plan = shape.plan()
     program = compile_program(plan, computations(plan))
-    lists = list_transfers(program)
+    lists = list_actions(program)
     validate_numbers(lists, program.numbering)
     return tuple(program.numbering.actions(lists[rank]))
 

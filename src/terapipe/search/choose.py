@@ -12,6 +12,7 @@ from terapipe.planning.slices import Plan, even_lengths
 from terapipe.search.bounds import Work
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
+from terapipe.search.offload import least_offload, with_offload
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
@@ -183,6 +184,9 @@ def best_rows(
     estimates = list(best_by_title.values())
     if not estimates:
         _refuse_orders(source, request)
+    if request.offload is None and not any(estimate.fits for estimate in estimates):
+        offloaded = [least_offload(evaluator_of(e), e) for e in estimates]
+        estimates = [replace(best, name=e.name) for best, e in zip(offloaded, estimates, strict=True)]
     if not any(estimate.fits for estimate in estimates):
         _refuse_budget(pool, estimates)
     return estimates
@@ -377,7 +381,7 @@ def finish(start: PlanEstimate) -> PlanEstimate:
     time usually are the fastest, sometimes stages of equal time, or with equally many layers."""
     evaluator = evaluator_of(start)
     if not start.fits and start.peak_bytes > NEAR * (evaluator.budget or 0):
-        return start
+        return _with_less_memory(evaluator, start)
     estimate = _uniform_recompute(evaluator, start)
     if start.sliced and not evaluator.request.fixed_slices:
         estimate = refine(evaluator, estimate)
@@ -385,7 +389,13 @@ def finish(start: PlanEstimate) -> PlanEstimate:
     others = {evaluator.boundaries(chunks), evaluator.even_boundaries(chunks)} - {plan.boundaries}
     for boundaries in sorted(others):
         estimate = min(estimate, evaluator.evaluate(replace(plan, boundaries=boundaries)), key=preference)
-    return min(start, with_less_recompute(evaluator, estimate), key=preference)
+    return _with_less_memory(evaluator, min(start, with_less_recompute(evaluator, estimate), key=preference))
+
+
+def _with_less_memory(evaluator: PlanEvaluator, estimate: PlanEstimate) -> PlanEstimate:
+    """The plan with slices offloaded, if the request wants it. Memory that is left is spent on less recomputation."""
+    moved = with_offload(evaluator_of(estimate), estimate)
+    return estimate if moved is estimate else with_less_recompute(evaluator_of(moved), moved)
 
 
 def _refine_even(start: PlanEstimate) -> PlanEstimate:
@@ -398,7 +408,7 @@ def _refine_even(start: PlanEstimate) -> PlanEstimate:
         return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute))
 
     best = hill_climb(evaluate, len(plan.lengths[0]), request.seq_len // evaluator.tile)
-    return min(start, with_less_recompute(evaluator, best), key=preference)
+    return _with_less_memory(evaluator, min(start, with_less_recompute(evaluator, best), key=preference))
 
 
 def _uniform_recompute(evaluator: PlanEvaluator, estimate: PlanEstimate) -> PlanEstimate:
@@ -425,10 +435,11 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
 
 
 def _refuse_budget(pool: list[Candidate], best: list[PlanEstimate]) -> NoReturn:
-    least = min(best, key=lambda c: c.peak_bytes)
+    least, request = min(best, key=lambda c: c.peak_bytes), pool[0].evaluator.request
     raise ValueError(
         f"no plan fits into {(pool[0].evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
         "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
+        + ("; offload='auto' keeps what slices need in the host's memory" if request.offload == "none" else "")
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from terapipe.planning.cost import (
 from terapipe.planning.layout import Layout, balance, balance_ranks
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, microbatch_sizes
-from terapipe.scheduling.simulator import makespan, peaks, program
+from terapipe.scheduling.simulator import host_peaks, makespan, peaks, program
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource, Source
 from terapipe.search.throughput import Throughput
@@ -45,7 +45,8 @@ class PlanEstimate(Throughput):
     step_time: float  # seconds
     idle: float  # share of the step in which ranks compute nothing, on average
     peak_bytes: int  # of the device that needs most
-    fits: bool  # within the memory budget
+    fits: bool  # within the memory budgets
+    host_bytes: int = 0  # that offloaded slices take of the host's memory, for the device that takes most
     name: str = ""  # in a comparison
     evaluator: "PlanEvaluator | None" = field(default=None, compare=False, repr=False)  # None: a cost table made it
 
@@ -99,6 +100,7 @@ class PlanEstimate(Throughput):
             "lengths": [list(row) for row in plan.lengths],
             "idle": self.idle,
             "peak_bytes": self.peak_bytes,
+            **({"offload": plan.offload, "host_bytes": self.host_bytes} if plan.offloads else {}),
             "fits": self.fits,
         }
 
@@ -189,6 +191,18 @@ class Grid:
         return tuple(edges[b] - edges[a] for a, b in pairwise(cuts))
 
 
+class Needs(NamedTuple):
+    """Bytes that a plan needs on a device, and of the memory of its host."""
+
+    device: int
+    host: int
+
+
+def max_needs(needs: Iterable[Needs]) -> Needs:
+    """The most of each."""
+    return Needs(*map(max, zip(*needs, strict=True)))
+
+
 class PlanEvaluator:
     """Builds plans for one layout with one mode of recomputation, and evaluates plans, which may mix modes.
 
@@ -219,6 +233,11 @@ class PlanEvaluator:
     def budget(self) -> int | None:
         """Memory per device in bytes, if known."""
         return self.request.budget or self.source.budget
+
+    @cached_property
+    def host_budget(self) -> int | None:
+        """Memory of the host for each device in bytes. None where the device is the host."""
+        return None if self.source.host_budget is None else self.request.host_budget or self.source.host_budget
 
     def boundaries(self, chunks: int = 1) -> tuple[int, ...]:
         """Stages balanced by time, including embedding and head.
@@ -332,7 +351,7 @@ class PlanEvaluator:
         Args:
             plan: For one replica in this layout. It may mix modes of recomputation.
         """
-        return self._simulate(plan, self._peak(plan))
+        return self._simulate(plan, self.needs(plan))
 
     def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
         """The plan's estimate, or None if memory alone makes ``rival`` better. Counting bytes is
@@ -342,22 +361,42 @@ class PlanEvaluator:
             plan: The plan.
             rival: The best plan so far, if there is one.
         """
-        peak = self._peak(plan)
-        if rival is not None and not self._fits(peak) and (rival.fits or rival.peak_bytes <= peak):
+        needs = self.needs(plan)
+        if rival is not None and not self.fits(needs) and (rival.fits or rival.peak_bytes <= needs.device):
             return None
-        return self._simulate(plan, peak)
+        return self._simulate(plan, needs)
 
-    def _peak(self, plan: Plan) -> int:
-        return max(peaks(program(plan), plan, self.memory))
+    def needs(self, plan: Plan) -> "Needs":
+        """The memory that a plan needs.
 
-    def _fits(self, peak: int) -> bool:
-        return self.budget is None or peak <= self.budget
+        Args:
+            plan: For one replica in this layout.
+        """
+        return max_needs(self.needs_by_rank(plan))
 
-    def _simulate(self, plan: Plan, peak: int) -> PlanEstimate:
+    def needs_by_rank(self, plan: Plan) -> list["Needs"]:
+        """The memory that each pipeline rank needs. Where the device is the host, what is offloaded stays in the same
+        memory.
+
+        Args:
+            plan: For one replica in this layout.
+        """
+        compiled = program(plan)
+        device = peaks(compiled, plan, self.memory)
+        host = host_peaks(compiled, plan, self.memory) if plan.offloads else [0] * len(device)
+        shared = self.host_budget is None
+        return [Needs(peak + away * shared, away * (not shared)) for peak, away in zip(device, host, strict=True)]
+
+    def fits(self, needs: "Needs") -> bool:
+        """Whether there is as much memory on the device, and in its host for what is offloaded."""
+        has_room = self.host_budget is None or needs.host <= self.host_budget
+        return has_room and (self.budget is None or needs.device <= self.budget)
+
+    def _simulate(self, plan: Plan, needs: "Needs") -> PlanEstimate:
         seconds, idle = makespan(plan, self.cost)
         step = seconds + self.per_step(plan)
-        idle_share = idle * seconds / step
-        return PlanEstimate(self.layout, plan, step, idle_share, peak, self._fits(peak), evaluator=self)
+        share, fits = idle * seconds / step, self.fits(needs)
+        return PlanEstimate(self.layout, plan, step, share, needs.device, fits, needs.host, evaluator=self)
 
     def per_step(self, plan: Plan) -> float:
         """The work done once per step (gradient all-reduce, optimizer), on the rank where it takes longest."""

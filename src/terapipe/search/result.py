@@ -172,7 +172,8 @@ class PlanResult:
         details = {
             **self.saved, "layout": asdict(self.layout), "dtype": self.dtype, "costs": dict(costs),
             "budget": self.budget, "step_time": estimate.step_time, "idle": estimate.idle,
-            "peak_bytes": estimate.peak_bytes, "fits": estimate.fits, "once": self.once,
+            "peak_bytes": estimate.peak_bytes, "host_bytes": estimate.host_bytes, "fits": estimate.fits,
+            "once": self.once,
             "documents": self.document_costs, "min_slice": self.request.min_slice, "tile": self.request.tile, **notes,
         }  # fmt: skip
         if not self.predicted:  # JSON has no NaN
@@ -205,7 +206,8 @@ class PlanResult:
             fixed = {**asdict(layout), "memory": details["budget"], "tile": details["tile"]}
             request = Request(plan.batch_size * layout.dp, plan.seq_len, details["min_slice"], **fixed)
             seconds, idle = (nan if details[name] is None else details[name] for name in ("step_time", "idle"))
-            estimate = PlanEstimate(layout, plan, seconds, idle, details["peak_bytes"], details["fits"])
+            needs = details["peak_bytes"], details["fits"], details.get("host_bytes", 0)
+            estimate = PlanEstimate(layout, plan, seconds, idle, *needs)
             source, missing = restore(details["costs"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"what was saved beside this plan lacks or misnames {error}; plan again") from None

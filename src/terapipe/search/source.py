@@ -32,6 +32,11 @@ class Source(Protocol):
     def budget(self) -> int | None:
         """Usable memory of a device in bytes, if known."""
 
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes of the host's memory that offloaded slices of a device may take. None where the device is the host:
+        what is offloaded stays in the same memory."""
+
     def cost(self, layout: Layout) -> Cost:
         """Seconds of computations and transfers in a layout."""
 
@@ -77,6 +82,11 @@ class ClusterSource:
     @property
     def budget(self) -> int:
         return usable_memory(self.cluster.host.device)
+
+    @property
+    def host_budget(self) -> int | None:
+        host = self.cluster.host
+        return host.memory_per_device if host.device.accelerator else None
 
     def cost(self, layout: Layout) -> Cost:
         return AnalyticCost(
@@ -156,6 +166,12 @@ class ProfileSource:
             return int(machine["device_memory"])
         memory = machine.get("memory")
         return int(memory) // self.profile.ranks_per_host if memory else None
+
+    @property
+    def host_budget(self) -> int | None:
+        """Three quarters of a rank's share: the rest is for data, the framework and others."""
+        memory = int(self.profile.machine.get("memory", 0))
+        return memory * 3 // 4 // self.profile.ranks_per_host if self.profile.on_gpu else None
 
     @property
     def tile(self) -> int:

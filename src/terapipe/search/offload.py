@@ -1,0 +1,107 @@
+"""Chooses which slices of a plan wait in the host's memory between their forward and their backward.
+
+On each rank it is the same question: how many slices. Which ones follows: spread evenly over the rank's forwards, so
+that the engine that copies them has the same time for each::
+
+    forwards    F0 F1 F2 F3 F4 F5 F6 F7 F8
+    3 of 9      .  .  x  .  .  x  .  .  x
+
+As few as make the plan fit: each copy that is spared is a chance less to wait for one. Fewer slices to recompute are
+the other way to use the memory that offloading frees; so lighter modes of recomputation are tried with as many slices
+offloaded as they need.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from terapipe.planning.recompute import MODES
+from terapipe.planning.slices import Plan
+from terapipe.scheduling.actions import Op
+from terapipe.scheduling.program import ENTRIES
+from terapipe.scheduling.simulator import program
+from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
+
+Keys = list[tuple[int, int]]  # stages and slices
+
+
+def with_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
+    """The plan in which slices are offloaded as the request wants it, if that is better.
+
+    Args:
+        evaluator: For the layout of the plan.
+        start: The plan without offload.
+    """
+    wish = evaluator.request.offload
+    if isinstance(wish, float):
+        return evaluator.evaluate(offload_share(start.plan, wish))
+    return least_offload(evaluator, start) if wish == "auto" else start
+
+
+def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
+    """The fastest of the plan itself and the same with other modes of recomputation, each with as few slices offloaded
+    as it takes to fit.
+
+    Args:
+        evaluator: For the layout of the plan.
+        start: The plan without offload, whether it fits or not.
+    """
+    if evaluator.budget is None or evaluator.host_budget is None:
+        return start
+    plan, fixed = start.plan, evaluator.request.recompute is not None
+    heaviest = MODES.index(plan.recompute_modes[-1])
+    lighter = [mode for mode in MODES[: heaviest + 1] if mode in evaluator.request.recompute_modes and not fixed]
+    plans = [plan, *(replace(plan, recompute=mode) for mode in lighter if plan.recompute != mode)]
+    return min([start, *(evaluator.evaluate(offload_few(evaluator, each)) for each in plans)], key=preference)
+
+
+def offload_few(evaluator: PlanEvaluator, plan: Plan) -> Plan:
+    """The plan with as few slices offloaded on each rank as it takes to fit there; with all, if it never does.
+
+    Ranks do not share memory, so all are searched at once, by bisection.
+
+    Args:
+        evaluator: For memory and budget.
+        plan: The plan, without offload.
+    """
+    keys = _movable(plan)
+    low, high = [0] * plan.num_ranks, list(map(len, keys))
+    while any(a < b for a, b in zip(low, high, strict=True)):
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        for rank, needs in enumerate(evaluator.needs_by_rank(_with(plan, keys, middle))):
+            if low[rank] == high[rank]:
+                continue
+            if evaluator.budget is None or needs.device <= evaluator.budget:
+                high[rank] = middle[rank]
+            else:
+                low[rank] = middle[rank] + 1
+    return _with(plan, keys, low)
+
+
+def offload_share(plan: Plan, share: float) -> Plan:
+    """The plan with a share of the slices of each rank offloaded, of those that are worth it.
+
+    Args:
+        plan: The plan, without offload.
+        share: Between 0 and 1.
+    """
+    keys = _movable(plan)
+    return _with(plan, keys, [round(share * len(each)) for each in keys])
+
+
+def _movable(plan: Plan) -> list[Keys]:
+    """For each rank, what could be offloaded, in the order of its forwards."""
+    compiled = program(replace(plan, offload=True))
+    stages, ops, slices = compiled.listed_indices
+    out = ops == ENTRIES.index(Op.OUT)
+    ranges = pairwise(compiled.starts.tolist())
+    return [list(zip(stages[a:b][out[a:b]].tolist(), slices[a:b][out[a:b]].tolist(), strict=True)) for a, b in ranges]
+
+
+def _with(plan: Plan, keys: Sequence[Keys], counts: Sequence[int]) -> Plan:
+    """On each rank, so many of its slices are offloaded, spread evenly."""
+    offload = [[False] * len(plan.slices) for _ in range(plan.num_stages)]
+    for own, count in zip(keys, counts, strict=True):
+        for i, (k, s) in enumerate(own):
+            offload[k][s] = (i + 1) * count // len(own) > i * count // len(own)
+    return replace(plan, offload=tuple(map(tuple, offload)))
