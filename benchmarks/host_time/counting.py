@@ -1,5 +1,6 @@
 """Counts what the host does in a call: calls of Python and C functions, and operations that a GPU gets as kernels."""
 
+import gc
 import sys
 import threading
 from collections import Counter
@@ -59,12 +60,15 @@ def operations(work: Work, matrix: tuple[int, int] = (0, 0)) -> Operations:
 
 
 def calls(work: Work) -> tuple[int, int]:
-    """Of functions in Python, and of functions in C from Python."""
+    """Of functions in Python, and of functions in C from Python. What the collector of garbage calls, which depends on
+    all that the process did before, does not count."""
     counts: Counter[str] = Counter()
 
     def note(frame: object, event: str, argument: object) -> None:
         counts[event] += 1
 
+    gc.collect()
+    gc.disable()
     threading.setprofile(note)  # autograd has a thread for each GPU
     sys.setprofile(note)
     try:
@@ -72,4 +76,5 @@ def calls(work: Work) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
     return counts["call"], counts["c_call"] - 1  # without the one that ends it

@@ -13,6 +13,7 @@ FILES = (
     "tests/unit/training/test_run.py",
     "tests/unit/runtime/test_layouts.py",
     "tests/exactness/test_layouts.py",
+    "tests/exactness/test_offload.py",
     "tests/unit/runtime/test_hf_layouts.py",
     "tests/exactness/test_transparency.py",
     "tests/exactness/test_bare_ends.py",

@@ -96,6 +96,7 @@ class SimpleSource:
     devices: int
     name: str = "a simple machine"
     budget: int | None = None
+    host_budget: int | None = None
     tile: int = 8
     dtype: str = "float32"
 

@@ -31,7 +31,9 @@ def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_sl
     tokens = draw(st.integers(1, 24))
     lengths = tuple(draw(slicings(tokens, max_slices)) if order.sliced else (tokens,) for _ in range(microbatches))
     sizes = tuple(draw(st.lists(st.integers(1, 2), min_size=microbatches, max_size=microbatches)))
-    return Plan(sizes, lengths, boundaries, order.name, chunks, draw(st.booleans()))
+    row = st.lists(st.booleans(), min_size=sum(map(len, lengths)), max_size=sum(map(len, lengths)))
+    offload = draw(st.booleans() | st.lists(row | st.booleans(), min_size=stages, max_size=stages))
+    return Plan(sizes, lengths, boundaries, order.name, chunks, draw(st.booleans()), offload)
 
 
 @st.composite

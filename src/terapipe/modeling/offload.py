@@ -132,6 +132,15 @@ class Copier:
         with torch.cuda.stream(stream):
             yield
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies numbers; on a GPU the host does not wait for it.
+
+        Args:
+            target: On the device, and the source in memory of the host; or the other way round.
+            source: Of the same length.
+        """
+        target.copy_(source, non_blocking=True)
+
     def mark(self) -> torch.cuda.Event | None:
         """The end of what was queued so far on the current stream."""
         return torch.cuda.current_stream(self._device).record_event() if self.is_beside else None
@@ -275,7 +284,7 @@ class SavedTensors:
             began, self._room = self._now(), self._copier.host.take(self.nbytes)
             for entry in self._moved:
                 for part, place in self._room.parts(entry.start, entry.as_bytes()):
-                    place.copy_(part, non_blocking=True)
+                    self._copier.copy(place, part)
             self._done, self.marks = self._copier.mark(), (began, self._now())
 
     def finish_out(self) -> None:
@@ -312,7 +321,7 @@ class SavedTensors:
             for entry in self._moved:
                 assert entry.flat is not None
                 for part, place in self._room.parts(entry.start, entry.flat):
-                    part.copy_(place, non_blocking=True)
+                    self._copier.copy(part, place)
             self._done, self.marks = self._copier.mark(), (began, self._now())
 
     def finish_back(self) -> None:

@@ -362,7 +362,7 @@ def _axis(span: float, unit: float, y: float) -> list[str]:
 
 def _key(drawn: Collection[Timeline], width: int, y: float) -> list[str]:
     """What colors and numbers mean. Only colors that occur are in it."""
-    ops = {e.action.op for timeline in drawn for e in timeline.computations}
+    ops = {e.action.op for timeline in drawn for e in (*timeline.computations, *timeline.copies)}
     parts, _ = legend(
         [*((OP_NAMES[op], op_color(op)) for op in OP_HUES if op in ops), ("idle", "url(#idle)")], _LEFT, y
     )

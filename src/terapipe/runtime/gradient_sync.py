@@ -481,7 +481,7 @@ class Sharded(Stage):
         if cache is None:
             return x * 1.0
         out: Tensor = self.stage(x, cache)
-        if self._half and torch.is_grad_enabled():
+        if self._half:  # also without gradients: those of the head follow even if the layers are computed again later
             new = [p for p in self.stage.parameters() if p not in self._gathered]  # FSDP has parameters of its own
             sum_in_float32(new)
             self._gathered.update(new)

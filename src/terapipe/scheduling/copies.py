@@ -1,13 +1,12 @@
 """Adds the copies of offloaded slices to lists of actions: OUT to the host's memory, BACK to the device.
 
 What a forward leaves for its backward may wait in the memory of the host. Each direction has a copy engine of its own,
-which works beside the computations. Six slices on one stage, of which all forwards come first; slices 0 and 2 are
-offloaded, the copies of others would not be worth it::
+which works beside the computations. Six slices on one stage, of which all forwards come first::
 
-    list      F0   F1   F2   F3  OUT0  F4  OUT2  F5   B5  BACK2  B4  BACK0   B3   B2   B1   B0
-    out       .    0----.----    2----.---
-    back                                                  .  2---.-- 0---.--------
-    device    0    01   012  0123 123  1234 134  1345     1345-2 ...
+    list        F0 F1 F2 OUT0 F3 OUT1 F4 OUT2 F5 B5 BACK2 B4 BACK1 B3 BACK0 B2 B1 B0
+    copy out       0----      1-----  2------                                              may take so long
+    copy back                                       2-----------   1----------- and 0 until B0
+    on device   0  01 012 12 123 23 234 34 345 345 34 342 32 321 21 210 10 0               3, 4, 5 never leave
 
 A copy out begins as soon as its forward has ended. OUT is where the device waits for it, and has the memory back from
 then on. A copy back begins at BACK, which takes the memory, and its backward waits for it. So what is on the device at
@@ -29,6 +28,7 @@ from terapipe.scheduling.program import CODE, OPS, Ints, Numbering
 
 SLACK = 1  # computations that an engine has beside those until the next slice takes it
 AWAY = 2  # computations for which a slice is away, at least
+_NEVER = 1 << 40
 
 _IS_COMPUTE = np.array([op in COMPUTE for op in OPS])
 
@@ -81,15 +81,13 @@ def _places(forward: Ints, backward: Ints) -> tuple[Ints, Ints]:
         backward: The places of their backwards.
     """
     third = (backward - forward) // 3
-    order, last = np.argsort(forward), len(forward) - 1
-    following = forward[order][np.minimum(np.arange(len(order)) + 1, last)]
-    out = np.empty_like(forward)
-    out[order] = following + 1 + SLACK
+    out, back = np.empty_like(forward), np.empty_like(backward)
+    order = np.argsort(forward)
+    out[order] = np.append(forward[order][1:], _NEVER) + 1 + SLACK  # behind the forward of the next that goes out
     order = np.argsort(backward)
-    preceding = backward[order][np.maximum(np.arange(len(order)) - 1, 0)]
-    back = np.empty_like(backward)
-    back[order] = preceding - SLACK
-    least = 2 + SLACK  # so many computations an engine has at least
-    return np.clip(out, forward + least, forward + np.maximum(third, least)), np.clip(
-        back, backward - np.maximum(third, least), backward - least + 1
+    back[order] = np.insert(backward[order][:-1], 0, -_NEVER) - SLACK  # before the backward of the one before
+    least = 1 + SLACK  # computations that an engine has
+    return (
+        np.clip(out, forward + 1 + least, forward + 1 + np.maximum(third - 1, least)),
+        np.clip(back, backward - np.maximum(third, least), backward - least),
     )
