@@ -20,6 +20,8 @@ class SimpleCost:
     head: float = 0.0
     overlapped: bool = True
     latency: float = 0.0
+    copied: float = 0.0  # seconds of a slice's copy to the host, or back
+    copies_block: bool = False
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
         scores = np.multiply(length, np.add(context, np.multiply(length, 0.5)))
@@ -37,6 +39,9 @@ class SimpleCost:
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         return LinkBehavior(self.overlapped, self.latency)
+
+    def copy(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        return np.full(np.broadcast(size, length).shape, self.copied)
 
     def per_step(self, held: Sequence[StageSpec]) -> float:
         return 0.0
@@ -72,11 +77,17 @@ class SimpleMemory:
     def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         return np.asarray(self.held * stage.layers * np.multiply(size, length), dtype=np.float64)
 
+    def offloaded(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
+        return self.activations(stage, size, length)
+
     def deferred_grads(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         return np.asarray(self.owing * stage.layers * np.multiply(size, length), dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, tokens: int, sliced: bool = True) -> Array:
         return np.asarray(self.caching * stage.layers * np.multiply(size, tokens), dtype=np.float64)
+
+    def kv_gradients(self, stage: StageSpec, size: Numbers, tokens: int) -> Array:
+        return np.zeros(np.shape(size))
 
     def per_rank(self) -> float:
         return 0.0

@@ -23,7 +23,7 @@ ordinary one::
 """
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
@@ -122,14 +122,56 @@ class SliceContext:
         return torch._C._current_graph_task_id() == self.own_task
 
 
+class GradientRoom:
+    """Tensors for gradients of keys and values that no microbatch uses at the moment.
+
+    A microbatch needs its own from its first backward to its last, its keys and values since its first forward. Where
+    several microbatches, or stages of a rank, are between these, they share tensors: with all forwards first, those of
+    one are enough. They are not freed, because fresh memory is slow to touch the first time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor of that shape, in float32 or wider. What is in it is of somebody else.
+
+        Args:
+            like: Keys and values of all tokens.
+        """
+        wide = torch.promote_types(like.dtype, torch.float32)
+        free = self._free.get((like.shape, wide, like.device))
+        return free.pop() if free else torch.empty_like(like, dtype=wide)
+
+    def give_back(self, gradients: Tensor) -> None:
+        """Takes a tensor back.
+
+        Args:
+            gradients: What ``take`` returned.
+        """
+        self._free.setdefault((gradients.shape, gradients.dtype, gradients.device), []).append(gradients)
+
+    def keep_only(self, shapes: Collection[tuple[int, int]]) -> None:
+        """Frees tensors of other shapes.
+
+        Args:
+            shapes: Sequences and tokens of those that stay.
+        """
+        self._free = {key: free for key, free in self._free.items() if (key[0][0] // 2, key[0][2]) in shapes}
+
+
 class KeyValueStore:
     """Keys, values and their gradients of one attention layer for all tokens of one microbatch, written in place.
 
     Gradients are sums over slices. Those of half precision are kept in float32, or rounding would grow with the number
     of slices.
+
+    Args:
+        room: Where tensors for gradients come from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: GradientRoom | None = None) -> None:
+        self._source = GradientRoom() if room is None else room
         # Each is one tensor of keys, then values, along the first dimension: so both are written by one operation.
         self._pair: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -146,7 +188,8 @@ class KeyValueStore:
         pair = self._pair
         if pair is None or pair.dtype != k.dtype:  # autocast was switched on or off
             pair = k.new_empty(2 * k.shape[0], k.shape[1], seq_len, k.shape[3])
-            self._pair, self._gradients = pair, None
+            self.give_back_gradients()
+            self._pair = pair
         torch.cat((k, v), out=pair[:, :, context : context + k.shape[2]])
 
     def read(self, sequences: slice, keys: slice) -> tuple[Tensor, Tensor]:
@@ -194,9 +237,14 @@ class KeyValueStore:
         """The tensor of gradients, made when the first slice leaves some: evaluation has none."""
         if self._gradients is None:
             assert self._pair is not None
-            wide = torch.promote_types(self._pair.dtype, torch.float32)
-            self._gradients = torch.empty_like(self._pair, dtype=wide)
+            self._gradients = self._source.take(self._pair)
         return self._gradients
+
+    def give_back_gradients(self) -> None:
+        """Lets others have the tensor of gradients, when the last backward is through."""
+        if self._gradients is not None:
+            self._source.give_back(self._gradients)
+            self._gradients = None
 
 
 # Caches whose slices are being computed, the innermost last. Per process, not per thread: on a GPU, the backward
@@ -289,11 +337,13 @@ class SliceCache:
     Attributes:
         current: The slice that is being computed, see ``SliceContext``.
         casts: Weights in another dtype, made once for all slices; several caches may share it.
+        gradient_room: Where tensors for gradients of keys and values come from; several caches may share it.
     """
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
         self.current = SliceContext(0, 0)
+        self.gradient_room = GradientRoom()
         self._stores: dict[Hashable, KeyValueStore] = {}
         # States by name and place, twice: as the slice that begins there sees them (leaves, whose .grad its backward
         # fills), and by place and name as the slice that ends there made them (with the graph that made them).
@@ -419,7 +469,7 @@ class SliceCache:
             layer: Any name that is unique to the layer on its stage.
         """
         if layer not in self._stores:
-            self._stores[layer] = KeyValueStore()
+            self._stores[layer] = KeyValueStore(self.gradient_room)
         return self._stores[layer]
 
     # Other states
@@ -469,7 +519,9 @@ class SliceCache:
 
     def clear(self) -> None:
         """Forgets all states, so that another microbatch can begin. Room for keys and values is kept: it is written
-        before read."""
+        before read. That for their gradients goes to whoever needs it next."""
+        for store in self._stores.values():
+            store.give_back_gradients()
         self._leaves.clear()
         self._outgoing.clear()
         self.current = SliceContext(0, 0)
@@ -483,7 +535,8 @@ class SliceCache:
     def clone(self) -> Self:
         """Another cache over the same keys and values, with its own copies of all other states: so that a slice can be
         computed several times, as the profiler does. Not between a forward with gradients and its backward."""
-        return copy.deepcopy(self, {id(shared): shared for shared in (self._stores, self.casts, self.current)})
+        shared = (self._stores, self.casts, self.current, self.gradient_room)
+        return copy.deepcopy(self, {id(each): each for each in shared})
 
     # Documents
 

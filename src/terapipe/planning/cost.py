@@ -224,10 +224,19 @@ class Memory(Protocol):
         """
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
-        """Keys, values and their gradients of a microbatch, from its first forward to its last backward.
+        """Keys and values of a microbatch, from its first forward to its last backward.
 
-        Without slices (``sliced``) no gradients wait for earlier ones, and where the whole stage is computed again,
-        keys and values do not wait either.
+        Without slices (``sliced``), where the whole stage is computed again, they do not wait.
+        """
+
+    def kv_gradients(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+        """Gradients of the keys and values of a microbatch, from its first backward to its last. Without slices there
+        are none that wait for earlier ones.
+
+        Args:
+            stage: Its layers.
+            size: Sequences of the microbatch.
+            seq_len: Tokens of each.
         """
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:

@@ -157,14 +157,20 @@ class ShapeMemory:
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
-        """Keys, values and their gradients of whole sequences: later slices attend to them. With a single slice the
-        gradients go straight on, and with ``full`` recomputation one cache serves all microbatches of a stage, while
-        each is computed."""
+        """Keys and values of whole sequences: later slices attend to them. With a single slice and ``full``
+        recomputation one cache serves all microbatches of a stage, while each is computed."""
         if not sliced and self.recompute == "full":
             return np.zeros(np.shape(size))
-        width = 2 * self.config.num_kv_heads * self.config.head_size  # keys and values, and the gradient of each
-        nbytes = width * (self.element + (self._sum if sliced else 0)) / self.tp
-        return np.asarray(stage.layers * np.multiply(size, seq_len) * nbytes, dtype=np.float64)
+        return self._keys_and_values(stage, size, seq_len) * self.element
+
+    def kv_gradients(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+        """Sums over slices, in float32 or wider. Buffers of microbatches that are through serve others."""
+        return self._keys_and_values(stage, size, seq_len) * self._sum
+
+    def _keys_and_values(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+        """How many numbers they are."""
+        per_token = 2 * self.config.num_kv_heads * self.config.head_size / self.tp
+        return np.asarray(stage.layers * np.multiply(size, seq_len) * per_token, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0

@@ -549,6 +549,11 @@ class OtherProgram(ShapeMemory):
         cache = super().kv_cache(stage, size, seq_len, sliced)
         return np.zeros_like(cache) if self._by_layer else cache
 
+    def kv_gradients(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
+        """Nothing, likewise."""
+        gradients = super().kv_gradients(stage, size, seq_len)
+        return np.zeros_like(gradients) if self._by_layer else gradients
+
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         """That of one layer, whose activations are there again."""
         one = stage._replace(layers=min(1, stage.layers)) if self._by_layer else stage

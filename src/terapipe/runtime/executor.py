@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from terapipe.modeling.linear import changed_weight
 from terapipe.modeling.offload import Copier, SavedTensors, stand_in_for_input, stand_in_for_output, storages_of
-from terapipe.modeling.slice_cache import SliceCache
+from terapipe.modeling.slice_cache import GradientRoom, SliceCache
 from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
 from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
@@ -44,6 +44,7 @@ class CachePool:
     to touch the first time. A cache serves any cut of its sequences, so plans of one batch shape share them."""
 
     def __init__(self) -> None:
+        self._gradients = GradientRoom()  # of all stages and microbatches
         self._spare: dict[tuple[int, int, int], list[SliceCache]] = {}  # by stage, sequences and tokens
 
     def take(self, k: int, stage: Stage, size: int, tokens: int) -> SliceCache:
@@ -56,7 +57,11 @@ class CachePool:
             tokens: of each.
         """
         spare = self._spare.get((k, size, tokens))
-        return spare.pop() if spare else stage.make_cache(size, tokens)
+        if spare:
+            return spare.pop()
+        cache = stage.make_cache(size, tokens)
+        cache.gradient_room = self._gradients
+        return cache
 
     def give_back(self, k: int, size: int, cache: SliceCache) -> None:
         """Clears a cache and puts it into the pool.
@@ -76,6 +81,7 @@ class CachePool:
             shapes: sequences and tokens of those that stay.
         """
         self._spare = {key: caches for key, caches in self._spare.items() if key[1:] in shapes}
+        self._gradients.keep_only(shapes)
 
     @property
     def shapes(self) -> set[tuple[int, int]]:

@@ -96,7 +96,19 @@ class Numbering:
 
     def dependencies(self, numbers: Ints) -> list[Ints]:
         """What each action depends on, as ``actions.dependencies``: arrays with one dependency of each, or -1."""
-        return self._look_up(self._needs_by_row, numbers)
+        needed = self._look_up(self._needs_by_row, numbers)
+        return [self._without_copies(each) for each in needed] if self.plan.offloads else needed
+
+    def _without_copies(self, numbers: Ints) -> Ints:
+        """The numbers, with -1 for copies of slices that are not offloaded. What holds for a row of actions holds for
+        all of its slices, but for this."""
+        stages, ops, slices = self.indices(numbers)
+        stays = np.isin(ops, [CODE[op] for op in COPIES]) & ~self._offloaded[stages, slices]
+        return np.where((numbers >= 0) & stays, -1, numbers)
+
+    @cached_property
+    def _offloaded(self) -> NDArray[np.bool_]:
+        return np.array([self.plan.offload_of(k) for k in range(self.plan.num_stages)])
 
     def computations_needed(self, numbers: Ints) -> list[Ints]:
         """As ``dependencies``, with the computation whose result is transferred in place of a transfer."""

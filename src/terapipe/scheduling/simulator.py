@@ -1,7 +1,7 @@
 """Simulates a schedule: its time by a cost model instead of a clock, and its bytes by a memory model."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 
@@ -318,7 +318,7 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
     during, change = _tables(plan, memory)
     index = {s: i for i, s in enumerate(plan.slices)}
     out: list[list[tuple[float, float]]] = []
-    for events, level in zip(timeline.by_rank, _model_state(plan, memory), strict=True):
+    for events, level in zip(_in_list_order(timeline), _model_state(plan, memory), strict=True):
         keys = [(e.action.stage, ENTRIES.index(e.action.op), index[e.action.slice]) for e in events]
         stages, ops, _ = np.array(keys, dtype=np.int64).reshape(-1, 3).T
         steps = [(0.0, level)]
@@ -328,6 +328,28 @@ def curves(timeline: Timeline, memory: Memory) -> list[list[tuple[float, float]]
             steps.append((event.end, level))
         out.append(steps)
     return out
+
+
+def _in_list_order(timeline: Timeline) -> Sequence[Sequence[Event]]:
+    """The events that change a rank's memory. Copies do so where they are listed, between two computations, whenever
+    their engine is at work."""
+    if not timeline.copies:
+        return timeline.by_rank
+    compiled, ordered = program(timeline.plan), []
+    for numbers, events in zip(compiled.lists, timeline.by_rank, strict=True):
+        times, listed = {e.action: e for e in events}, list[Event]()
+        now = timeline.makespan
+        for action in reversed(_of_plan(compiled.numbering.actions(numbers), timeline.plan)):
+            event = times.get(action) or Event(events[0].rank, action, now, now)
+            listed.append(event)
+            now = event.start
+        ordered.append(listed[::-1])
+    return ordered
+
+
+def _of_plan(actions: Sequence[Action], plan: Plan) -> list[Action]:
+    """Actions of a plan of the same shape, with this plan's slices."""
+    return [Action(op, k, plan.grid[s.microbatch][s.number]) for op, k, s in actions]
 
 
 def _model_state(plan: Plan, memory: Memory) -> list[float]:
@@ -347,15 +369,19 @@ def _stage_tables(plan: Plan, stage: StageSpec, memory: Memory) -> Array:
     size, length, context = columns(plan)
     kept, deferred = memory.activations(stage, size, length), memory.deferred_grads(stage, size, length)
     in_forward, in_backward = memory.workspace(stage, size, length, context)
-    # The KV cache of a microbatch lives from the forward of its first slice to the backward of that slice, its last.
+    # The KV cache of a microbatch lives from the forward of its first slice to the backward of that slice, its last;
+    # its gradients from the backward of its last slice on.
     is_whole = length == plan.seq_len
     sliced, whole = (memory.kv_cache(stage, size, plan.seq_len, is_sliced) for is_sliced in (True, False))
     cache = np.where(context == 0, np.where(is_whole, whole, sliced), 0.0)
+    summed = np.where(is_whole, 0.0, memory.kv_gradients(stage, size, plan.seq_len))
+    come, go = np.where(context + length == plan.seq_len, summed, 0.0), np.where(context == 0, summed, 0.0)
     # Where nothing of a whole sequence waits, one cache serves all microbatches, each while it is computed.
     shared = np.where(is_whole, with_recompute(memory, "none").kv_cache(stage, size, plan.seq_len, False) - whole, 0.0)
     nothing = np.zeros_like(kept)
     # The rows are F, B, I, W, OUT and BACK, as in ENTRIES.
-    during = np.stack([kept + cache + in_forward, in_backward, in_backward + deferred, nothing, nothing, kept])
-    during[:3] += shared
-    change = np.stack([kept + cache, -kept - cache, deferred - kept - cache, -deferred, -kept, kept])
+    during = np.stack([kept + cache + in_forward, come + in_backward, come + in_backward + deferred])
+    during = np.concatenate([during + shared, [nothing, nothing, kept]])
+    backward = come - go - kept - cache
+    change = np.stack([kept + cache, backward, deferred + backward, -deferred, -kept, kept])
     return np.stack([during, change])

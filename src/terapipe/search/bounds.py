@@ -59,7 +59,8 @@ class Work:
         memory, (size, length, _) = self._evaluator.memory, self._columns
         stage = StageSpec(max(1, self._evaluator.source.layers // self._pp))
         state = memory.model_state(stage) + min(memory.gradients(stage).during, memory.gradients(stage).after)
-        cache = memory.kv_cache(stage, float(size[0]), self._evaluator.request.seq_len)
+        tokens = float(size[0]), self._evaluator.request.seq_len
+        cache = memory.kv_cache(stage, *tokens)
         return float(state + cache + memory.activations(stage, size[:1], length[:1])[0])
 
     def step_time(self, order: Order, boundaries: tuple[int, ...], limit: float) -> float:

@@ -124,12 +124,12 @@ def _of_evaluator(evaluator: PlanEvaluator) -> Iterator[Candidate]:
     for size in _sizes(evaluator):
         microbatches = -(-evaluator.batch_size // size)
         share = evaluator.batch_size / size  # a last microbatch with fewer sequences takes less time
-        kept, deferred = _microbatch_bytes(evaluator, size)
+        kept, deferred, summed = _microbatch_bytes(evaluator, size)
         for count, chosen, total, floor in zip(counts, choices, *_totals(evaluator, size, counts), strict=True):
             for order, chunks in chosen:
                 bubble = (pp - 1) * total / count / chunks * order.bubble
                 in_flight = order.in_flight(InFlight(microbatches, count, pp, chunks))
-                live = (max(kept, deferred) if order.deferred else kept) * in_flight
+                live = (max(kept, deferred) if order.deferred else kept) * in_flight + summed / chunks
                 # After a flush the stages of a rank have their backwards one after the other: gradients come and
                 # activations go, and the peak is at the first or at the last stage.
                 stages = chunks if order.in_flight is all_microbatches else 1
@@ -201,9 +201,12 @@ def _chunks(order: Order, request: Request) -> tuple[int, ...]:
     return order.tried_chunks if request.chunks is None else (request.chunks,)
 
 
-def _microbatch_bytes(evaluator: PlanEvaluator, size: int) -> tuple[float, float]:
-    """Of one microbatch on one rank: activations and KV cache, and what the weight halves of its backwards keep."""
+def _microbatch_bytes(evaluator: PlanEvaluator, size: int) -> tuple[float, float, float]:
+    """Of one microbatch on one rank: activations and KV cache; what the weight halves of its backwards keep; gradients
+    of keys and values."""
     stage, seq_len = StageSpec(-(-evaluator.source.layers // evaluator.layout.pp)), evaluator.request.seq_len
     tokens = float(size), float(seq_len)
-    activations = evaluator.memory.activations(stage, *tokens) + evaluator.memory.kv_cache(stage, tokens[0], seq_len)
-    return float(activations), float(evaluator.memory.deferred_grads(stage, *tokens))
+    memory = evaluator.memory
+    kept = memory.activations(stage, *tokens) + memory.kv_cache(stage, tokens[0], seq_len)
+    summed = memory.kv_gradients(stage, tokens[0], seq_len)
+    return float(kept), float(memory.deferred_grads(stage, *tokens)), float(summed)

@@ -55,8 +55,10 @@ def test_keys_values_and_their_gradients() -> None:
         out = stage(torch.randn(2, 128, CONFIG.hidden), cache)
     out.sum().backward()
     stores = [cache.store(layer) for layer in (1, 2)]
-    found = sum(t.nbytes for store in stores for t in vars(store).values())
-    assert found == ShapeMemory(CONFIG).kv_cache(StageSpec(2), 2, 256)
+    held = [t for store in stores for t in vars(store).values() if isinstance(t, torch.Tensor)]
+    memory, stage_of_two = ShapeMemory(CONFIG), StageSpec(2)
+    wanted = memory.kv_cache(stage_of_two, 2, 256) + memory.kv_gradients(stage_of_two, 2, 256)
+    assert sum(t.nbytes for t in held) == wanted
 
 
 @pytest.mark.parametrize(("tied", "head_dim"), [(True, None), (False, None), (False, 48)])

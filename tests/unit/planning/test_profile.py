@@ -275,7 +275,9 @@ def test_a_profile_in_bfloat16_is_planned_with_its_own_bytes() -> None:
     assert costs[1]._all_reduce_gradients(1000) == pytest.approx(costs[0]._all_reduce_gradients(1000))  # in float32
     float32, bfloat16 = (ProfileSource(profile, 2).memory(Layout()) for profile in (wide, half))
     cached = float32.kv_cache(StageSpec(3), 1, 512)
-    assert bfloat16.kv_cache(StageSpec(3), 1, 512) == cached * 3 / 4  # gradients are summed in float32
+    assert bfloat16.kv_cache(StageSpec(3), 1, 512) == cached / 2
+    summed = float32.kv_gradients(StageSpec(3), 1, 512)
+    assert bfloat16.kv_gradients(StageSpec(3), 1, 512) == summed  # in float32
     # Weights of 2 bytes and 12 of state; 4 and 8. Gradients are sums in float32, and then rounded.
     assert bfloat16.model_state(StageSpec(3)) == float32.model_state(StageSpec(3)) * 14 / 12
     held, rounded = float32.gradients(StageSpec(3)), bfloat16.gradients(StageSpec(3))

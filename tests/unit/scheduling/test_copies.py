@@ -3,12 +3,11 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 
 from terapipe import ORDERS, Plan
-from terapipe.planning.cost import StageSpec
+from terapipe.planning.cost import StageSpec, copy_time
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.presets import GPTConfig
 from terapipe.scheduling.actions import Action, Op, Schedule
@@ -19,16 +18,6 @@ from tests.support.costs import SimpleCost
 from tests.support.plans import plans, uniform
 
 CONFIG = GPTConfig(layers=2, hidden=8, heads=2, vocab=16, max_seq_len=64)
-
-
-class Copying(SimpleCost):
-    """Copies of every slice take so long."""
-
-    seconds = 0.5
-    copies_block = False
-
-    def copy(self, stage: StageSpec, size: np.ndarray, length: np.ndarray) -> np.ndarray:
-        return np.full(np.broadcast(size, length).shape, self.seconds)
 
 
 def flush(slices: int, offload: object = True) -> Plan:
@@ -95,16 +84,15 @@ def test_wrong_copies_are_refused() -> None:
 
 
 def test_copies_run_beside_computations_and_make_them_wait() -> None:
-    plan, cost = flush(6), Copying()
+    plan, cost = flush(6), SimpleCost(copied=0.01)
     plain, _ = makespan(replace(plan, offload=False), cost)
-    cost.seconds = 0.01
     assert makespan(plan, cost)[0] == plain
     timeline = simulate(schedule(plan), cost)
     assert timeline.makespan == pytest.approx(plain)
     events = {(e.action.op, e.action.slice.number): e for e in timeline.events}
     assert events[Op.OUT, 0].start == events[Op.F, 0].end, "behind its forward, not where it is waited for"
     assert events[Op.BACK, 2].start == pytest.approx(events[Op.B, 4].start)
-    cost.seconds = 1000.0
+    cost = SimpleCost(copied=1000.0)
     slow = simulate(schedule(plan), cost)
     times = {(e.action.op, e.action.slice.number): e for e in slow.events}
     for (_, a), (_, b) in pairwise(sorted((e.start, e.end) for e in slow.copies if e.action.op is Op.OUT)):
@@ -116,14 +104,16 @@ def test_copies_run_beside_computations_and_make_them_wait() -> None:
 
 
 def test_a_cpu_copies_by_itself() -> None:
-    plan, cost = flush(6), Copying()
-    cost.seconds, cost.copies_block = 0.25, True
+    plan, cost = flush(6), SimpleCost(copied=0.25, copies_block=True)
     assert makespan(plan, cost)[0] == pytest.approx(makespan(replace(plan, offload=False), cost)[0] + 6 * 0.25)
 
 
 def test_costs_without_copies_say_so() -> None:
-    with pytest.raises(ValueError, match="must say what copies to the host take"):
-        makespan(flush(6), SimpleCost())
+    class Old:
+        """A cost model of a time before offload."""
+
+    with pytest.raises(ValueError, match="must say what copies to the host take, Old does not"):
+        copy_time(Old(), StageSpec(1), 1, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", [name for name in ORDERS if name != "1f1b"])

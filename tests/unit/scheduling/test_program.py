@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from terapipe import Action, Op, Plan, dependencies, schedule
 from terapipe.scheduling import validation
-from terapipe.scheduling.actions import COMPUTE, completes, counterpart
+from terapipe.scheduling.actions import COMPUTE, COPIES, RECEIVES, completes, counterpart
 from terapipe.scheduling.orders import computations
 from terapipe.scheduling.program import Ints, Numbering, compile_program
 from tests.support.plans import examples, plans, uniform
@@ -29,7 +29,8 @@ def test_numbers_say_what_actions_say(plan: Plan) -> None:
     assert numbering.ranks(numbers).tolist() == [plan.rank_of(action.stage) for action in actions]
     others, needs = numbering.counterparts(numbers), numbering.dependencies(numbers)
     for i, action in enumerate(actions):
-        assert named(numbering, [others], i) == (set() if action.op in COMPUTE else {counterpart(action)})
+        ends = set() if action.op in COMPUTE or action.op in COPIES else {counterpart(action)}
+        assert named(numbering, [others], i) == ends
         assert named(numbering, needs, i) == set(dependencies(action, plan))
 
 
@@ -41,7 +42,7 @@ def test_a_program_waits_for_what_the_rule_says(plan: Plan) -> None:
     place = {completes(action): i for i, action in enumerate(program.actions)}
     for i, action in enumerate(program.actions):
         needed = dependencies(action, plan)
-        received = [counterpart(need) for need in needed if need.op not in COMPUTE]
+        received = [counterpart(need) for need in needed if need.op in RECEIVES]
         remote = [place[need] for send in received for need in dependencies(send, plan)]
         assert (remote or [-1]) == [program.needs[i]]
         assert all(place[need] < i for need in needed if need.op in COMPUTE)
