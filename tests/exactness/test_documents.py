@@ -140,7 +140,7 @@ def counted(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         counting(action_lists, "with_early_receives")
-        for name in ("list_transfers", "validate_numbers"):
+        for name in ("list_actions", "validate_numbers"):
             counting(validation, name)
         validation._of_shape.cache_clear()
         action_lists._lists_of_shape.cache_clear()
@@ -151,7 +151,7 @@ def counted(plan: Plan, batches: list[tuple[Tensor, Tensor]]) -> list[int]:
         for (ids, labels), documents in zip(batches, BATCHES, strict=True):
             pipe.step(ids, labels, documents, plan=planner.plan_for(documents))
             found.append(len(calls))
-    assert {"list_transfers", "validate_numbers", "make_cache"} <= set(calls)  # receives come early on CPUs only
+    assert {"list_actions", "validate_numbers", "make_cache"} <= set(calls)  # receives come early on CPUs only
     assert len({planner.plan_for(documents) for documents in BATCHES}) == len(BATCHES)
     return found
 

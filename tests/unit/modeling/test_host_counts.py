@@ -11,6 +11,7 @@ from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
 from terapipe.hf.stage import DecoderStage
 from terapipe.hf.verify.small_model import default_config, shrink_config, small_model
+from terapipe.modeling import attention
 
 
 def decoder(kind: str, layers: int) -> Decoder:
@@ -92,8 +93,11 @@ def test_a_loop_that_knows_more_of_numbers_keeps_stubs(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("make", "most"), [(sliced_llama, 350), (sliced_gpt, 270)], ids=["llama", "gpt"])
-def test_python_calls_of_a_layer_and_slice(make: Maker, most: int) -> None:
-    """In a step of 8 layers and 8 slices, forward and backward. They were 610 for a Llama."""
+def test_python_calls_of_a_layer_and_slice(make: Maker, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step of 8 layers and 8 slices, forward and backward. They were 610 for a Llama. Where another test has
+    compiled layers, attention is wrapped for the rest of the process, which costs three calls."""
+    plain = getattr(attention._attend, "_torchdynamo_orig_callable", attention._attend)
+    monkeypatch.setattr(attention, "_attend", plain)
     assert python_calls(make) <= most
 
 
