@@ -31,7 +31,8 @@ from terapipe.planning.options import CompareOptions, CostOptions, PlanOptions, 
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
 from terapipe.planning.profile import ELEMENT, Profile
 from terapipe.planning.slices import Plan
-from terapipe.scheduling.simulator import peaks, program
+from terapipe.scheduling.footprint import peaks
+from terapipe.scheduling.simulator import program
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
 from terapipe.search.choose import compare as compare_orders

@@ -33,7 +33,7 @@ def plan_for(layout: Layout, order: str, recompute: str) -> Plan:
     boundaries = BOUNDARIES[layout.pp * chunks]
     lengths = EVEN if layout.tp > 1 else MANY
     if order_named(order).sliced:
-        return Plan((1, 2), lengths, boundaries, order, chunks, recompute, True)
+        return Plan((1, 2), lengths, boundaries, order, chunks, recompute, True, True)
     whole = (sum(lengths[0]),)
     return Plan((1,) * 8, (whole,) * 8, boundaries, order, chunks, recompute, True)
 
@@ -44,6 +44,8 @@ def test_every_layout_order_and_mode(ranks: Callable[[int], Ranks], layout: Layo
     plan = plan_for(layout, order, recompute)
     if order != "1f1b":  # which never has so many in flight
         assert all(any(a.op is Op.OUT for a in actions) for actions in schedule(plan).ranks)
+    if "1f1b" not in order and "zb" not in order and order != "gpipe":
+        assert any(a.op is Op.KV_OUT for actions in schedule(plan).ranks for a in actions)
     config = variant(layers=plan.num_layers, tied=True, kv_heads=2)
     ids, labels = make_batch(config, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
     found = ranks(layout.devices)(laid_out, config, layout, plan, ids, labels, torch.float64, False)
@@ -57,7 +59,7 @@ def test_the_same_to_the_bit(ranks: Callable[[int], Ranks], recompute: str, shar
     layout, config = Layout(2, 2, 1), variant(tied=False, kv_heads=2)
     plan = Plan((1, 2), MANY, (0, 1, 4), "terapipe", recompute=recompute)
     batch = make_batch(config, plan.batch_size * layout.dp, plan.seq_len, ignored=True)
-    moved = replace(plan, offload=((True, False) * 7, True))
+    moved = replace(plan, offload=((True, False) * 7, True), offload_kv=True)
     wanted, found = (ranks(4)(laid_out, config, layout, p, *batch, dtype, shard) for p in (plan, moved))
     for (loss, same), (other, grads) in zip(wanted, found, strict=True):
         assert loss == other
@@ -82,7 +84,7 @@ def values_of(plan: Plan, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
 def test_losses_of_values_and_of_sequences(ranks: Callable[[int], Ranks], recompute: str) -> None:
     plan = Plan((1, 2), MANY, (0, 1, 4), "terapipe", recompute=recompute)
     batch = make_batch(variant(), plan.batch_size, plan.seq_len, ignored=True)
-    wanted, found = (ranks(2)(values_of, p, *batch) for p in (plan, replace(plan, offload=True)))
+    wanted, found = (ranks(2)(values_of, p, *batch) for p in (plan, replace(plan, offload=True, offload_kv=True)))
     for same, grads in zip(wanted, found, strict=True):
         assert set(same) == set(grads)
         assert all(torch.equal(grad, same[name]) for name, grad in grads.items())
@@ -114,7 +116,7 @@ def test_this_suite_can_fail(ranks: Callable[[int], Ranks], recompute: str) -> N
 @given(plan=plans(max_ranks=1, max_microbatches=4), data=st.data())
 def test_any_plan_in_one_process(plan: Plan, data: st.DataObject) -> None:
     config = variant(layers=plan.num_layers, tied=data.draw(st.booleans()), kv_heads=data.draw(st.sampled_from([4, 2])))
-    plan = replace(plan, recompute=data.draw(st.sampled_from(MODES)), offload=True)
+    plan = replace(plan, recompute=data.draw(st.sampled_from(MODES)), offload=True, offload_kv=True)
     ids, labels = make_batch(config, plan.batch_size, plan.seq_len, ignored=data.draw(st.booleans()))
     found = [piped(config, plan, ids, labels, torch.float64)]
     assert worst_error(plain(config, ids, labels, torch.float64), found, config) < BOUND

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terapipe import GPTConfig, Plan, Slice
-from terapipe.modeling.slice_cache import KeyValueStore
+from terapipe.modeling.key_values import KeyValueStore
 from terapipe.runtime.loss_head import TokenLoss
 from tests.support.models import make_batch, piped, plain, variant, worst_error
 from tests.support.plans import examples, plans

@@ -14,7 +14,7 @@ from terapipe.doctor.examination import CUDA_LENGTHS
 from terapipe.modeling.compiling import compile_layers
 from terapipe.modeling.kernel_choice import kernel_for
 from terapipe.modeling.kernels import KernelRequest
-from terapipe.modeling.slice_cache import KeyValueStore
+from terapipe.modeling.key_values import KeyValueStore
 from terapipe.planning.cost import StageSpec
 from terapipe.planning.device import usable_of_measured
 from terapipe.planning.memory import ShapeMemory

@@ -40,8 +40,9 @@ class SimpleCost:
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         return LinkBehavior(self.overlapped, self.latency)
 
-    def copy(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        return np.full(np.broadcast(size, length).shape, self.copied)
+    def copy(self, stage: StageSpec, size: Numbers, length: Numbers, seq_len: int) -> tuple[Array, Array]:
+        seconds = np.full(np.broadcast(size, length).shape, self.copied)
+        return seconds, 2 * seconds
 
     def per_step(self, held: Sequence[StageSpec]) -> float:
         return 0.0

@@ -33,7 +33,7 @@ def plans(draw: st.DrawFn, max_ranks: int = 6, max_microbatches: int = 6, max_sl
     sizes = tuple(draw(st.lists(st.integers(1, 2), min_size=microbatches, max_size=microbatches)))
     row = st.lists(st.booleans(), min_size=sum(map(len, lengths)), max_size=sum(map(len, lengths)))
     offload = draw(st.booleans() | st.lists(row | st.booleans(), min_size=stages, max_size=stages))
-    return Plan(sizes, lengths, boundaries, order.name, chunks, draw(st.booleans()), offload)
+    return Plan(sizes, lengths, boundaries, order.name, chunks, draw(st.booleans()), offload, draw(st.booleans()))
 
 
 @st.composite

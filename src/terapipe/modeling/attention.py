@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from terapipe.modeling.kernel_choice import kernel_of
 from terapipe.modeling.kernels import Kernel, KernelRequest, Scores
-from terapipe.modeling.slice_cache import KeyValueStore, SliceCache, cast_input
+from terapipe.modeling.key_values import KeyValueStore
+from terapipe.modeling.slice_cache import SliceCache, cast_input
 from terapipe.modeling.visibility import EVERY, Visibility
 
 

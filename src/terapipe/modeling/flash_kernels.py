@@ -37,7 +37,8 @@ from terapipe.modeling.kernels import (
     aten,
     is_deterministic,
 )
-from terapipe.modeling.slice_cache import KeyValueStore, on_device
+from terapipe.modeling.key_values import KeyValueStore
+from terapipe.modeling.slice_cache import on_device
 from terapipe.modeling.visibility import EVERY, Segment, Visibility
 
 LONGEST_HEAD = 256

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend
 
-from terapipe.modeling.slice_cache import KeyValueStore
+from terapipe.modeling.key_values import KeyValueStore
 from terapipe.modeling.visibility import EVERY, Block, Visibility
 
 aten: Final[Any] = torch.ops.aten

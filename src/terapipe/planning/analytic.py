@@ -159,11 +159,13 @@ class AnalyticCost:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return LinkBehavior(self.cluster.host.overlapped, link.latency)
 
-    def copy(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """Seconds in which what a slice keeps goes to the host's memory, or comes back."""
+    def copy(self, stage: StageSpec, size: Numbers, length: Numbers, seq_len: int) -> tuple[Array, Array]:
+        """Seconds in which what a slice keeps, and keys and values, go to the host's memory, or come back."""
         element, link = self.cluster.host.device.element, self.cluster.host.copies
         memory = ShapeMemory(self.config, element, tp=self.layout.tp, recompute=self.recompute, autocast=self.autocast)
-        return memory.offloaded(stage, size, length) / link.bandwidth + link.latency
+        moved = memory.offloaded(stage, size, length), memory.kv_cache(stage, size, seq_len)
+        own, cache = (nbytes / link.bandwidth + link.latency for nbytes in moved)
+        return own, cache
 
     @property
     def copies_block(self) -> bool:

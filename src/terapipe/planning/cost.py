@@ -108,9 +108,9 @@ class Cost(Protocol):
     recompute.py. Else recomputation costs nothing. And it may have ``by_side()``, which gives the seconds of the device
     alone, as a Cost, and those of its host, as a HostTime. Else the host takes no time.
 
-    For plans that offload it must have ``copy(stage, size, length)``, the seconds in which what a slice keeps is copied
-    to the host's memory, and as many back; and where a device copies by itself, not beside what it computes (a CPU), a
-    true ``copies_block``.
+    For plans that offload it must have ``copy(stage, size, length, seq_len)``, the seconds in which what a slice keeps
+    is copied to the host's memory, and those for keys and values of whole sequences; as many back. And where a device
+    copies by itself, not beside what it computes (a CPU), a true ``copies_block``.
     """
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -263,14 +263,16 @@ def by_side(cost: Cost) -> tuple[Cost, HostTime]:
     return sides
 
 
-def copy_time(cost: Cost, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-    """Seconds in which what a slice keeps for its backward is copied to the memory of the host, or back.
+def copy_time(cost: Cost, stage: StageSpec, size: Numbers, length: Numbers, seq_len: int) -> tuple[Array, Array]:
+    """Seconds in which what a slice keeps for its backward is copied to the memory of the host, or back; and those for
+    the keys and values of its sequences.
 
     Args:
         cost: Any cost model with ``copy``.
         stage: Its layers and ends.
         size: Sequences of the slice.
         length: Tokens of each.
+        seq_len: Tokens of the whole sequences.
     """
     copy = getattr(cost, "copy", None)
     if copy is None:
@@ -278,7 +280,7 @@ def copy_time(cost: Cost, stage: StageSpec, size: Numbers, length: Numbers) -> A
             f"costs of an offloaded plan must say what copies to the host take, {type(cost).__name__} does not; plan "
             "for a described cluster or a profile, or without offload"
         )
-    seconds: Array = copy(stage, size, length)
+    seconds: tuple[Array, Array] = copy(stage, size, length, seq_len)
     return seconds
 
 

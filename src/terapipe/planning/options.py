@@ -145,6 +145,11 @@ class CompareOptions(Options):
         group=MEMORY,
         unset="only if nothing fits without",
     )
+    offload_kv: bool | None = knob(
+        "keys and values of microbatches and stages that wait for their backwards are in the host's memory, too",
+        group=MEMORY,
+        unset="with offload, if nothing fits without",
+    )
     host_memory: str | int | None = knob(
         "memory of the host that offloaded slices of one device may take, in bytes or such as 200GiB",
         unit="BYTES",

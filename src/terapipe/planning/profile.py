@@ -468,8 +468,8 @@ class FittedCost:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         return LinkBehavior(link.between_hosts or self.profile.machine.get("device") != "cpu", link.latency)
 
-    def copy(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """Seconds in which what a slice keeps goes to the host's memory, or comes back."""
+    def copy(self, stage: StageSpec, size: Numbers, length: Numbers, seq_len: int) -> tuple[Array, Array]:
+        """Seconds in which what a slice keeps, and keys and values, go to the host's memory, or come back."""
         profile = self.profile
         bandwidth = float(profile.machine.get("copies", 0.0))
         if not bandwidth:
@@ -479,7 +479,7 @@ class FittedCost:
             )
         element, autocast = ELEMENT[profile.autocast or profile.dtype], profile.autocast is not None
         memory = ShapeMemory(profile.config, element, recompute=self.recompute, autocast=autocast)
-        return memory.offloaded(stage, size, length) / bandwidth
+        return memory.offloaded(stage, size, length) / bandwidth, memory.kv_cache(stage, size, seq_len) / bandwidth
 
     @property
     def copies_block(self) -> bool:

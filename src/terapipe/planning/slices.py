@@ -14,6 +14,7 @@ from terapipe.planning.order import order_named
 from terapipe.planning.recompute import Recompute, RecomputeModes, for_any_slices, modes_in, modes_of, parse_recompute
 
 FORMAT = 1
+OFFLOADS = ("offload", "offload_kv")  # additional keys, which plans without offload do not have
 PLANNED = "planned"  # additional key in a saved plan: layout, costs and prediction (see search/result.py)
 
 
@@ -81,7 +82,7 @@ class Plan:
     whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them,
     one for each slice.
     ``offload`` says, in the same form, of which slices all that the forward leaves for the backward waits in the
-    memory of the host (see scheduling/copies.py).
+    memory of the host (see scheduling/copies.py); ``offload_kv`` whether keys and values of microbatches do, too.
     """
 
     sizes: tuple[int, ...]  # sequences of each microbatch
@@ -91,6 +92,7 @@ class Plan:
     chunks: int = 1
     recompute: RecomputeModes = "none"
     offload: BySlice[bool] = False
+    offload_kv: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", _whole_numbers("sizes", self.sizes))
@@ -102,6 +104,8 @@ class Plan:
         count = sum(map(len, self.lengths))
         object.__setattr__(self, "recompute", parse_recompute(self.recompute, self.num_stages, count))
         object.__setattr__(self, "offload", _parse_offload(self.offload, self.num_stages, count))
+        if not isinstance(self.offload_kv, bool):
+            raise ValueError(f"offload_kv must be true or false, got {self.offload_kv!r}")
         order_named(self.order)
 
     def _check_batch(self) -> None:
@@ -318,7 +322,7 @@ class Plan:
     @property
     def offloads(self) -> bool:
         """Whether anything waits in the memory of the host."""
-        return self.offload is not False
+        return self.offload is not False or self.offload_kv
 
     def to_json(self) -> str:
         """The plan as one line of JSON: ``from_json`` reads it."""
@@ -330,7 +334,7 @@ class Plan:
             "order": self.order,
             "chunks": self.chunks,
             "recompute": self.recompute,
-            **({"offload": self.offload} if self.offloads else {}),
+            **({"offload": self.offload, "offload_kv": self.offload_kv} if self.offloads else {}),
             "boundaries": list(self.boundaries),
             "sizes": list(self.sizes),
             "lengths": [list(row) for row in self.lengths],
@@ -353,7 +357,7 @@ class Plan:
     def from_dict(cls, data: Any) -> Self:
         """Reads a plan from parsed JSON, as ``from_json`` does from text."""
         keys = {"format", "order", "chunks", "recompute", "boundaries", "sizes", "lengths"}
-        if not isinstance(data, Mapping) or set(data) - {PLANNED, "offload"} != keys:
+        if not isinstance(data, Mapping) or set(data) - {PLANNED, *OFFLOADS} != keys:
             got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"a plan has exactly the keys {sorted(keys)}, got {got}")
         if data["format"] != FORMAT:
@@ -363,7 +367,8 @@ class Plan:
         if not isinstance(data["order"], str):
             raise ValueError(f"order must be the name of an order, got {data['order']!r}")
         cuts = data["sizes"], data["lengths"], data["boundaries"]
-        return cls(*cuts, data["order"], data["chunks"], data["recompute"], data.get("offload", False))
+        moved = (data.get(key, False) for key in OFFLOADS)
+        return cls(*cuts, data["order"], data["chunks"], data["recompute"], *moved)
 
 
 def _parse_offload(value: Any, num_stages: int, num_slices: int) -> BySlice[bool]:

@@ -37,8 +37,9 @@ from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
+from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.simulator import makespan, peaks, program, simulate
+from terapipe.scheduling.simulator import makespan, program, simulate
 from terapipe.scheduling.timeline import Timeline
 from terapipe.search.choose import choose
 from terapipe.search.evaluator import PlanEvaluator

@@ -101,7 +101,8 @@ def describe(estimate: PlanEstimate) -> dict[str, str]:
     if plan.chunks > 1:
         out["chunks"] = f"{plan.chunks} stages per rank"
     if plan.offloads:
-        out["offload"] = f"{style.share(offloaded_share(plan))} of what slices keep waits in the host's memory"
+        pairs = ", and keys and values" if plan.offload_kv else ""
+        out["offload"] = f"{style.share(offloaded_share(plan))} of what slices keep waits in the host's memory{pairs}"
     if estimate.peak_bytes:
         out["peak memory"] = f"{style.memory(estimate.peak_bytes)} per device"
     if estimate.host_bytes:

@@ -97,6 +97,8 @@ OP_NAMES = {
     Op.W: "backward, weights",
     Op.OUT: "copy to host",
     Op.BACK: "copy back",
+    Op.KV_OUT: "keys and values to host",
+    Op.KV_BACK: "keys and values back",
 }
 TRANSFER_NAMES = {
     Op.SEND_F: "send output",
@@ -112,6 +114,8 @@ OP_HUES = {  # hue and saturation
     Op.W: (160, 0.42),
     Op.OUT: (275, 0.45),
     Op.BACK: (190, 0.60),
+    Op.KV_OUT: (300, 0.50),
+    Op.KV_BACK: (170, 0.65),
 }
 DARKEST, LIGHTEST, MIDDLE = 0.44, 0.72, 0.54  # lightness of a microbatch's first, last and only slice
 CAUSES = {"fill": "#7c9cc9", "drain": "#a58bc9", "imbalance": "#d9a441", "transfer": "#4aa899"}

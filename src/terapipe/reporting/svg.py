@@ -292,7 +292,7 @@ def _rows(timeline: Timeline, y: float, unit: float) -> tuple[list[str], float]:
 
 def _strip(event: Event, y: float, unit: float) -> str:
     """A copy to the host or back, below the bars of its rank. Each direction has a strip of its own: both may run."""
-    top = y + (_STRIP if event.action.op is Op.BACK else 0.0)
+    top = y + (_STRIP if event.action.op in (Op.BACK, Op.KV_BACK) else 0.0)
     wide = max((event.end - event.start) * unit, 0.5)
     title = escape(f"{in_words(event.action)}, {seconds(event.end - event.start)}")
     bar = box(_LEFT + event.start * unit, top, wide, _STRIP - 0.8, fill=op_color(event.action.op))

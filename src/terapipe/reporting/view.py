@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from terapipe.planning.cost import Memory
 from terapipe.scheduling.actions import RECEIVES, SENDS, Action, Op, counterpart
-from terapipe.scheduling.simulator import curves
+from terapipe.scheduling.footprint import curves
 from terapipe.scheduling.timeline import Event, Timeline, idle_by_cause
 
 Steps = Sequence[tuple[float, float]]  # a step function: (second, bytes from then on)

@@ -17,15 +17,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from terapipe.modeling.key_values import GradientRoom
 from terapipe.modeling.linear import changed_weight
 from terapipe.modeling.offload import Copier, SavedTensors, stand_in_for_input, stand_in_for_output, storages_of
-from terapipe.modeling.slice_cache import GradientRoom, SliceCache
+from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Autocast, RandomState, SlicedStage, Stage
 from terapipe.modeling.weight_grads import DeferredGrad, accumulate_deferred
 from terapipe.planning.slices import Plan, Slice
@@ -35,6 +35,7 @@ from terapipe.runtime.clock import Clock, Mark
 from terapipe.runtime.comm.channel import MessageFormat
 from terapipe.runtime.comm.transport import Transport
 from terapipe.runtime.loss_head import Batch, LossHead
+from terapipe.runtime.offloaded import Kept, OffloadedCache
 from terapipe.scheduling.actions import COMPUTE, COPIES, FORWARD, Action, Op, counterpart
 from terapipe.scheduling.timeline import Event
 
@@ -132,6 +133,7 @@ class Executor:
         self._finished = finished
         actions = [run[0] for run in self._lists.training]
         self._offloaded = {(a.stage, a.slice) for a in actions if a.op is Op.OUT}
+        self._offloaded_kv = {(a.stage, a.slice) for a in actions if a.op is Op.KV_OUT}
         ends = (a for a in actions if a.op not in COMPUTE and a.op not in COPIES)
         transfers = {(a.op, a.stage): counterpart(a).stage for a in ends}
         self._peers = {end: plan.rank_of(stage) for end, stage in transfers.items()}
@@ -145,6 +147,8 @@ class Executor:
             Op.RECV_B: self._receive,
             Op.OUT: self._move_out,
             Op.BACK: self._bring_back,
+            Op.KV_OUT: self._move_cache_out,
+            Op.KV_BACK: self._bring_cache_back,
         }
         self._clock = Clock(transport.device)
         self._marks: list[tuple[Run, Mark, Mark]] = []
@@ -156,7 +160,8 @@ class Executor:
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}  # for the next stage
         self._roots: dict[Key, Tensor] = {}  # of autograd's graph, where the backward starts
-        self._kept: dict[Key, _Kept] = {}  # of slices that are offloaded
+        self._kept: dict[Key, Kept] = {}  # of slices that are offloaded
+        self._pairs: dict[Key, OffloadedCache] = {}  # keys and values of microbatches, by their last slices
         self._random: dict[Key, RandomState] = {}  # before the forward, for computing it again
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}  # of stages that compute something again ...
         self._versions: dict[Key, list[int]] = {}  # ... and their versions in the forward
@@ -221,11 +226,11 @@ class Executor:
 
     @cached_property
     def _forward_runs(self) -> list[Run]:
-        return [run for run in self._lists.training if run[0].op in FORWARD or run[0].op is Op.OUT]
+        return [run for run in self._lists.training if run[0].op in (*FORWARD, Op.OUT, Op.KV_OUT)]
 
     @cached_property
     def _backward_runs(self) -> list[Run]:
-        return [run for run in self._lists.training if not (run[0].op in FORWARD or run[0].op is Op.OUT)]
+        return [run for run in self._lists.training if run[0].op not in (*FORWARD, Op.OUT, Op.KV_OUT)]
 
     def _begin(self, batch: Batch, loss_head: LossHead, *, train: bool) -> None:
         self._reset()
@@ -328,6 +333,8 @@ class Executor:
         self._marks.append(((action,), start, self._clock.mark()))
         if kept is not None:
             self._start_out(k, s, kept, x, out)
+        if self._train and (k, s) in self._offloaded_kv:
+            self._pairs[k, s] = OffloadedCache(cache, self._make_saved())
 
     def _add_sums(self, k: int, s: Slice, sums: Sums) -> None:
         """Most models have no auxiliary losses, and layers that add no sums: nothing is called for them."""
@@ -363,6 +370,8 @@ class Executor:
         kept = self._kept.pop((k, s), None)
         if kept is not None:
             kept.saved.finish_back()
+        if (k, s) in self._pairs:
+            self._pairs.pop((k, s)).finish_back()
         if self._modes[k, s] != "none":
             self._check_versions(k, s)
         if self._modes[k, s] == "full":  # writes the same keys and values to the cache again
@@ -394,7 +403,7 @@ class Executor:
             self._release(k, s)
         self._marks.append(((action,), start, self._clock.mark()))
 
-    def _loss_gradient(self, s: Slice, out: Tensor, kept: "_Kept | None") -> Tensor:
+    def _loss_gradient(self, s: Slice, out: Tensor, kept: Kept | None) -> Tensor:
         """The gradient of the last stage's hidden states. Of an offloaded slice, gradient or hidden states came back
         from the host."""
         gradient = None if kept is None else kept.gradient()
@@ -511,12 +520,15 @@ class Executor:
 
     # Copies to the host and back
 
-    def _begin_kept(self, k: int, s: Slice) -> "_Kept | None":
+    def _begin_kept(self, k: int, s: Slice) -> Kept | None:
         if not self._train or (k, s) not in self._offloaded:
             return None
-        return _Kept(SavedTensors(self._copier, self._transport.device, self._clock.mark))
+        return Kept(self._make_saved())
 
-    def _start_out(self, k: int, s: Slice, kept: "_Kept", x: Tensor, out: Tensor) -> None:
+    def _make_saved(self) -> SavedTensors:
+        return SavedTensors(self._copier, self._transport.device, self._clock.mark)
+
+    def _start_out(self, k: int, s: Slice, kept: Kept, x: Tensor, out: Tensor) -> None:
         """Says what of a slice must wait beside what autograd saves, and begins to copy all of it."""
         full = self._modes[k, s] == "full"
         if full:
@@ -541,6 +553,16 @@ class Executor:
         saved.start_back()
         self._marks.append(((action,), *saved.marks))
 
+    def _move_cache_out(self, action: Action) -> None:
+        moved = self._pairs[action.stage, action.slice]
+        moved.finish_out()
+        self._marks.append(((action,), *moved.saved.marks))
+
+    def _bring_cache_back(self, action: Action) -> None:
+        saved = self._pairs[action.stage, action.slice].saved
+        saved.start_back()
+        self._marks.append(((action,), *saved.marks))
+
     # Caches
 
     def _cache(self, k: int, s: Slice) -> SliceCache:
@@ -553,41 +575,10 @@ class Executor:
         return self._caches[key]
 
     def _release(self, k: int, s: Slice) -> None:
+        """Where keys and values are offloaded, a cache that waits for its next microbatch must not hold theirs."""
+        if self._offloaded_kv:
+            self._caches[k, s.microbatch].take_keys_and_values()
         self._pool.give_back(k, s.size, self._caches.pop((k, s.microbatch)))
-
-
-class _Kept:
-    """What an offloaded slice keeps on a stage: what autograd saved, and what the executor holds itself.
-
-    Args:
-        saved: What autograd saved; it moves all.
-    """
-
-    def __init__(self, saved: SavedTensors) -> None:
-        self.saved = saved
-        self._input: Any = None
-        self._output: Any = None
-        self._gradient: Any = None
-
-    def keep_input(self, x: Tensor) -> None:
-        """For a forward that is computed again."""
-        self._input = self.saved.pack(x.detach())
-
-    def keep_loss(self, gradient: Tensor | None, out: Tensor | None) -> None:
-        """What the loss head needs in the backward: the gradient that it has, or else the hidden states."""
-        if gradient is not None:
-            self._gradient = self.saved.pack(gradient)
-        elif out is not None:
-            self._output = self.saved.pack(out.detach())
-
-    def input(self) -> Tensor:
-        return self.saved.unpack(self._input)
-
-    def output(self) -> Tensor:
-        return self.saved.unpack(self._output)
-
-    def gradient(self) -> Tensor | None:
-        return None if self._gradient is None else self.saved.unpack(self._gradient)
 
 
 def _boundary(transfer: Action) -> int:

@@ -23,13 +23,15 @@ class Op(StrEnum):
     RECV_B = "RECV_B"
     OUT = "OUT"  # from here on, what the forward left for the backward is in the host's memory only
     BACK = "BACK"  # from here on, it is on its way back to the device
+    KV_OUT = "KV_OUT"  # the same of the keys and values of a microbatch, of which the action names the last slice
+    KV_BACK = "KV_BACK"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F})
-COPIES = frozenset({Op.OUT, Op.BACK})
+COPIES = frozenset({Op.OUT, Op.BACK, Op.KV_OUT, Op.KV_BACK})
 
 
 class Action(NamedTuple):
@@ -74,7 +76,13 @@ class Dependency(NamedTuple):
     slice: int = 0  # offset, within the same microbatch
 
 
-_BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slice=+1), Dependency(Op.BACK))
+_BACKWARD = (
+    Dependency(Op.F),
+    Dependency(Op.B, stage=+1),
+    Dependency(Op.B, slice=+1),
+    Dependency(Op.BACK),
+    Dependency(Op.KV_BACK),
+)
 
 # The dependency rule. Validation, simulation and execution all derive from this table. For two slices on two stages:
 #
@@ -86,7 +94,8 @@ _BACKWARD = (Dependency(Op.F), Dependency(Op.B, stage=+1), Dependency(Op.B, slic
 # Only the dependencies with a slice offset are special to slicing: a forward reads the keys and values of earlier
 # slices, and a backward needs the gradients that later slices add to its keys and values.
 # A dependency on a backward names B. If the backward is split, its I completes it (see `completes`).
-# A slice that is offloaded goes F, OUT, BACK, B. A dependency on a copy is ignored where a slice is not.
+# A slice that is offloaded goes F, OUT, BACK, B. A dependency on a copy is ignored where a slice is not. Keys and
+# values of a microbatch may be away between its last forward and its first backward, both those of its last slice.
 NEEDS: dict[Op, tuple[Dependency, ...]] = {
     Op.F: (Dependency(Op.F, stage=-1), Dependency(Op.F, slice=-1)),
     Op.B: _BACKWARD,
@@ -98,6 +107,8 @@ NEEDS: dict[Op, tuple[Dependency, ...]] = {
     Op.RECV_B: (Dependency(Op.SEND_B, stage=+1),),
     Op.OUT: (Dependency(Op.F),),
     Op.BACK: (Dependency(Op.OUT),),
+    Op.KV_OUT: (Dependency(Op.F),),
+    Op.KV_BACK: (Dependency(Op.KV_OUT),),
 }
 ARRIVAL = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}  # replaces a dependency that is computed on another rank
 
@@ -117,13 +128,20 @@ def dependencies(action: Action, plan: Plan) -> tuple[Action, ...]:
         stage, number = k + need.stage, s.number + need.slice
         if not (0 <= stage < plan.num_stages and 0 <= number < len(row)):
             continue
-        if need.op in COPIES and not plan.is_offloaded(stage, row[number]):
+        if need.op in COPIES and not _is_copied(need.op, plan, stage, row[number]):
             continue
         if op in COMPUTE and need.stage and plan.rank_of(stage) != plan.rank_of(k):
             needed.append(Action(ARRIVAL[need.op], k, s))
         else:
             needed.append(Action(need.op, stage, row[number]))
     return tuple(needed)
+
+
+def _is_copied(op: Op, plan: Plan, stage: int, s: Slice) -> bool:
+    """Whether the plan offloads what the copy is of."""
+    if op in (Op.OUT, Op.BACK):
+        return plan.is_offloaded(stage, s)
+    return plan.offload_kv and s.end == plan.seq_len > s.length
 
 
 def counterpart(transfer: Action) -> Action:

@@ -15,6 +15,10 @@ any point of a list follows from the list alone, as in a step without copies: ti
 Where to list them, then, decides how long the engines have. At most two slices are on their way out at a time, and two
 on their way back: OUT comes one computation after the next slice that goes out has been computed, BACK one computation
 before the slice that came back before it is used. A slice whose backward would follow too soon stays where it is.
+
+Keys and values of a microbatch are needed by all of its slices, so they can be away only between its last forward and
+its first backward: with several microbatches, or several stages on a rank, that is long. KV_OUT and KV_BACK are listed
+by the same rule, as if they were one more thing that the last slice keeps.
 """
 
 from collections.abc import Sequence
@@ -22,9 +26,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, Op
-from terapipe.scheduling.program import CODE, OPS, Ints, Numbering
+from terapipe.scheduling.program import CODE, OPS, Ints, Numbering, ends_of_caches, offloaded_slices
 
 SLACK = 1  # computations that an engine has beside those until the next slice takes it
 AWAY = 2  # computations for which a slice is away, at least
@@ -33,38 +36,38 @@ _NEVER = 1 << 40
 _IS_COMPUTE = np.array([op in COMPUTE for op in OPS])
 
 
-def offloaded_slices(plan: Plan) -> NDArray[np.bool_]:
-    """Whether each slice of each stage is offloaded, by the plan: (stages, slices)."""
-    return np.array([plan.offload_of(k) for k in range(plan.num_stages)])
-
-
-def with_copies(lists: Sequence[Ints], numbering: Numbering, offloaded: NDArray[np.bool_]) -> list[Ints]:
-    """The lists of all ranks with the copies of offloaded slices.
+def with_copies(lists: Sequence[Ints], numbering: Numbering) -> list[Ints]:
+    """The lists of all ranks with the copies of what the plan offloads, where it is worth it.
 
     Args:
         lists: Numbers of each rank's actions, with or without transfers: copies are placed by computations only.
-        numbering: Of the actions.
-        offloaded: Which slices of which stages are to be copied, if it is worth it: (stages, slices).
+        numbering: Of the actions of the plan.
     """
-    return [_insert(numbers, numbering, offloaded) for numbers in lists]
+    offloaded, ends = offloaded_slices(numbering.plan), ends_of_caches(numbering.plan)
+    wanted = np.stack([offloaded, np.broadcast_to(ends, offloaded.shape)])  # slices; keys and values
+    return [_insert(numbers, numbering, wanted) for numbers in lists]
 
 
-def _insert(numbers: Ints, numbering: Numbering, offloaded: NDArray[np.bool_]) -> Ints:
+_PAIRS = np.array([[CODE[Op.OUT], CODE[Op.KV_OUT]], [CODE[Op.BACK], CODE[Op.KV_BACK]]])
+
+
+def _insert(numbers: Ints, numbering: Numbering, wanted: NDArray[np.bool_]) -> Ints:
+    """One rank's list with copies. ``wanted`` says of which slices, and of which keys and values: (2, stages, slices).
+
+    Both use the same engines, so both are placed together."""
     stages, ops, slices = numbering.indices(numbers)
     at = np.flatnonzero(_IS_COMPUTE[ops])  # of the computations in the list
     stages, ops, slices = stages[at], ops[at], slices[at]
-    key = stages * numbering.width + slices
+    forward, backward = (np.full(wanted.shape[1:], -1) for _ in range(2))  # places among the computations
     is_forward, is_backward = ops == CODE[Op.F], (ops == CODE[Op.B]) | (ops == CODE[Op.I])
-    count = numbering.plan.num_stages * numbering.width
-    forward, backward = np.full(count, -1), np.full(count, -1)  # place among computations, by stage and slice
-    forward[key[is_forward]], backward[key[is_backward]] = np.flatnonzero(is_forward), np.flatnonzero(is_backward)
+    for place, those in ((forward, is_forward), (backward, is_backward)):
+        place[stages[those], slices[those]] = np.flatnonzero(those)
     # Rough: a slice that passes may still be too late for its neighbors, and is sorted out below.
-    moved = np.flatnonzero(offloaded.ravel() & (forward >= 0) & (backward - forward >= 2 * (1 + SLACK) + AWAY))
-    out, back = _places(forward[moved], backward[moved])
+    kind, k, s = np.nonzero(wanted & (forward >= 0) & (backward - forward >= 2 * (1 + SLACK) + AWAY))
+    out, back = _places(forward[k, s], backward[k, s])
     worth = back - out >= AWAY
-    moved, out, back = moved[worth], out[worth], back[worth]
-    move = numbering.number(np.array(CODE[Op.OUT]), *np.divmod(moved, numbering.width))
-    bring = numbering.number(np.array(CODE[Op.BACK]), *np.divmod(moved, numbering.width))
+    kind, k, s, out, back = (each[worth] for each in (kind, k, s, out, back))
+    move, bring = (numbering.number(codes[kind], k, s) for codes in _PAIRS)
     # Both directly before a computation: what the one before it sends does not wait for a copy.
     first, second = np.argsort(out, kind="stable"), np.argsort(back, kind="stable")
     places = at[np.concatenate((out[first], back[second]))]

@@ -6,6 +6,7 @@ Where slices are offloaded, lists have their copies between the computations (se
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,17 @@ class Indices(NamedTuple):
     stages: Ints
     ops: Ints  # as in ``OPS``
     slices: Ints  # as in ``Plan.slices``
+
+
+def offloaded_slices(plan: Plan) -> NDArray[np.bool_]:
+    """Whether each slice of each stage is offloaded, by the plan: (stages, slices)."""
+    return np.array([plan.offload_of(k) for k in range(plan.num_stages)])
+
+
+def ends_of_caches(plan: Plan) -> NDArray[np.bool_]:
+    """Whether each slice is the last of a microbatch whose keys and values the plan offloads. Those of a single slice
+    are not worth it."""
+    return np.array([plan.offload_kv and s.end == plan.seq_len > s.length for s in plan.slices])
 
 
 class Numbering:
@@ -73,6 +85,11 @@ class Numbering:
         """The number of the first slice's action. Those of the other slices follow."""
         return (CODE[op] * self.plan.num_stages + stage) * self.width
 
+    def same_slices(self, op: Op, numbers: Ints) -> Ints:
+        """The numbers of another op of the same slices on the same stages."""
+        stages, _, slices = self.indices(numbers)
+        return self.number(np.array(CODE[op]), stages, slices)
+
     def indices(self, numbers: Ints) -> Indices:
         rows, slices = np.divmod(numbers, self.width)
         ops, stages = np.divmod(rows, self.plan.num_stages)
@@ -103,12 +120,13 @@ class Numbering:
         """The numbers, with -1 for copies of slices that are not offloaded. What holds for a row of actions holds for
         all of its slices, but for this."""
         stages, ops, slices = self.indices(numbers)
-        stays = np.isin(ops, [CODE[op] for op in COPIES]) & ~self._offloaded[stages, slices]
+        stays = np.isin(ops, [CODE[Op.OUT], CODE[Op.BACK]]) & ~self._offloaded[stages, slices]
+        stays |= np.isin(ops, [CODE[Op.KV_OUT], CODE[Op.KV_BACK]]) & ~ends_of_caches(self.plan)[slices]
         return np.where((numbers >= 0) & stays, -1, numbers)
 
     @cached_property
     def _offloaded(self) -> NDArray[np.bool_]:
-        return np.array([self.plan.offload_of(k) for k in range(self.plan.num_stages)])
+        return offloaded_slices(self.plan)
 
     def computations_needed(self, numbers: Ints) -> list[Ints]:
         """As ``dependencies``, with the computation whose result is transferred in place of a transfer."""
@@ -163,16 +181,21 @@ class Numbering:
         """By row: for each dependency the number of its first slice's action, or -1, and its offset in slices.
 
         Looked up in a plan with the same stages and one microbatch of three slices. The middle one has every kind of
-        dependency.
+        dependency but that on keys and values that were away, which the last one has.
         """
         plan = self.plan
-        small = Plan((1,), ((1, 1, 1),), plan.boundaries, plan.order, plan.chunks, offload=plan.offloads)
-        rows = [needed(Action(op, k, small.slices[1]), small) for op in OPS for k in range(plan.num_stages)]
+        cuts = (1,), ((1, 1, 1),), plan.boundaries
+        small = Plan(*cuts, plan.order, plan.chunks, "none", plan.offload is not False, plan.offload_kv)
+        rows = []
+        for op, k in product(OPS, range(plan.num_stages)):
+            middle, last = (needed(Action(op, k, s), small) for s in small.slices[1:])
+            away = [(n, 0) for n in last if n.op in (Op.KV_OUT, Op.KV_BACK)]
+            rows.append([*((n, n.slice.number - 1) for n in middle), *away])
         shape = max(map(len, rows)), len(rows)
         firsts, offsets = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
         for row, needs in enumerate(rows):
-            for i, need in enumerate(needs):
-                firsts[i, row], offsets[i, row] = self.first(need.op, need.stage), need.slice.number - 1
+            for i, (need, offset) in enumerate(needs):
+                firsts[i, row], offsets[i, row] = self.first(need.op, need.stage), offset
         return list(zip(firsts, offsets, strict=True))
 
 
@@ -187,7 +210,7 @@ def _computations_needed(action: Action, plan: Plan) -> list[Action]:
 
 
 COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
-ENTRIES = (*COMPUTATIONS, Op.OUT, Op.BACK)  # of a program's lists
+ENTRIES = (*COMPUTATIONS, Op.OUT, Op.BACK, Op.KV_OUT, Op.KV_BACK)  # of a program's lists
 _COLUMN = np.array([ENTRIES.index(op) if op in ENTRIES else -1 for op in OPS])
 
 
@@ -308,23 +331,19 @@ class Program:
     def copies(self) -> "Copies | None":
         """What copies wait for, and what waits for them; None if nothing is offloaded."""
         ops, numbers, numbering = self.indices.ops, self.numbers, self.numbering
-        out, back = (np.flatnonzero(ops == ENTRIES.index(op)) for op in (Op.OUT, Op.BACK))
-        if not len(out):
+        if not (ops >= len(COMPUTATIONS)).any():
             return None
         place = np.full(numbering.count, -1)  # of each computation and copy, by number
         place[numbering.completes(numbers)] = np.arange(len(numbers))
-
-        def same_slice(entries: Ints, op: Op) -> Ints:
-            """The places of an op of the same slices on the same stages."""
-            stages, _, slices = numbering.indices(numbers[entries])
-            places: Ints = place[numbering.number(np.array(CODE[op]), stages, slices)]
-            return places
-
-        waits, engines = np.full(len(ops), -1), np.zeros(len(ops), dtype=np.int64)
-        forwards = same_slice(out, Op.F)
-        waits[out], waits[same_slice(back, Op.B)] = forwards, back
-        engines[forwards], engines[back] = OUTWARD, HOMEWARD
-        return Copies(waits.tolist(), engines.tolist())
+        behind, waits = np.full(len(ops), -1), list[tuple[int, ...]]([()] * len(ops))
+        for out, back in ((Op.OUT, Op.BACK), (Op.KV_OUT, Op.KV_BACK)):
+            outs, backs = (np.flatnonzero(ops == ENTRIES.index(op)) for op in (out, back))
+            behind[outs] = place[numbering.same_slices(Op.F, numbers[outs])]
+            users = place[numbering.same_slices(Op.B, numbers[backs])]
+            for user, copy in zip(users.tolist(), backs.tolist(), strict=True):
+                waits[user] += (copy,)
+        engines = np.array([0] * len(COMPUTATIONS) + [OUTWARD, HOMEWARD] * 2)[ops]
+        return Copies(engines.tolist(), behind.tolist(), waits)
 
 
 OUTWARD, HOMEWARD = 1, 2  # engines of a device; 0 is none
@@ -333,11 +352,13 @@ OUTWARD, HOMEWARD = 1, 2  # engines of a device; 0 is none
 class Copies(NamedTuple):
     """How copies and computations wait for each other, with an entry for each of a program's.
 
-    A copy out is begun by its forward, and OUT waits for it. A copy back is begun by BACK, and its backward waits.
+    A copy out can begin when its forward has ended, and OUT waits until it is over. A copy back begins at BACK, and its
+    backward waits for it.
     """
 
-    waits: list[int]  # the entry whose copy must have ended, or -1
-    engines: list[int]  # the engine of the copy that the entry begins, or 0
+    engines: list[int]  # that the entry uses, or 0 for a computation
+    behind: list[int]  # of an OUT, its forward; else -1
+    waits: list[tuple[int, ...]]  # entries whose copies must have ended
 
 
 def compile_program(plan: Plan, lists: Sequence[Sequence[Action]]) -> Program:
@@ -473,8 +494,15 @@ def run(
         start, arrived = clock[rank], arrivals[need]
         if arrived > start:
             start = arrived
-        if copies is not None and copies.waits[i] >= 0 and copied[copies.waits[i]] > start:
-            start = copied[copies.waits[i]]
+        if copies is not None:
+            for wait in copies.waits[i]:
+                if copied[wait] > start:
+                    start = copied[wait]
+            if engine := copies.engines[i]:
+                can_begin = ends[copies.behind[i]] if engine == OUTWARD and not blocking else start
+                copied[i] = engines[engine][rank] = max(can_begin, engines[engine][rank]) + copying[i]
+                if engine == OUTWARD or blocking:
+                    start = max(start, copied[i])
         end = start + duration
         if host is not None and behind is not None:
             issue = issued[rank]
@@ -494,10 +522,6 @@ def run(
                 arrivals[i] = arrived
             else:
                 end = arrivals[i] = end + delay
-        if copies is not None and (engine := copies.engines[i]):
-            busy = end if blocking else max(end, engines[engine][rank])
-            copied[i] = engines[engine][rank] = busy + copying[i]
-            end = copied[i] if blocking else end
         clock[rank] = end
     arrivals.pop()
     return Times(starts, ends, arrivals, copied)

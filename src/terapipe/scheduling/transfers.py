@@ -7,7 +7,7 @@ import numpy as np
 from terapipe.planning.cost import LinkBehavior
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, RECEIVES, Action, Op, Schedule
-from terapipe.scheduling.copies import offloaded_slices, with_copies
+from terapipe.scheduling.copies import with_copies
 from terapipe.scheduling.program import CODE, COMPUTATIONS, ENDS, Ints, Program, compile_program, run
 
 AHEAD = 2  # computations between a receive and the one that needs it, if the order of transfers permits
@@ -22,8 +22,8 @@ def with_transfers(plan: Plan, computations: Sequence[Sequence[Action]]) -> Sche
 
 def list_actions(program: Program) -> list[Ints]:
     """The numbers of all that each rank does: computations, transfers, and copies of what the plan offloads."""
-    lists, plan = list_transfers(program), program.numbering.plan
-    return with_copies(lists, program.numbering, offloaded_slices(plan)) if plan.offloads else lists
+    lists, numbering = list_transfers(program), program.numbering
+    return with_copies(lists, numbering) if numbering.plan.offloads else lists
 
 
 def list_transfers(program: Program) -> list[Ints]:

@@ -10,9 +10,8 @@ from terapipe.planning.by_slice import BySlice
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COPIES, Action, Op, Schedule, required_ops
-from terapipe.scheduling.copies import offloaded_slices
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import CODE, Ints, Numbering, compile_program
+from terapipe.scheduling.program import CODE, Ints, Numbering, compile_program, ends_of_caches, offloaded_slices
 from terapipe.scheduling.transfers import list_actions
 
 Lists = Sequence[Ints]  # the actions of each rank, as numbers (see Numbering)
@@ -50,30 +49,30 @@ def validate_numbers(lists: Lists, numbering: Numbering) -> None:
 
 def _without_copies(rank: int, numbers: Ints, numbering: Numbering) -> Ints:
     """The list without copies, once these are known to be right: what goes out was computed, comes back, and is used
-    only then, all once, and only of slices that the plan offloads."""
+    only then, all once, and only of what the plan offloads."""
     stages, ops, slices = numbering.indices(numbers)
-    copies = np.isin(ops, (CODE[Op.OUT], CODE[Op.BACK]))
+    copies = np.isin(ops, [CODE[op] for op in COPIES])
     if not copies.any():
         return numbers
-    key = stages * numbering.width + slices
+    plan, places = numbering.plan, dict[Op, Ints]()  # of each op, by stage and slice
     completed = numbering.indices(numbering.completes(numbers)).ops
-    places = []  # of the four actions of each offloaded slice
-    for op in (Op.F, Op.OUT, Op.BACK, Op.B):
+    for op in (Op.F, Op.B, *COPIES):
         at = np.flatnonzero(completed == CODE[op])
-        place = np.full(numbering.plan.num_stages * numbering.width, -1)
-        place[key[at]] = at
-        places.append(place)
-        if op in COPIES and len(np.unique(key[at])) < len(at):
+        places[op] = np.full((plan.num_stages, numbering.width), -1)
+        places[op][stages[at], slices[at]] = at
+        if op in COPIES and (places[op] >= 0).sum() < len(at):
             raise ValueError(f"rank {rank} does an {op} of a slice twice; a slice goes out once, and comes back once")
-    forward, out, back, backward = places
-    right = (forward >= 0) & (forward < out) & (out < back) & (back < backward)
-    wrong = ((out >= 0) | (back >= 0)) & ~(right & offloaded_slices(numbering.plan).ravel())
-    if wrong.any():
-        k, i = divmod(int(np.argmax(wrong)), numbering.width)
-        raise ValueError(
-            f"rank {rank} must do forward, OUT, BACK and backward in this order with an offloaded slice, and copy no "
-            f"other, which it does not with slice {numbering.plan.slices[i]} of stage {k}"
-        )
+    kinds = ((Op.OUT, Op.BACK, offloaded_slices(plan)), (Op.KV_OUT, Op.KV_BACK, ends_of_caches(plan)))
+    for out, back, offloaded in kinds:
+        forward, gone, here, backward = (places[op] for op in (Op.F, out, back, Op.B))
+        right = (forward >= 0) & (forward < gone) & (gone < here) & (here < backward) & offloaded
+        wrong = ((gone >= 0) | (here >= 0)) & ~right
+        if wrong.any():
+            k, i = np.argwhere(wrong)[0].tolist()
+            raise ValueError(
+                f"rank {rank} must do forward, {out}, {back} and backward in this order with an offloaded slice, and "
+                f"copy no other, which it does not with slice {plan.slices[i]} of stage {k}"
+            )
     return numbers[~copies]
 
 
@@ -207,12 +206,13 @@ class Shape(NamedTuple):
     chunks: int
     recomputes: bool
     offload: BySlice[bool] = False
+    offload_kv: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The shape of a plan."""
         counts = tuple(map(len, plan.lengths))
-        return cls(plan.order, counts, plan.num_stages, plan.chunks, plan.recomputes, plan.offload)
+        return cls(plan.order, counts, plan.num_stages, plan.chunks, plan.recomputes, plan.offload, plan.offload_kv)
 
     def plan(self) -> Plan:
         """A plan of this shape. All slices of a microbatch but the last have one token."""
@@ -220,7 +220,8 @@ class Shape(NamedTuple):
         lengths = tuple((1,) * (count - 1) + (most - count + 1,) for count in self.counts)
         edges = tuple(range(self.num_stages + 1))
         mode: Recompute = "full" if self.recomputes else "none"
-        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks, mode, self.offload)
+        moved = self.offload, self.offload_kv
+        return Plan((1,) * len(self.counts), lengths, edges, self.order, self.chunks, mode, *moved)
 
 
 def validated_actions(plan: Plan, rank: int) -> tuple[Action, ...]:

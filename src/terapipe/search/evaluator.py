@@ -22,7 +22,8 @@ from terapipe.planning.cost import (
 from terapipe.planning.layout import Layout, balance, balance_ranks
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, microbatch_sizes
-from terapipe.scheduling.simulator import host_peaks, makespan, peaks, program
+from terapipe.scheduling.footprint import host_peaks, peaks
+from terapipe.scheduling.simulator import makespan, program
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource, Source
 from terapipe.search.throughput import Throughput

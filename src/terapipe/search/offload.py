@@ -11,7 +11,7 @@ the other way to use the memory that offloading frees; so lighter modes of recom
 offloaded as they need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -34,13 +34,14 @@ def with_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     """
     wish = evaluator.request.offload
     if isinstance(wish, float):
-        return evaluator.evaluate(offload_share(start.plan, wish))
+        plan = replace(start.plan, offload_kv=bool(evaluator.request.offload_kv))
+        return evaluator.evaluate(offload_share(plan, wish))
     return least_offload(evaluator, start) if wish == "auto" else start
 
 
 def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     """The fastest of the plan itself and the same with other modes of recomputation, each with as few slices offloaded
-    as it takes to fit.
+    as it takes to fit; and if nothing fits so, with keys and values offloaded.
 
     Args:
         evaluator: For the layout of the plan.
@@ -52,7 +53,40 @@ def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate
     heaviest = MODES.index(plan.recompute_modes[-1])
     lighter = [mode for mode in MODES[: heaviest + 1] if mode in evaluator.request.recompute_modes and not fixed]
     plans = [plan, *(replace(plan, recompute=mode) for mode in lighter if plan.recompute != mode)]
-    return min([start, *(evaluator.evaluate(offload_few(evaluator, each)) for each in plans)], key=preference)
+    best = start
+    for variants in _with_keys_and_values(evaluator, plans):
+        moved = [evaluator.evaluate(offload_few(evaluator, each)) for each in variants]
+        best = min([best, *moved], key=preference)
+        if best.fits:
+            break
+    return best
+
+
+def _with_keys_and_values(evaluator: PlanEvaluator, plans: list[Plan]) -> Iterator[list[Plan]]:
+    """The plans, then those with keys and values offloaded, then the same in more stages, as the request permits it.
+
+    On a rank alone, keys and values of one stage never wait. With several stages, and all forwards of one before those
+    of the next, those of all but one do::
+
+        stages     one of 32 layers            4 of 8 layers, forwards of one stage after the other
+        on device  keys and values of 32       of 8, and of 8 on their way
+    """
+    wish = evaluator.request.offload_kv
+    if not wish:
+        yield plans
+    if wish is False:
+        return
+    away = [replace(plan, offload_kv=True) for plan in plans]
+    yield away
+    request, layers = evaluator.request, evaluator.source.layers
+    if evaluator.layout.pp == 1 and request.chunks is None and request.order in (None, "terapipe"):
+        for chunks in (2, 4, 8, 16, 32, 64):
+            if chunks <= layers and all(len(plan.recompute_modes) == 1 for plan in away):
+                edges = evaluator.even_boundaries(chunks)
+                yield [
+                    replace(plan, boundaries=edges, chunks=chunks, order="terapipe", recompute=plan.recompute_modes[0])
+                    for plan in away
+                ]
 
 
 def offload_few(evaluator: PlanEvaluator, plan: Plan) -> Plan:
@@ -104,4 +138,4 @@ def _with(plan: Plan, keys: Sequence[Keys], counts: Sequence[int]) -> Plan:
     for own, count in zip(keys, counts, strict=True):
         for i, (k, s) in enumerate(own):
             offload[k][s] = (i + 1) * count // len(own) > i * count // len(own)
-    return replace(plan, offload=tuple(map(tuple, offload)))
+    return replace(plan, offload=tuple(map(tuple, offload)))  # keys and values as they are

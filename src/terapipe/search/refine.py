@@ -11,7 +11,8 @@ from terapipe.planning.order import order_named
 from terapipe.planning.recompute import MODES, Recompute
 from terapipe.planning.slices import Plan, even_lengths
 from terapipe.planning.solver import Cuts, solve
-from terapipe.scheduling.simulator import peaks, program
+from terapipe.scheduling.footprint import peaks
+from terapipe.scheduling.simulator import program
 from terapipe.search.evaluator import Lengths, PlanEstimate, PlanEvaluator, preference
 
 WORK = 250_000  # computations to simulate while cuts are shifted

@@ -17,7 +17,7 @@ from terapipe.hf.structure import find_structure
 from terapipe.hf.verify.reference import Batch, SlicedModel, errors, reference, uneven_lengths
 from terapipe.hf.verify.small_model import small_model
 from terapipe.hf.verify.verification import ModelVerifier
-from terapipe.modeling.slice_cache import KeyValueStore
+from terapipe.modeling.key_values import KeyValueStore
 from terapipe.planning.slices import Plan
 from terapipe.runtime.pipeline import Pipeline
 from tests.support.hf_models import small_config

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from terapipe import SliceCache, attend
 from terapipe.modeling.kernels import Kernel, Plain
-from terapipe.modeling.slice_cache import KeyValueStore
+from terapipe.modeling.key_values import KeyValueStore
 from tests.support.plans import slicings
 
 Parts = tuple[Tensor, Tensor, Tensor]

@@ -2,7 +2,8 @@
 
 import torch
 
-from terapipe.modeling.slice_cache import KeyValueStore, SliceCache, longest_document
+from terapipe.modeling.key_values import KeyValueStore
+from terapipe.modeling.slice_cache import SliceCache, longest_document
 
 
 def test_keys_and_values_are_written_at_their_place() -> None:

@@ -10,7 +10,8 @@ from terapipe.planning.cost import StageSpec, stage_specs
 from terapipe.planning.device import blas_workspaces
 from terapipe.planning.memory import ShapeMemory, parameters
 from terapipe.runtime import MemoryCounter
-from terapipe.scheduling.simulator import peaks, program
+from terapipe.scheduling.footprint import peaks
+from terapipe.scheduling.simulator import program
 
 CONFIG = GPTConfig(layers=3, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=50, max_seq_len=256)
 

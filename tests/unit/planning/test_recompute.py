@@ -10,8 +10,9 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.presets import PRESETS
 from terapipe.planning.recompute import modes_in, recompute_title
+from terapipe.scheduling.footprint import curves, peaks
 from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.simulator import curves, makespan, peaks, program, simulate
+from terapipe.scheduling.simulator import makespan, program, simulate
 from terapipe.search.source import ClusterSource
 
 PLAN = Plan((1, 1), ((9, 8), (17,)), (0, 1, 4))

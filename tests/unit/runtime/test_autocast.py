@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe import GPT, Layout, Pipeline, Plan, SliceCache
-from terapipe.modeling.slice_cache import KeyValueStore
+from terapipe.modeling.key_values import KeyValueStore
 from terapipe.modeling.stage import IGNORE
 from terapipe.modeling.weight_grads import accumulate_deferred
 from terapipe.runtime.comm.channel import MessageFormat

@@ -10,9 +10,10 @@ from terapipe import ORDERS, Plan
 from terapipe.planning.cost import StageSpec, copy_time
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.presets import GPTConfig
-from terapipe.scheduling.actions import Action, Op, Schedule
+from terapipe.scheduling.actions import COPIES, Action, Op, Schedule
+from terapipe.scheduling.footprint import host_peaks, peaks
 from terapipe.scheduling.orders import schedule
-from terapipe.scheduling.simulator import host_peaks, makespan, peaks, program, simulate
+from terapipe.scheduling.simulator import makespan, program, simulate
 from terapipe.scheduling.validation import validate, validated_actions
 from tests.support.costs import SimpleCost
 from tests.support.plans import plans, uniform
@@ -40,19 +41,34 @@ def test_a_slice_alone_has_a_third_of_its_time_each_way() -> None:
 
 @given(plan=plans())
 def test_every_order_is_valid_with_them(plan: Plan) -> None:
-    plan = replace(plan, offload=True)
+    plan = replace(plan, offload=True, offload_kv=True)
     made = schedule(plan)
     validate(made)
     for rank, actions in enumerate(made.ranks):
         assert validated_actions(plan, rank) == actions
-        plain = [a for a in actions if a.op not in (Op.OUT, Op.BACK)]
-        assert tuple(plain) == schedule(replace(plan, offload=False)).ranks[rank], "nothing else changes place"
+        without = schedule(replace(plan, offload=False, offload_kv=False)).ranks[rank]
+        assert tuple(a for a in actions if a.op not in COPIES) == without, "nothing else changes place"
         away: set[tuple[int, object]] = set()
+        caches: set[tuple[int, int]] = set()
         for op, k, s in actions:
             if op in (Op.F, Op.B, Op.I):
                 assert (k, s) not in away
+                assert (k, s.microbatch) not in caches
             away ^= {(k, s)} if op in (Op.OUT, Op.BACK) else set()
+            caches ^= {(k, s.microbatch)} if op in (Op.KV_OUT, Op.KV_BACK) else set()
         assert not away
+        assert not caches
+
+
+def test_keys_and_values_of_a_microbatch_that_waits() -> None:
+    plan = Plan((1, 1, 1), ((4, 4),) * 3, (0, 1), offload_kv=True)
+    shown = [f"{a.op}{a.slice}" for a in schedule(plan).ranks[0]]
+    assert " ".join(shown) == ("F0.0 F0.1 F1.0 F1.1 KV_OUT0.1 F2.0 F2.1 B2.1 KV_BACK0.1 B2.0 B1.1 B1.0 B0.1 B0.0")
+    memory = ShapeMemory(CONFIG, state=0)
+    pairs = int(memory.kv_cache(StageSpec(1, True, True), 1, 8))
+    assert host_peaks(program(plan), plan, memory) == [pairs]
+    plain = replace(plan, offload_kv=False)
+    assert peaks(program(plan), plan, memory)[0] == peaks(program(plain), plain, memory)[0] - pairs
 
 
 def changed(plan: Plan, *swaps: tuple[int, int]) -> Schedule:
@@ -113,7 +129,7 @@ def test_costs_without_copies_say_so() -> None:
         """A cost model of a time before offload."""
 
     with pytest.raises(ValueError, match="must say what copies to the host take, Old does not"):
-        copy_time(Old(), StageSpec(1), 1, 1)  # type: ignore[arg-type]
+        copy_time(Old(), StageSpec(1), 1, 1, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", [name for name in ORDERS if name != "1f1b"])

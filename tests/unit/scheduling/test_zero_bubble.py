@@ -11,8 +11,9 @@ from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.order import InFlight, order_named
 from terapipe.planning.slices import Slice
 from terapipe.scheduling.actions import COMPUTE
+from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.simulator import makespan, peaks, program, simulate
+from terapipe.scheduling.simulator import makespan, program, simulate
 from terapipe.scheduling.validation import validated_actions
 from terapipe.search.choose import choose
 from terapipe.search.request import Request

@@ -119,3 +119,20 @@ def test_hosts_of_older_files_have_the_usual_copies() -> None:
     assert Host.from_dict(old) == replace(
         host, copies=Host(host.device, 8, host.intra_node, host.inter_node).copies, memory=0
     )
+
+
+def test_keys_and_values_too_if_nothing_fits_without() -> None:
+    """Eight stages of one sequence of a million tokens: keys and values are half of what is needed."""
+    options: dict[str, Any] = {"batch_size": 1, "seq_len": 1 << 20, "pp": 8, "order": "terapipe", "num_slices": 256}
+    with pytest.raises(ValueError, match="no plan fits"):
+        terapipe.plan(MODEL, "dgx-h100:1", offload="auto", offload_kv=False, **options)
+    result = terapipe.plan(MODEL, "dgx-h100:1", offload="auto", **options)
+    assert result.plan.offload_kv
+    assert "and keys and values" in str(result)
+
+
+def test_one_device_takes_several_stages_so_that_keys_and_values_can_wait() -> None:
+    plan = terapipe.plan(MODEL, "h200:1", batch_size=1, seq_len=1 << 18, num_slices=128, offload="auto").plan
+    assert plan.num_ranks == 1
+    assert plan.chunks > 1
+    assert plan.offload_kv

@@ -4,7 +4,8 @@ import pytest
 
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.presets import PRESETS
-from terapipe.scheduling.simulator import peaks, program
+from terapipe.scheduling.footprint import peaks
+from terapipe.scheduling.simulator import program
 from terapipe.search.choose import choose
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource
