@@ -26,7 +26,7 @@ KNOBS = {
     kind: " ".join(f"--{name.replace('_', '-')}" for name in names_of(kind)) for kind in (CostOptions, PlanOptions)
 }
 SOURCE = f"--model --cluster --profile {KNOBS[CostOptions].replace('--devices', '')}"
-REQUEST = f"--batch-size --seq-len {KNOBS[PlanOptions]} --no-shard"  # the planner may choose to shard
+REQUEST = f"--batch-size --seq-len {KNOBS[PlanOptions]} --no-shard --no-offload-kv"  # the planner may choose to shard
 LAUNCH = "--script --endpoint --name --slurm --kubernetes --image"
 VERBS = {
     "doctor": "--ranks --port --timeout --json --prove --size --out",

@@ -198,6 +198,7 @@ class PlanConfig(PlanOptions):
     replan: bool = key(False, "when drift is reported, profile and plan again at the next checkpoint")
     tp: int = with_default("tp", 1)
     shard: bool = with_default("shard", False)
+    offload_kv: bool = with_default("offload_kv", False)
     tile: int = with_default("tile", 8)
     recompute: None = field(default=None, init=False)  # no key: model.recompute says it
 
