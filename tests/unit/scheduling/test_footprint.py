@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from terapipe import Plan, schedule
-from terapipe.scheduling.simulator import curves, peaks, program, simulate
+from terapipe.scheduling.footprint import curves, peaks
+from terapipe.scheduling.simulator import program, simulate
 from tests.support.costs import SimpleCost, SimpleMemory
 from tests.support.plans import examples, plans, uniform
 
