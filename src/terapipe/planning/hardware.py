@@ -219,15 +219,18 @@ class Host:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Host":
         """Reads what ``to_dict`` gave. Refuses what something would be divided by, if it is not positive."""
-        names = ("devices", "overlapped", "rings", *(("memory",) if "memory" in fields else ()))
-        device, others = dict(fields["device"]), _numbers({key: fields[key] for key in names})
+        device, others = (
+            dict(fields["device"]),
+            _numbers({key: fields[key] for key in ("devices", "overlapped", "rings")}),
+        )
         speed = AttentionSpeed(*device.pop("attention_speed"))
         words: dict[str, Any] = {name: str(device.pop(name)) for name in ("attention_kernel", "architecture")}
         _numbers(speed._asdict())
         intra_node, inter_node = (Link(**_numbers(fields[name])) for name in ("intra_node", "inter_node"))
         measured = Device(**_numbers(device), **words, attention_speed=speed)
-        if "copies" in fields:  # files of earlier versions have none
+        if "copies" in fields:  # files of earlier versions have neither
             others["copies"] = Link(**_numbers(fields["copies"]))
+            others["memory"] = _numbers({"memory of the host": fields["memory"]}).popitem()[1]
         return cls(measured, intra_node=intra_node, inter_node=inter_node, **others)
 
 
