@@ -34,8 +34,9 @@ test-peers: $(READY)
 SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 test-all: lint types
-	$(BIN)/python -m pytest -m '' --hypothesis-profile=explore --hypothesis-seed=$(SEED) \
-		|| { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
+	$(BIN)/python -m pytest -m '' -n auto --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(HOSTS)) \
+		--hypothesis-profile=explore --hypothesis-seed=$(SEED) || { echo "examples were drawn with SEED=$(SEED)"; exit 1; }
+	$(BIN)/python -m pytest -m '' $(HOSTS)
 	$(BIN)/python -m tests.pretend -m '' -n 3 --dist loadfile --no-loadscope-reorder
 
 # The same tests with coverage, which makes them slower: for the nightly run.
