@@ -153,7 +153,16 @@ class AnalyticCost:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         if not self.scatter and link is self.cluster.host.inter_node:
             nbytes = nbytes * self.layout.tp  # every rank sends all of it, through the same card
-        return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
+        return np.asarray(link.latency + nbytes / link.bandwidth + self._gather_parts(nbytes), dtype=np.float64)
+
+    def _gather_parts(self, nbytes: Array) -> Array | float:
+        """Seconds in which tensor parallel ranks that each got a part of a message gather all of it. With sequence
+        parallelism a rank needs its part only."""
+        tp = self.layout.tp
+        if tp == 1 or self.sequence_parallel or not self.scatter:
+            return 0.0
+        link = self._link(0, tp - 1)
+        return link.latency + (tp - 1) / tp * nbytes / link.bandwidth
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         link = self._link(source * self.layout.tp, target * self.layout.tp)

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from terapipe.planning.analytic import AnalyticCost
 from terapipe.planning.cost import Cost, StageSpec, stage_specs, with_recompute
 from terapipe.planning.device import COLLECTIVES, CONTEXT, GB, GIB, MIB, usable_memory
 from terapipe.planning.hardware import Cluster, with_attention
@@ -70,6 +71,10 @@ class Setup:
         rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
         summed: Bytes of a gradient in the sum over replicas, where they are not in float32.
+        overlapped_sums: Whether gradients are summed over replicas while the last microbatch's backward runs, as
+            torch's DistributedDataParallel does.
+        fuses: Whether products add gradients of weights to their sums themselves, where it is not as on the device.
+            Megatron-LM does since 2022; before, a gradient was written, read and added.
         sequence_parallel: Whether tensor parallel ranks divide norms and residuals among them.
         scatter: Whether each of them sends its part of a message, or each all of it.
         staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
@@ -116,6 +121,8 @@ class Setup:
     rings: float | None = None
     overlapped: bool | None = None
     summed: int | None = None
+    overlapped_sums: bool = False
+    fuses: bool | None = None
     sequence_parallel: bool = True
     scatter: bool = True
     staggered: bool = False
@@ -187,6 +194,8 @@ class Simulation:
             host = replace(host, overlapped=setup.overlapped)
         if setup.summed is not None:
             host = replace(host, device=replace(host.device, summed=setup.summed))
+        if setup.fuses is not None:
+            host = replace(host, device=replace(host.device, fuses=setup.fuses))
         if setup.attention_kernel:
             host = replace(host, device=with_attention(host.device, setup.attention_kernel))
         if setup.masked:
@@ -310,7 +319,16 @@ class Simulation:
         specs = stage_specs(self.plan.boundaries)
         ranks = {tuple(specs[k] for k in self.plan.stages_of(rank)) for rank in range(self.plan.num_ranks)}
         seconds = self.longest_span if self.setup.staggered else self.compute_time
-        return seconds + max(map(self.cost.per_step, ranks))
+        return seconds + max(self.cost.per_step(rank) - self._hidden_sums(rank) for rank in ranks)
+
+    def _hidden_sums(self, stages: tuple[StageSpec, ...]) -> float:
+        """Seconds of a rank's sum over replicas that pass while its last microbatch's backward runs."""
+        cost = self.cost
+        if not (self.setup.overlapped_sums and isinstance(cost, AnalyticCost)):
+            return 0.0
+        alone = replace(cost, layout=replace(cost.layout, dp=1))
+        backward = sum(float(cost.backward(stage, self.setup.microbatch, self.setup.seq_len, 0)) for stage in stages)
+        return min(cost.per_step(stages) - alone.per_step(stages), backward)
 
     @cached_property
     def longest_span(self) -> float:
