@@ -77,6 +77,7 @@ class Setup:
             Megatron-LM does since 2022; before, a gradient was written, read and added.
         sequence_parallel: Whether tensor parallel ranks divide norms and residuals among them.
         scatter: Whether each of them sends its part of a message, or each all of it.
+        batched: Whether what a rank sends and what it receives pass one after the other, in one kernel.
         staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
             longest span of a rank. Otherwise all ranks wait for each other.
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
@@ -125,6 +126,7 @@ class Setup:
     fuses: bool | None = None
     sequence_parallel: bool = True
     scatter: bool = True
+    batched: bool = False
     staggered: bool = False
     prefix_copies: bool = False
     state_bytes: float | None = None
@@ -208,10 +210,8 @@ class Simulation:
         """Model and cluster, as the planner takes them."""
         if self.setup.model is None:
             raise ValueError("a setup without a model has no cluster source; give model and cluster")
-        s = self.setup
-        return ClusterSource(
-            self.setup.model, self.cluster, ends=s.ends, sequence_parallel=s.sequence_parallel, scatter=s.scatter
-        )
+        names = ("ends", "sequence_parallel", "scatter", "batched")
+        return ClusterSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
 
     @cached_property
     def evaluator(self) -> PlanEvaluator:
