@@ -356,8 +356,9 @@ class Simulation:
     @cached_property
     def longest(self) -> float:
         """The longest sequence in tokens, to 100, whose step fits into a device. More tokens need more memory, so it
-        is found by bisection."""
-        budget, low, high = usable_memory(self.cluster.host.device), 0, 1
+        is found by bisection. One device alone has no NCCL."""
+        alone = self.setup.layout.devices == 1
+        budget, low, high = usable_memory(self.cluster.host.device) + alone * COLLECTIVES, 0, 1
         while self._fits(100 * high, budget):
             low, high = high, 2 * high
         while high - low > 1:
