@@ -10,7 +10,7 @@ plan`` takes, so that a row tests the code which users get:
 
 Nothing here is fitted to a row. What a published program does otherwise than ours is an option of its setup, stated
 from its documentation or code: how it keeps weights and gradients (``state_bytes``), what it copies
-(``prefix_copies``), whether its transfers wait (``overlapped``).
+(``prefix_copies``), whether its transfers wait (``overlapped``), what its layers keep (``saved``).
 """
 
 from collections.abc import Callable, Mapping
@@ -356,9 +356,8 @@ class Simulation:
     @cached_property
     def longest(self) -> float:
         """The longest sequence in tokens, to 100, whose step fits into a device. More tokens need more memory, so it
-        is found by bisection. One device alone has no NCCL."""
-        alone = self.setup.layout.devices == 1
-        budget, low, high = usable_memory(self.cluster.host.device) + alone * COLLECTIVES, 0, 1
+        is found by bisection."""
+        budget, low, high = self._budget, 0, 1
         while self._fits(100 * high, budget):
             low, high = high, 2 * high
         while high - low > 1:
@@ -375,7 +374,12 @@ class Simulation:
         """Whether the step fits into a device by our count; None where memory is not counted."""
         if self.setup.times is not None or self.setup.sharding or self.setup.memory == "unlimited":
             return None
-        return self.peak_bytes <= usable_memory(self.cluster.host.device)
+        return self.peak_bytes <= self._budget
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that a step may have of a device. One device alone has no NCCL."""
+        return usable_memory(self.cluster.host.device) + COLLECTIVES * (self.setup.layout.devices == 1)
 
     @property
     def tokens_per_second(self) -> float:
