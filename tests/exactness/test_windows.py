@@ -71,11 +71,13 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 
 def test_gradients_that_do_not_move_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This file can fail: without what later slices left in the room before, gradients are wrong and the loss is not."""
+    """Without what later slices left in the room before, gradients are wrong and the loss is not."""
     config = variant(windows=(5, 0, 13, 3))
     ids, labels = make_batch(config, 2, 29, ignored=False)
     loss, wanted = plain(config, ids, labels, torch.float64)
     pipe = Pipeline(make_model(config), here())
+    pipe.step(ids, labels)  # kernels test themselves, and would notice
+    pipe.zero_grad()
     monkeypatch.setattr(KeyValueStore, "take_over", lambda self, before, keys: None)
     assert pipe.step(ids, labels).item() == pytest.approx(loss, rel=1e-12)
     assert worst_error((loss, wanted), [(loss, gradients(pipe))], config) > 1e-4
@@ -89,12 +91,12 @@ def test_forwards_alone_give_the_same_and_keep_less() -> None:
         whole = model(ids)
         wanted = model.logits(whole).log_softmax(-1).gather(2, labels[:, :, None])[:, :, 0]
     pipe = Pipeline(make_model(config), here())
-    most = _largest_pairs(lambda: pipe.log_probs(ids, labels))
     assert (pipe.log_probs(ids, labels) - wanted).abs().max() < BOUND
+    most = _largest_pairs(lambda: pipe.log_probs(ids, labels))
     assert pipe.evaluate(ids, labels).item() == pytest.approx(-wanted.mean().item(), rel=1e-12)
     last = model.logits(whole[:, -1])
     assert (pipe.next_token_logits(ids) - last).abs().max() < BOUND
-    assert most == {4 + 9, 29, 2 + 9}
+    assert most == {4 + 8, 29, 2 + 8}
     pipe.step(ids, labels)  # takes room for all tokens, which evaluation then uses
     assert (
         worst_error(plain(config, ids, labels, torch.float64), [(-wanted.mean().item(), gradients(pipe))], config)
@@ -120,7 +122,7 @@ def _largest_pairs(work: Callable[[], object]) -> set[int]:
 
 
 @pytest.mark.usefixtures("quiet_models")
-@pytest.mark.exhaustive_ids("mistral|qwen2")
+@pytest.mark.exhaustive_ids("mistral-full|gpt_oss-block|gemma3_text-none|llama4_text-none|qwen2")
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "mistral", "llama4_text"])
 def test_models_of_hugging_face(name: str, recompute: str) -> None:
@@ -134,7 +136,7 @@ def test_models_of_hugging_face(name: str, recompute: str) -> None:
     pipe = Pipeline(decoder, plan)
     assert any(decoder.planning_spec().config.windows)
     pipe.step(ids, labels)
-    bound = 1e-6 if name.startswith("gemma") else 1e-11  # gemma has float32 in it
+    bound = 1e-6 if name in ("gemma3_text", "llama4_text") else 1e-12  # they have float32 in them
     assert worst_difference(gradients(pipe), plain_gradients(copy.deepcopy(model), ids, labels)) < bound
     documents = ((0, 3, 4, 20), (0, 10))
     pipe.zero_grad()

@@ -96,9 +96,9 @@ class KeyValueStore:
             forward_only: Whether no backward follows. Then tokens that are out of sight are let go of, and there is no
                 room for later ones, unless the store has room for all anyway.
         """
-        pair = self._pair
+        pair, self._most = self._pair, bounds.most
         if pair is None or pair.dtype != k.dtype or pair.shape[2] != seq_len:  # dtype: autocast was switched on or off
-            self._seq_len, self._most = seq_len, bounds.most
+            self._seq_len = seq_len
             rolls = forward_only and bounds.most is not None and bounds.most < seq_len
             pair = self._make_rolled(k, context, bounds.oldest) if rolls else self._make_whole(k)
         start = context - self._pair_start

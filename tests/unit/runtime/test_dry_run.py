@@ -1,6 +1,7 @@
 """A rank's step on fake tensors: at real size, without memory, other ranks or GPUs."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ def test_bytes_of_a_rank_of_gpt3_13b_are_the_planners(dp: int, options: dict[str
     assert found.peak == pytest.approx(found.predicted, rel=0.05)
     assert found.weights > 5 << 29
     assert found.waits == ()
+
+
+def test_bytes_of_windows_are_the_planners() -> None:
+    """Gradients of keys and values had room for all tokens: a third of this rank."""
+    windows = (256, 256, 256, 256, 256, 0) * 2
+    shape = GPTConfig(12, 512, 8, 8, 512, 1024, 8192, windows=windows)
+    options: dict[str, Any] = {"batch_size": 1, "seq_len": 8192, "num_slices": 16, "order": "terapipe"}
+    result = terapipe.plan(shape, "dgx-a100:1", pp=2, tp=1, dp=1, recompute="full", **options)
+    run = terapipe.dry_run(shape, result, rank=0)
+    assert run.predicted is not None
+    assert run.peak == pytest.approx(run.predicted, rel=0.05)
+    without = replace(shape, windows=())
+    assert terapipe.dry_run(without, result, rank=0).peak > 1.3 * run.peak
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.exhaustive)])
