@@ -85,6 +85,21 @@ def test_bytes_with_split_operators_are_the_planners(recompute: Any) -> None:
         assert run.peak > run.predicted * 0.97
 
 
+@pytest.mark.parametrize("recompute", ["none", "block", pytest.param("full", marks=pytest.mark.exhaustive)])
+def test_bytes_with_offload_are_the_planners(recompute: Any) -> None:
+    """What waits in the host's memory does not count, although a CPU stands for the device."""
+    options = {"batch_size": 1, "seq_len": 8192, "num_slices": 32, "order": "terapipe", "recompute": recompute}
+    peaks = []
+    for share in ("none", 1.0):
+        result = terapipe.plan(
+            "layers=4,hidden=256,heads=4,vocab=512", "dgx-a100:1", pp=1, tp=1, dp=1, offload=share, **options
+        )
+        run = terapipe.dry_run("layers=4,hidden=256,heads=4,vocab=512", result)
+        assert run.peak == pytest.approx(run.predicted, rel=0.05)
+        peaks.append(run.peak)
+    assert peaks[1] < peaks[0]
+
+
 def test_messages_of_a_step() -> None:
     config = GPTConfig(layers=4, hidden=32, heads=2, vocab=64, max_seq_len=64)
     plan = Plan((1, 1), ((32, 32), (64,)), (0, 1, 3, 4))
