@@ -172,7 +172,7 @@ class _Slice:
         context = cache.begin(self.start, self.length)
         self._random.append(RandomState.now(x.device))
         with torch.set_grad_enabled(mode != "full"):
-            out = sliced.forward(x, cache, block=mode == "block")
+            out = sliced.forward(x, cache, recompute=mode)
         self.inputs.append(x)
         self._outputs.append(out)
         self.sums.append(context.pop_sums())
