@@ -464,6 +464,25 @@ class SlicedStage:
         with self.over(cache):  # layers may be computed again
             cache.backward(out, gradient, others)
 
+    def check_modes(self, modes: Iterable[Recompute]) -> None:
+        """Refuses light recomputation where the stage's linear layers are not those that can be recalled.
+
+        Args:
+            modes: Of a plan.
+        """
+        if "light" not in modes:
+            return
+        if not self._fused:
+            raise ValueError(
+                "recompute='light' recalls the outputs of linear layers that add gradients in place, got "
+                "fused_weight_grads=False; leave that out, or take recompute 'none', 'block' or 'full'"
+            )
+        if any(getattr(block.forward, "_compiled_layer", False) for block in self.stage.blocks):
+            raise ValueError(
+                "recompute='light' cannot look into compiled layers, whose compiler chooses itself what is computed "
+                "again; leave compiling off, or take recompute 'none', 'block' or 'full'"
+            )
+
     @property
     def defers_weight_grads(self) -> bool:
         """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
@@ -484,6 +503,7 @@ class SlicedStage:
         """Inside, the forward of each block is checkpointed. Hooks of blocks, such as FSDP's, are outside of that."""
         blocks = self.stage.blocks
         plain = [(block, block.__dict__.get("forward")) for block in blocks]
+        self.check_modes((recompute,))  # again: layers may have been compiled since
         traits = self._layer_traits(cache) if recompute == "light" else None
         try:
             for i, block in enumerate(blocks):

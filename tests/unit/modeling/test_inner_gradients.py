@@ -26,7 +26,7 @@ from tests.support.ranks import Ranks
 
 IDS, LABELS = make_batch(TINY, 2, 29, ignored=True)
 ORDERS = ["terapipe", "terapipe-deferred"]
-MODES = ["none", "block", "full"]
+MODES = ["none", "light", "block", "full"]
 Gradients = dict[str, Tensor]
 
 
@@ -127,7 +127,7 @@ def test_gradients_inside_a_layer_do_not_go_through_attention() -> None:
     model = make_model(TINY)
     layer: Any = model.layers["2"]
     layer.forward = lambda x, cache=None: forward(layer, x, cache)
-    for recompute in ("none", "block"):
+    for recompute in ("none", "light", "block"):
         with pytest.raises(ValueError, match=r"must not go through attention: .* tokens 0 to 9 of 29; "):
             pipe_of(model, recompute=recompute).step(IDS, LABELS)
     wanted = plain(model)
