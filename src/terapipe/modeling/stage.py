@@ -517,7 +517,6 @@ class SlicedStage:
                 else:
                     block.__dict__["forward"] = forward
 
-
     def _layer_traits(self, cache: SliceCache) -> Hashable:
         """What the needs of a layer's recomputation may depend on: what is trained, what is cast, what is dropped, and
         whether a slice is the first one. Modules are asked once for each microbatch."""
