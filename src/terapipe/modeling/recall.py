@@ -4,12 +4,12 @@ The backward begins with the layer's forward, as ``block`` has it, but products 
 kept, and are recalled. So norms, activation functions, gates, rotary embeddings, dropout and casts are computed again,
 and what they make, most of what autograd saves, is not kept. Of a Llama's layer::
 
-    first forward     x -> norm -> q, k, v -> rotary -> attention -> o -> + -> norm -> gate, up -> silu * up -> down -> +
-    kept              x                  queries        out          o                 gate, up
-    second forward    x -> norm    (q, k, v)  rotary   (recalled)  (recalled) + norm  (recalled)    silu * up   end
+    first forward    x   norm   q, k, v   rotary   attention   o            +   norm   gate, up     silu * up   down   +
+    kept             x                    queries  output      output                  outputs
+    second forward       norm   (NaN)     rotary   (recalled)  (recalled)   +   norm   (recalled)   silu * up
 
 In brackets: nothing is computed. Outputs of q, k, v and down are not even kept, because nothing that autograd saves is
-computed from them: attention saves queries, which it keeps itself. That differs from model to model (a norm of queries
+computed from them: attention saves queries, which the cache keeps. That differs from model to model (a norm of queries
 saves its input), so it is not guessed but learned: a layer's first forward runs under ``_Lineage``, which sees every
 operator and every tensor that autograd saves, and finds out from which products' outputs each of those was computed.
 What no saved tensor needs is replaced by NaN: were it needed after all, gradients would be NaN and not slightly wrong.

@@ -584,9 +584,9 @@ class CacheUse:
             self._note("set_state", name)
             return set_state(cast(str, name), state)
 
-        def note_output(name: object, out: Tensor, lse: Tensor) -> None:
+        def note_output(name: object, q: Tensor, out: Tensor, lse: Tensor) -> None:
             self._outputs.append((self._path[-1], out, out._version))
-            keep_attention(cast(str, name), out, lse)
+            keep_attention(cast(str, name), q, out, lse)
 
         cache.__dict__.update(begin=note_begin, store=note_store, set_state=note_state, keep_attention=note_output)
 

@@ -48,8 +48,8 @@ class Sample(NamedTuple):
     """Repeated measurements of one slice on the measured stage, or of the ends of the model.
 
     ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred),
-    ``light`` and ``block`` (what these recomputations add to a backward) cover all layers of the stage. ``head`` is final
-    norm, head and loss, forward plus backward. Seconds are those of the device.
+    ``light`` and ``block`` (what these recomputations add to a backward) cover all layers of the stage. ``head`` is
+    final norm, head and loss, forward plus backward. Seconds are those of the device.
     """
 
     kind: str

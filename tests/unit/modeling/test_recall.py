@@ -111,9 +111,8 @@ def needs_of(sliced: SlicedStage) -> tuple[set[str], set[str]]:
     """Names of products that are not needed, and of those that are changed in place."""
     names = {id(p): name for name, p in sliced.stage.named_parameters()}
     needs = list(sliced._needs.values())
-    return {names[key] for each in needs for key, _ in each.spared}, {
-        names[k] for each in needs for k, _ in each.changed
-    }
+    spared, changed = ({key for each in needs for key, _ in getattr(each, kind)} for kind in ("spared", "changed"))
+    return {names[key] for key in spared}, {names[key] for key in changed}
 
 
 def test_what_nothing_is_computed_from_is_not_kept() -> None:
