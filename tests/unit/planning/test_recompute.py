@@ -41,7 +41,7 @@ def test_it_is_saved_and_read() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("some", "recompute is one of none, block, full, got 'some'"),
+        ("some", "recompute is one of none, light, block, full, got 'some'"),
         (1, "recompute is one of none, .*, got 1"),
         (("none",), "each of the 2 stages"),
         ((("none", "full"), "none"), "one for each of the 3 slices, got"),
