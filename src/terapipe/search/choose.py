@@ -22,6 +22,7 @@ WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
+ABANDON = 1.25  # times the best so far: simulations that take longer for certain are not completed
 SWEEP = 600_000  # computations to simulate of candidates that a lower bound does not rule out
 FAR = 1.15  # times the fastest row: those that begin slower are not refined if only one plan is wanted
 ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
@@ -212,7 +213,7 @@ def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
         if spent > SWEEP or bound > start.step_time * (1 - GAIN):
             break
         spent += candidate.work
-        start = _better(start, _first_estimate(candidate, start)) or start
+        start = _better(start, _first_estimate(candidate, start, limit=start.step_time)) or start
     if start is best:
         return None
     order = order_named(start.plan.order)
@@ -274,9 +275,11 @@ def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
         if group.is_too_large(candidate):
             continue
         spent += candidate.work
-        own = _simulate(candidate, best, even)
+        limit = inf if best is None or not best.fits else ABANDON * best.step_time
+        limit *= candidate.estimate / candidate.promise  # what it may gain by less recomputation
+        own = _simulate(candidate, best, even, limit)
         if own is not None:
-            group.factors.append(own.step_time / candidate.promise)
+            group.factors.append(min(own.step_time, limit) / candidate.promise)
             best = _better(best, own)
         if own is None or not own.fits:
             group.too_large.append(candidate)
@@ -328,11 +331,11 @@ def _too_large(pool: list[Candidate], budget: int | None, best: PlanEstimate | N
     return sorted(over, key=lambda candidate: (candidate.peak, -candidate.count))[:TRIES]
 
 
-def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> PlanEstimate | None:
+def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool, limit: float) -> PlanEstimate | None:
     """None if memory rules it out. If the candidate leaves memory and recomputation slows it down, and it may be the
     best then, it recomputes less."""
     evaluator = candidate.evaluator
-    own = _first_estimate(candidate, best, even=even)
+    own = _first_estimate(candidate, best, even=even, limit=limit)
     if own is None or candidate.promise == candidate.estimate:
         return own
     hoped = own.step_time * candidate.promise / candidate.estimate
@@ -341,8 +344,11 @@ def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> Pl
     return with_less_recompute(evaluator, own)
 
 
-def _first_estimate(candidate: Candidate, rival: PlanEstimate | None, *, even: bool = False) -> PlanEstimate | None:
-    """The first plan of a candidate, or None if memory alone makes ``rival`` better.
+def _first_estimate(
+    candidate: Candidate, rival: PlanEstimate | None, *, even: bool = False, limit: float = inf
+) -> PlanEstimate | None:
+    """The first plan of a candidate, or None if memory alone makes ``rival`` better. If it takes longer than ``limit``,
+    its time may be infinite.
 
     If it does not fit, a second one may: slices of equal length and equally many layers on every rank need less memory
     than slices and ranks of equal time, because no rank then makes up with layers for the head of the last::
@@ -351,11 +357,11 @@ def _first_estimate(candidate: Candidate, rival: PlanEstimate | None, *, even: b
         evenly    16 layers + embedding | 16 layers + head
     """
     evaluator = candidate.evaluator
-    own = evaluator.unless_beaten(first_plan(candidate, even=even), rival)
+    own = evaluator.unless_beaten(first_plan(candidate, even=even), rival, limit)
     if own is not None and own.fits:
         return own
     light = replace(first_plan(candidate, even=True), boundaries=evaluator.even_boundaries(candidate.chunks))
-    return _better(own, evaluator.unless_beaten(light, rival))
+    return _better(own, evaluator.unless_beaten(light, rival, limit))
 
 
 def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
@@ -403,9 +409,10 @@ def _refine_even(start: PlanEstimate) -> PlanEstimate:
     evaluator = evaluator_of(start)
     request, plan = evaluator.request, start.plan
 
-    def evaluate(count: int) -> PlanEstimate:
+    def evaluate(count: int, limit: float) -> PlanEstimate:
         lengths = even_lengths(request.seq_len, count, evaluator.tile)
-        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute))
+        cut = replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute)
+        return evaluator.evaluate(cut, limit)
 
     best = hill_climb(evaluate, len(plan.lengths[0]), request.seq_len // evaluator.tile)
     return _with_less_memory(evaluator, min(start, with_less_recompute(evaluator, best), key=preference))
