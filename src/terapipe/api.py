@@ -374,7 +374,7 @@ def estimate(
     source = result.known_source() if costs is None else source_of(model_spec(model), costs, request, options)
     _check_fit(bare, layout, source)
     evaluator = PlanEvaluator(source, request, layout, bare.recompute_modes[-1])
-    return with_seconds(lambda: PlanResult(evaluator.evaluate(bare), (), request, source))
+    return with_seconds(lambda: PlanResult(evaluator.confirm(evaluator.evaluate(bare)), (), request, source))
 
 
 def simulate(

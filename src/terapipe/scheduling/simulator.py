@@ -26,7 +26,16 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, COPIES, Action, Schedule
 from terapipe.scheduling.copies import with_copies
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import COMPUTATIONS, ENDS, Numbering, Program, Times, compile_program, latest_starts, run
+from terapipe.scheduling.program import (
+    COMPUTATIONS,
+    ENDS,
+    Numbering,
+    Program,
+    Times,
+    compile_program,
+    latest_starts,
+    run,
+)
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import Shape
 

@@ -96,7 +96,9 @@ class Work:
             np.array(each) for each in zip(*((kind.first_forward, kind.backward(split)) for kind in kinds), strict=True)
         )
         last = stages.counts[pp - 1]
-        waiting = float(last @ [kind.weights for kind in kinds]) if split else 0.0  # may be done while gradients go back
+        waiting = (
+            float(last @ [kind.weights for kind in kinds]) if split else 0.0
+        )  # may be done while gradients go back
         around = float(stages.others @ forward + last @ device) + max(0.0, float(stages.others @ backward) - waiting)
         final = kinds[stages.final]
         through = stages.counts.sum(axis=0) @ (forward + backward) - final.first_forward - final.backward(split)

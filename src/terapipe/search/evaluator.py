@@ -26,6 +26,7 @@ from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, microbatch_sizes
 from terapipe.scheduling.footprint import host_peaks, peaks
 from terapipe.scheduling.simulator import makespan, program
+from terapipe.search.long_plans import extrapolate, shorten, shorter_counts
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource, Source
 from terapipe.search.throughput import Throughput
@@ -398,6 +399,15 @@ class PlanEvaluator:
         Args:
             plan: For one replica in this layout.
         """
+        if counts := shorter_counts(plan):
+            ranks = zip(*(self._count_bytes(shorten(plan, count)) for count in counts), strict=True)
+            return [
+                Needs(*(round(extrapolate(counts, pair, len(plan.sizes))) for pair in zip(low, high, strict=True)))
+                for low, high in ranks
+            ]
+        return self._count_bytes(plan)
+
+    def _count_bytes(self, plan: Plan) -> list["Needs"]:
         compiled = program(plan)
         device = peaks(compiled, plan, self.memory)
         host = host_peaks(compiled, plan, self.memory) if plan.offloads else [0] * len(device)
@@ -409,10 +419,30 @@ class PlanEvaluator:
         has_room = self.host_budget is None or needs.host <= self.host_budget
         return has_room and (self.budget is None or needs.device <= self.budget)
 
+    def confirm(self, estimate: PlanEstimate) -> PlanEstimate:
+        """The estimate of a plan that is simulated whole, however long it is. Estimates of long plans are extrapolated
+        (see long_plans.py).
+
+        Args:
+            estimate: Of a plan in this layout.
+        """
+        plan = estimate.plan
+        if shorter_counts(plan) is None:
+            return estimate
+        whole = self._estimate(plan, max_needs(self._count_bytes(plan)), *makespan(plan, self.cost))
+        return replace(whole, name=estimate.name)
+
     def _simulate(self, plan: Plan, needs: "Needs", limit: float = inf) -> PlanEstimate:
-        once = self.per_step(plan)
-        seconds, idle = makespan(plan, self.cost, limit - once)
-        step = seconds + once
+        counts = shorter_counts(plan)
+        if counts is None:
+            return self._estimate(plan, needs, *makespan(plan, self.cost, limit - self.per_step(plan)))
+        spans, idles = zip(*(makespan(shorten(plan, count), self.cost) for count in counts), strict=True)
+        busy = tuple(span * (1 - idle) for span, idle in zip(spans, idles, strict=True))
+        seconds, computed = (extrapolate(counts, pair, len(plan.sizes)) for pair in (spans, busy))
+        return self._estimate(plan, needs, seconds, 1 - computed / seconds)
+
+    def _estimate(self, plan: Plan, needs: "Needs", seconds: float, idle: float) -> PlanEstimate:
+        step = seconds + self.per_step(plan)
         share, fits = idle * seconds / step if seconds < inf else 0.0, self.fits(needs)
         return PlanEstimate(self.layout, plan, step, share, needs.device, fits, needs.host, evaluator=self)
 

@@ -11,9 +11,8 @@ from terapipe.planning.order import order_named
 from terapipe.planning.recompute import MODES, Recompute
 from terapipe.planning.slices import Plan, even_lengths
 from terapipe.planning.solver import Cuts, solve
-from terapipe.scheduling.footprint import peaks
-from terapipe.scheduling.simulator import program
 from terapipe.search.evaluator import Lengths, PlanEstimate, PlanEvaluator, preference
+from terapipe.search.long_plans import shorter_counts
 
 WORK = 250_000  # computations to simulate while cuts are shifted
 SOLVED = 512  # cut points for the solver; for longer sequences its step is a multiple of the tile
@@ -41,12 +40,15 @@ def refine(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
             hill_climb(partial(_evaluate_ramp, evaluator, start, widest), count, most) for widest in (2, 4, 8)
         ]
     for cuts in _solutions(evaluator, size):
-        estimates.append(evaluator.evaluate(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))
+        limit = min((e.step_time for e in estimates if e.fits), default=inf)
+        estimates.append(evaluator.evaluate(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths), limit))
     alike = [e for e in estimates if len(set(e.plan.lengths)) == 1]  # `shift_cuts` cuts all microbatches alike
     return min([*estimates, shift_cuts(evaluator, min(alike, key=preference))], key=preference)
 
 
-def _evaluate_ramp(evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count: int, limit: float) -> PlanEstimate:
+def _evaluate_ramp(
+    evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count: int, limit: float
+) -> PlanEstimate:
     """For V-shaped orders: short slices first and last, where ranks idle, and long ones between.
 
     Slice times grow by a constant factor up to ``widest`` times the first one, then shrink again. With two ranks
@@ -288,11 +290,11 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
 def _relax(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
     """As many slices on each rank take this mode as fit. Ranks do not share memory, so all are searched at once."""
     places = _by_gain(plan)
-    low, high = [0] * plan.num_ranks, [len(places)] * plan.num_ranks
+    low, high = [0] * plan.num_ranks, [max(places) + 1] * plan.num_ranks
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
-        for rank, peak in enumerate(peaks(program(plan), _with(plan, mode, places, middle), evaluator.memory)):
-            if peak <= (evaluator.budget or 0):
+        for rank, needs in enumerate(evaluator.needs_by_rank(_with(plan, mode, places, middle))):
+            if needs.device <= (evaluator.budget or 0):
                 low[rank] = middle[rank]
             else:
                 high[rank] = min(high[rank], middle[rank] - 1)
@@ -306,7 +308,11 @@ def _by_gain(plan: Plan) -> list[int]:
     these the last microbatch is first, because the step ends with its way back through all stages. The others follow
     spread evenly, so that no few consecutive ones, which 1F1B holds at a time, take all the memory: of 8 microbatches
     7, 3, 5, 1, 6, 2, 4, 0.
+
+    In long plans all microbatches are alike, so that they can be extrapolated, and slices of one number share a place.
     """
+    if shorter_counts(plan):
+        return [len(plan.grid[s.microbatch]) - 1 - s.number for s in plan.slices]
     bits = (len(plan.sizes) - 1).bit_length()
 
     def key(index: int) -> tuple[int, int]:
