@@ -51,8 +51,7 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
     """
     pool = candidates(source, request)
     estimates = best_rows(pool, source, request, progress, far=FAR)
-    rows = [e for e in estimates if e.fits and not e.name.endswith(EQUAL)]
-    rows = _confirm(rows) or _refuse_budget(pool, rows)
+    rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or refuse_budget(estimates)
     picked = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
     chosen = _without_shards(picked)
@@ -172,7 +171,7 @@ def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
 def best_rows(
     pool: list[Candidate], source: Source, request: Request, progress: Progress = silent, *, far: float = inf
 ) -> list[PlanEstimate]:
-    """The best plan of every row. Raises ValueError if none of them fits the memory budget.
+    """The best plan of every row; of one whose plans do not fit the memory budget, the smallest.
 
     First every row is searched, then the best of each is refined, and at last all candidates are held against the best
     of all rows (``sweep``).
@@ -202,17 +201,14 @@ def best_rows(
         best_by_title[best.title] = best
     if not best_by_title:
         _refuse_orders(source, request)
-    if request.offload is None and not any(estimate.fits for estimate in best_by_title.values()):
+    if request.offload is None and not source.knows_host and not any(e.fits for e in best_by_title.values()):
         for title, e in best_by_title.items():
             best_by_title[title] = replace(least_offload(evaluator_of(e), e), name=e.name)
     for look_again in (sweep, sweep_offload):
         if better := look_again(pool, min(best_by_title.values(), key=preference)):
             best_by_title[better.title] = better
     progress(1.0)
-    estimates = list(best_by_title.values())
-    if not any(estimate.fits for estimate in estimates):
-        _refuse_budget(pool, estimates)
-    return estimates
+    return list(best_by_title.values())
 
 
 def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
@@ -508,12 +504,18 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     )
 
 
-def _refuse_budget(pool: list[Candidate], best: list[PlanEstimate]) -> NoReturn:
-    least, request = min(best, key=lambda c: c.peak_bytes), pool[0].evaluator.request
+def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
+    """Says that no plan fits, and which one is the smallest.
+
+    Args:
+        rows: The smallest plan of every row.
+    """
+    least = min(rows, key=lambda c: c.peak_bytes)
+    evaluator = evaluator_of(least)
     raise ValueError(
-        f"no plan fits into {(pool[0].evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
+        f"no plan fits into {(evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
         "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
-        + ("; offload='auto' keeps what slices need in the host's memory" if request.offload == "none" else "")
+        + ("; offload='auto' keeps what slices need in the host's memory" if evaluator.request.offload == "none" else "")
     )

@@ -66,7 +66,7 @@ def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate
     """
     if evaluator.budget is None or evaluator.host_budget is None:
         return start
-    plan, fixed = start.plan, evaluator.request.recompute is not None
+    plan, fixed = replace(start.plan, offload=False, offload_kv=False), evaluator.request.recompute is not None
     heaviest = MODES.index(plan.recompute_modes[-1])
     lighter = [mode for mode in MODES[: heaviest + 1] if mode in evaluator.request.recompute_modes and not fixed]
     plans = [*(replace(plan, recompute=mode) for mode in lighter if plan.recompute != mode), plan]
