@@ -143,7 +143,8 @@ class CompareOptions(Options):
         "it again), or a share of the slices such as 0.5",
         unit="SHARE",
         group=MEMORY,
-        unset="only if nothing fits without",
+        unset="auto where memory and link of the host are known, as of the types of hosts that have a name and in "
+        "profiles; else only if nothing fits without",
     )
     offload_kv: bool | None = knob(
         "keys and values of microbatches and stages that wait for their backwards are in the host's memory, too",
