@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 from terapipe.planning.device import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
 from terapipe.planning.limits import LARGEST, check_whole_number
 from terapipe.planning.memory import MOST_BYTES, parse_bytes
+from terapipe.planning.optimizer_state import OPTIMIZERS
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.recompute import MODES, Recompute, parse_recompute
 
@@ -156,6 +157,11 @@ class CompareOptions(Options):
         group=MEMORY,
         unset="three quarters of a device's share of it",
     )
+    optimizer: str | None = knob(
+        "whose state each parameter has, on the device or (adamw-offload) in the host's memory",
+        choices=lambda: OPTIMIZERS, unit="NAME", group=MEMORY,
+        unset="adamw, with a float32 copy of weights in half precision",
+    )  # fmt: skip
     tile: int | None = knob(
         "slice lengths are multiples of this number of tokens", most=LARGEST["max_seq_len"], unit="TOKENS",
         group=LIMITS, unset="128 on A100 and later, else 8",

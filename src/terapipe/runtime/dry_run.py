@@ -12,7 +12,7 @@ has no numbers to read, so a few tokens go through the stages before, and their 
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -84,15 +84,16 @@ def fake_device(*, autocast: bool = False) -> torch.device:
 
 
 def dry_run(
-    model: PipelineModel,
+    model: PipelineModel | Callable[[torch.device], PipelineModel],
     plan: Plan,
     layout: Layout,
     rank: int,
     *,
     autocast: torch.dtype | None = None,
-    state: int = 0,
+    state: float = 0,
     attention: str = "",
     blas: int = 0,
+    device: torch.device | None = None,
 ) -> DryRun:
     """Runs two steps of one rank of the pipeline, forward and backward, on fake tensors.
 
@@ -100,27 +101,29 @@ def dry_run(
     parameters, which fake ones do not allow.
 
     Args:
-        model: on the meta device.
+        model: on the meta device; or a function that makes one of fake tensors, on the device that it is given.
         plan: of the steps.
         layout: of all ranks; not with ``shard``.
         rank: of the pipeline.
         autocast: the dtype of products, as for ``torch.autocast``; by default what the caller has switched on. Messages
             are counted as from the second step on, when both ends know their dtype.
-        state: bytes that the optimizer has for a parameter.
+        state: bytes that the optimizer has for a parameter that is trained.
         attention: the kernel of the device that is planned for.
         blas: bytes of its cuBLAS.
+        device: of the fake tensors, by default a GPU where torch knows GPUs.
     """
     if layout.shard:
         raise ValueError(
             "a dry run does not know sharded replicas (FSDP2); take a layout with shard=False, on the command line one "
             "without --shard"
         )
-    began, device = time.perf_counter(), fake_device(autocast=autocast is not None)
+    began, device = time.perf_counter(), device or fake_device(autocast=autocast is not None)
     cast = Autocast.current(device) if autocast is None else Autocast(device.type, autocast)
     counter = MemoryCounter(device, attention)
     waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
+            model = model if isinstance(model, PipelineModel) else model(device)
             transport = NullTransport(device, rank, plan.num_ranks, layout.dp, mesh)
             pipe = Pipeline(model, plan, transport=transport, verify=False)  # there are no numbers to compare
             if cast.dtype is not None:
@@ -135,7 +138,7 @@ def dry_run(
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
-        beside = blas + state * sum(to_local(p).numel() for p in pipe.parameters())
+        beside = blas + int(state * sum(to_local(p).numel() for p in pipe.parameters() if p.requires_grad))
     sent = {kind: count // STEPS for kind, count in transport.sent.items()}
     seconds = time.perf_counter() - began
     return DryRun(rank, device.type, weights, counter.peak + beside, seconds, sent, waits)

@@ -31,8 +31,9 @@ class PipelineConfig(PlanOptions):
         slices: Number of slices of each sequence, of equal length: short for ``num_slices``, here only.
         plan: A plan or a result of ``terapipe.plan`` in place of ``slices``; ``"auto"`` profiles the model and plans,
             for batches of ``seq_len`` tokens within ``memory`` per device. Batches of other shapes are cut in
-            proportion.
-        seq_len: Tokens per sequence to plan for, with ``plan="auto"``.
+            proportion. Without it, ``memory`` on one device plans each shape of batch when it first comes, without
+            measurements, and holds the plan against a dry run: see budget.py.
+        seq_len: Tokens per sequence to plan for, with ``plan="auto"`` or ``memory``.
         profile_seconds: About how long ``plan="auto"`` measures the model, at most.
         timeout: The longest that a rank waits for another, in seconds; by default ``ddp_timeout`` of transformers, as
             the first rank writes files and generates text while others wait.
@@ -58,9 +59,16 @@ class PipelineConfig(PlanOptions):
             raise ValueError("slices and plan both say how to cut sequences; give one of them")
         limits = {"seq_len": self.seq_len, **values_of(self, PlanOptions)}
         limits = {name: value for name, value in limits.items() if value and name not in WITHOUT_PLANNER}
-        if self.plan != "auto" and limits:
-            raise ValueError(f"{' and '.join(limits)} say what to plan for; they need plan='auto'")
+        if self.plan != "auto" and limits and not self.plans_each_batch:
+            raise ValueError(
+                f"{' and '.join(limits)} say what to plan for; they need plan='auto', or on one device memory=..."
+            )
         self._refuse_twice()
+
+    @property
+    def plans_each_batch(self) -> bool:
+        """Whether plans are made for batches as they come, within ``memory``."""
+        return self.plan is None and self.memory is not None
 
     def _refuse_twice(self) -> None:
         """Refuses knobs beside a plan that fixes them."""
@@ -90,6 +98,11 @@ class PipelineConfig(PlanOptions):
             raise ValueError(
                 f"{layout} needs {layout.devices} processes, got {processes}; start so many with torchrun, or change "
                 "the layout"
+            )
+        if self.plans_each_batch and layout.devices > 1:
+            raise ValueError(
+                f"memory={self.memory!r} alone plans for one device, got {layout}; with several, give plan='auto' and "
+                "seq_len, too"
             )
         return layout
 
