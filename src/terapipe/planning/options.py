@@ -157,11 +157,6 @@ class CompareOptions(Options):
         group=MEMORY,
         unset="three quarters of a device's share of it",
     )
-    optimizer: str | None = knob(
-        "whose state each parameter has, on the device or (adamw-offload) in the host's memory",
-        choices=lambda: OPTIMIZERS, unit="NAME", group=MEMORY,
-        unset="adamw, with a float32 copy of weights in half precision",
-    )  # fmt: skip
     tile: int | None = knob(
         "slice lengths are multiples of this number of tokens", most=LARGEST["max_seq_len"], unit="TOKENS",
         group=LIMITS, unset="128 on A100 and later, else 8",
@@ -249,4 +244,9 @@ class CostOptions(Options):
         "weights are float32, products are autocast to half precision, as bf16=True of Hugging Face trainers has it "
         "(with a described cluster; a profile knows it)",
         default=False, group=COSTS,
+    )  # fmt: skip
+    optimizer: str | None = knob(
+        "whose state every parameter has: on the device, or with adamw-offload in the host's memory",
+        choices=lambda: OPTIMIZERS, group=COSTS, unit="NAME",
+        unset="adamw, with a float32 copy of parameters in half precision as `terapipe train` has it",
     )  # fmt: skip

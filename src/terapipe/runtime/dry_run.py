@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.stage import Autocast, PipelineModel, SlicedStage, Stage
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.layout import Layout
@@ -36,7 +37,7 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
 from terapipe.runtime.comm.mesh import TP
 from terapipe.runtime.comm.transport import NullTransport
-from terapipe.runtime.loss_head import Batch
+from terapipe.runtime.loss_head import Batch, TokenValues
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 
@@ -94,6 +95,7 @@ def dry_run(
     attention: str = "",
     blas: int = 0,
     device: torch.device | None = None,
+    values: bool = False,
 ) -> DryRun:
     """Runs two steps of one rank of the pipeline, forward and backward, on fake tensors.
 
@@ -111,6 +113,8 @@ def dry_run(
         attention: the kernel of the device that is planned for.
         blas: bytes of its cuBLAS.
         device: of the fake tensors, by default a GPU where torch knows GPUs.
+        values: whether one of the two steps is by values of tokens, whose gradients come from outside, as in loops
+            that compute a loss of their own (``Pipeline.token_outputs``).
     """
     if layout.shard:
         raise ValueError(
@@ -132,9 +136,10 @@ def dry_run(
             counter.count(pipe)
             weights = counter.current
             try:
-                for _ in range(STEPS):
+                for step in range(STEPS):
                     with cast.on():  # without the checks of a batch, which read numbers
-                        pipe._train(Batch.made_up(plan, rank, device))
+                        batch = Batch.made_up(plan, rank, device)
+                        _train_by_values(pipe, batch) if values and step else pipe._train(batch)
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
@@ -142,6 +147,15 @@ def dry_run(
     sent = {kind: count // STEPS for kind, count in transport.sent.items()}
     seconds = time.perf_counter() - began
     return DryRun(rank, device.type, weights, counter.peak + beside, seconds, sent, waits)
+
+
+def _train_by_values(pipe: Pipeline, batch: Batch) -> None:
+    """All forwards, values of tokens, and all backwards from gradients of these."""
+    head, executor, outputs = TokenValues(token_log_probs), pipe._executors.get(batch.plan), pipe._token_outputs
+    outputs.forwards(batch, executor, head, train=True)
+    gradients = {name: torch.ones_like(value) for name, value in outputs.broadcast(batch, head).items()}
+    with pipe._accumulate_gradients():
+        outputs.backwards(batch, executor, head, gradients)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.optimizer_state import state_bytes
 from terapipe.planning.options import CostOptions, PlanOptions, values_of
+from terapipe.planning.order import all_microbatches, order_named
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
 from terapipe.runtime.calibration import host_here
 from terapipe.runtime.dry_run import dry_run
@@ -124,7 +125,7 @@ class BudgetPlanner:
         fixed = {"memory": memory, "dp": 1, "pp": 1, "tp": 1, "shard": False}
         fixed["num_slices"] = config.slices or config.num_slices
         fixed["microbatch_size"] = min(config.microbatch_size or rows, rows)
-        options = values_of(config, PlanOptions) | fixed | {"optimizer": None} | self._casts
+        options = values_of(config, PlanOptions) | fixed | self._casts
         return api.plan(self.decoder, self._described(), batch_size=rows, seq_len=tokens, **options).plan
 
     def _least(self, rows: int, tokens: int) -> tuple[Plan, int]:
@@ -151,6 +152,7 @@ class BudgetPlanner:
         run = dry_run(
             lambda device: fake_copy(self.decoder, device), plan, Layout(1, 1, 1), 0, autocast=self.autocast.dtype,
             state=self._state, attention=self._attention, blas=blas, device=torch.device(self.device.type),
+            values=order_named(plan.order).in_flight is all_microbatches,
         )  # fmt: skip
         return run.peak
 

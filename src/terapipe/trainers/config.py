@@ -7,6 +7,7 @@ from terapipe import api
 from terapipe.hf import Decoder, split_layers
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
+from terapipe.planning.optimizer_state import OPTIMIZERS
 from terapipe.planning.options import PlanOptions, values_of, with_default
 from terapipe.planning.order import ORDERS
 from terapipe.planning.recompute import Recompute
@@ -35,6 +36,8 @@ class PipelineConfig(PlanOptions):
             measurements, and holds the plan against a dry run: see budget.py.
         seq_len: Tokens per sequence to plan for, with ``plan="auto"`` or ``memory``.
         profile_seconds: About how long ``plan="auto"`` measures the model, at most.
+        optimizer: Whose state counts within ``memory``: ``"adamw"``, ``"adamw-8bit"``, ``"adamw-offload"`` or
+            ``"sgd"``. By default what ``optim`` of ``TrainingArguments`` says, else AdamW.
         timeout: The longest that a rank waits for another, in seconds; by default ``ddp_timeout`` of transformers, as
             the first rank writes files and generates text while others wait.
     """
@@ -43,6 +46,7 @@ class PipelineConfig(PlanOptions):
     plan: "Plan | PlanResult | Literal['auto'] | None" = None
     seq_len: int | None = None
     profile_seconds: float = 20.0
+    optimizer: str | None = None
     timeout: float | None = None
     dp: int = with_default("dp", 1)
     tp: int = with_default("tp", 1)
@@ -63,6 +67,8 @@ class PipelineConfig(PlanOptions):
             raise ValueError(
                 f"{' and '.join(limits)} say what to plan for; they need plan='auto', or on one device memory=..."
             )
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         self._refuse_twice()
 
     @property
@@ -143,4 +149,5 @@ class PipelineConfig(PlanOptions):
         options = values_of(self, PlanOptions) | values_of(layout, Layout) | {"microbatch_size": size}
         if self.recompute is None and self.memory is None:
             options["recompute"] = recompute
+        options["optimizer"] = self.optimizer
         return api.plan(decoder, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, **options).plan
