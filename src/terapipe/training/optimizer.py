@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
+from terapipe.extras import import_extra
 from terapipe.modeling.weight_grads import to_local
 from terapipe.training.config import LRConfig, OptimizerConfig
 
@@ -87,10 +88,8 @@ def _make_8bit(
             f"optimizer.name = 'adamw-8bit' needs whole float32 parameters, got {got}; take model.dtype = 'float32' "
             "without tp and shard, or optimizer.name = 'adamw'"
         )
-    require("torchao", "quantized", "optimizer.name = 'adamw-8bit'")
-    from torchao.optim import AdamW8bit
-
-    optimizer: Optimizer = AdamW8bit(
+    optim = import_extra("torchao.optim", "quantized", "optimizer.name = 'adamw-8bit'")
+    optimizer: Optimizer = optim.AdamW8bit(
         param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=0.0
     )
     return optimizer
