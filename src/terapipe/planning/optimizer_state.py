@@ -1,11 +1,11 @@
 """What an optimizer keeps for each parameter, in bytes: on the device, and in the memory of the host.
 
-    adamw           two moments in the parameter's dtype; `terapipe train` has them, and a copy of the parameter, in
-                    float32 where the parameter is in half precision
-    adamw-8bit      two moments of one byte each, and a scale for each block of 256
-    adamw-offload   nothing on the device: moments, and a copy of parameter and gradient, are the host's (torchao's
-                    CPUOffloadOptimizer)
-    sgd             nothing
+adamw           two moments in the parameter's dtype; `terapipe train` has them, and a copy of the parameter, in
+                float32 where the parameter is in half precision
+adamw-8bit      two moments of one byte each, and a scale for each block of 256
+adamw-offload   nothing on the device: moments, and a copy of parameter and gradient, are the host's (torchao's
+                CPUOffloadOptimizer)
+sgd             nothing
 """
 
 from typing import NamedTuple

@@ -431,7 +431,13 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
         return {**cluster, **model, "autocast": source.autocast, "optimizer": source.optimizer}
     assert isinstance(source, ProfileSource)
     measured = {"profile": str(file or ""), "checksum": _checksum(source.profile)}
-    return {**measured, "ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused, "optimizer": source.optimizer}
+    return {
+        **measured,
+        "ranks": source.ranks,
+        "tp": source.tp,
+        "fused_grads": source.fused,
+        "optimizer": source.optimizer,
+    }
 
 
 def _checksum(profile: Profile) -> int:

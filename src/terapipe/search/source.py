@@ -42,6 +42,11 @@ class Source(Protocol):
     def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
         """Bytes of the host's memory that the optimizer takes for the parameters of one rank's stages."""
 
+    @property
+    def knows_host(self) -> bool:
+        """Whether the host's memory and the link to it are known, so that slices may be offloaded without being asked
+        for it."""
+
     def cost(self, layout: Layout) -> Cost:
         """Seconds of computations and transfers in a layout."""
 
@@ -71,6 +76,7 @@ class ClusterSource:
     autocast: bool = False  # whether weights are float32, and products autocast to the device's dtype
     sequence_parallel: bool = True  # see AnalyticCost
     scatter: bool = True
+    batched: bool = False
     optimizer: str | None = None  # see planning/optimizer_state.py
 
     @property
@@ -102,6 +108,11 @@ class ClusterSource:
     def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
         return _host_state(self.optimizer, self._weight, self.config, layout, stages)
 
+    @property
+    def knows_host(self) -> bool:
+        """The types of ``HOSTS`` say how much memory they have; of a host in words it is an assumption."""
+        return bool(self.cluster.host.device.accelerator and self.cluster.host.memory)
+
     def cost(self, layout: Layout) -> Cost:
         return AnalyticCost(
             self.config,
@@ -112,6 +123,7 @@ class ClusterSource:
             autocast=self.autocast,
             sequence_parallel=self.sequence_parallel,
             scatter=self.scatter,
+            batched=self.batched,
         )
 
     def memory(self, layout: Layout) -> Memory:
@@ -197,6 +209,12 @@ class ProfileSource:
 
     def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
         return _host_state(self.optimizer, self.profile.element, self.profile.config, layout, stages)
+
+    @property
+    def knows_host(self) -> bool:
+        """Older profiles do not say how fast copies are."""
+        machine = self.profile.machine
+        return bool(self.profile.on_gpu and machine.get("memory") and machine.get("copies"))
 
     @property
     def tile(self) -> int:

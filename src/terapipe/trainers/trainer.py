@@ -187,7 +187,9 @@ class PipelineMixin:
         if wrapped is not None:
             reference.forward = wrapped
         try:
-            made = pipelined(reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout)
+            made = pipelined(
+                reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout
+            )
             made.planner = policy.planner
         except UnsupportedModelError:
             if wrapped is not None:

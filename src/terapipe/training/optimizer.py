@@ -72,9 +72,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def _make_8bit(
-    param_groups: list[dict[str, Any]], trained: list[nn.Parameter], config: OptimizerConfig
-) -> Optimizer:
+def _make_8bit(param_groups: list[dict[str, Any]], trained: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     """torchao's AdamW with a state of 8 bits, which updates parameters in float32.
 
     Blocks of 256 values in a row share a scale. A pipeline has whole parameters on each rank, so its blocks are those
