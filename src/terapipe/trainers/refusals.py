@@ -43,6 +43,7 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
         )
     best_only = args.load_best_model_at_end and args.save_only_model
     optim = str(getattr(args.optim, "value", args.optim))
+    per_layer = optim.endswith(PER_LAYER)
     if "bit" in optim and (layout.tp > 1 or layout.shard):
         raise ValueError(
             f"optim={optim!r} does not go with {layout}: its states are quantized in blocks of whole parameters, and "
@@ -54,7 +55,7 @@ def refuse_arguments(trainer: Any, layout: Layout) -> None:
         "save_only_model": ("load_best_model_at_end needs what it leaves out", best_only),
         "sync_ref_model": ("ranks have only their own stage's weights as they are; leave it off", synced),
         "train_sampling_strategy": ("'batch_rebalance' counts ranks as replicas; take another", rebalanced),
-        "optim": ("it updates weights in the middle of a backward, with a slice's part; take another", optim.endswith(PER_LAYER)),
+        "optim": ("it updates weights in the middle of a backward, with a slice's part; take another", per_layer),
         "cast_lm_head_to_fp32": ("leave it off", getattr(args, "cast_lm_head_to_fp32", None)),
         "fsdp": ("PipelineConfig(shard=True) shards over replicas", args.fsdp),
         "deepspeed": ("a pipeline takes its place", args.deepspeed),

@@ -163,7 +163,8 @@ class PipelineMixin:
             with trainer.accelerator.autocast():  # which is how steps are to be planned
                 optimizer = self.pipeline_config.optimizer or optimizer_of(args)
                 self.pipelined = pipelined(
-                    outer, config=replace(self.pipeline_config, optimizer=optimizer), batch_size=args.per_device_train_batch_size,
+                    outer, config=replace(self.pipeline_config, optimizer=optimizer),
+                    batch_size=args.per_device_train_batch_size,
                     seq_len=getattr(args, "max_length", None), recompute=self._recompute,
                     device=args.device, mesh=self._mesh, timeout=self._timeout,
                 )  # fmt: skip

@@ -72,7 +72,7 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         if not hasattr(optimizer, "state"):
             raise ValueError(
-                f"{type(optimizer).__name__} has no state by parameter, as torch's optimizers have, so that it cannot be "
+                f"{type(optimizer).__name__} has no state by parameter, as torch's optimizers have, so it cannot be "
                 "saved for any layout; leave the optimizer out, and save its state_dict() beside"
             )
         self._optimizer, self._state = optimizer, optimizer.state
