@@ -19,6 +19,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.backends import Backend, UnsupportedModelError
+from terapipe.hf.quantized import quantization_of, why_packed
 from terapipe.hf.refusals import (
     find_dropouts,
     is_checkpointing,
@@ -107,6 +108,7 @@ class Decoder(PipelineModel):
         self.num_layers = len(list(model.get_submodule(self.structure.layers).children()))
         self.tied, self.config = self.structure.tied, model.config
         self._changes = check_changes(model, self.structure)
+        self._is_quantized = quantization_of(model) is not None
         self._dropouts = find_dropouts(model)  # once: every step asks for their probabilities
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
@@ -196,6 +198,8 @@ class Decoder(PipelineModel):
                 f"packed documents are not exact in {name}: {reason}; give each document its own row"
             )
         if training and (reason := untrainable(self.model, self._dropouts) or self._changes.untrainable):
+            raise UnsupportedModelError(f"{name} in training mode: {reason}")
+        if training and self._is_quantized and (reason := why_packed(self.model)):
             raise UnsupportedModelError(f"{name} in training mode: {reason}")
         if padded and self._routers:
             raise UnsupportedModelError(
@@ -351,6 +355,8 @@ class Decoder(PipelineModel):
         the plan may no longer match what they wrap. So they are refused.
         """
         degree, name = tp.mesh.size(), type(self.model).__name__
+        if quantization_of(self.model) is not None:
+            raise UnsupportedModelError(f"quantized weights of {name} cannot be tensor parallel; take tp 1")
         if self._adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
         if self._changes.first:
