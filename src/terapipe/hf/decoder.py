@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from terapipe.hf.adapters import AdaptedWeights, with_adapter
 from terapipe.hf.backends import Backend, UnsupportedModelError
 from terapipe.hf.quantized import quantization_of, why_packed
 from terapipe.hf.refusals import (
@@ -199,8 +200,8 @@ class Decoder(PipelineModel):
             )
         if training and (reason := untrainable(self.model, self._dropouts) or self._changes.untrainable):
             raise UnsupportedModelError(f"{name} in training mode: {reason}")
-        if training and self._is_quantized and (reason := why_packed(self.model)):
-            raise UnsupportedModelError(f"{name} in training mode: {reason}")
+        if self._is_quantized and (reason := why_packed(self.model)):
+            raise UnsupportedModelError(f"{name}: {reason}")
         if padded and self._routers:
             raise UnsupportedModelError(
                 f"routers of {name} would count the tokens that vary='pad' adds; take vary='replan'"
@@ -253,7 +254,15 @@ class Decoder(PipelineModel):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None, **options: Any
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Backend | None = None,
+        quantization_config: Any = None,
+        adapter: Any = None,
+        seed: int = 0,
+        **options: Any,
     ) -> "Decoder":
         """From a folder as ``save_pretrained`` writes it. As in transformers, the model is in evaluation mode.
 
@@ -264,13 +273,27 @@ class Decoder(PipelineModel):
             folder: With a ``config.json`` and weights.
             dtype: Of the weights, by default as they were saved.
             backend: See ``Decoder``.
+            quantization_config: Quantizes linear layers as they are read, each rank those of its stages: a
+                ``BitsAndBytesConfig``. A folder that was saved quantized needs none.
+            adapter: A ``LoraConfig`` of peft: all else is frozen, and each rank adds the adapters of its own layers.
+            seed: Of the adapters' weights.
             options: Others of ``Decoder``.
         """
-        weights = PretrainedWeights(Path(folder), dtype)
+        weights = PretrainedWeights(Path(folder), dtype, quantization_config)
         config = weights.config()
-        decoder = cls(meta_model(config, dtype, classifier_of(config)), backend=backend, **options)
+        if quantization_config is not None:
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError(f"{folder} was saved quantized; leave out quantization_config, or load it from others")
+            config.quantization_config = quantization_config
+        model = meta_model(config, dtype, classifier_of(config))
+        decoder = cls(model, backend=backend, **options)
         decoder._weights = weights
-        return decoder
+        if adapter is None:
+            return decoder
+        adapted = cls(with_adapter(model, adapter, decoder.structure), backend=decoder.backend, **options)
+        adapted._weights = AdaptedWeights(weights, model, adapter, seed)
+        adapted._verified, adapted.min_slice = decoder._verified, decoder.min_slice
+        return adapted
 
     def weight_source(self) -> FolderSource | None:
         """The folder that the weights came from, if one is known: checkpoints may leave frozen weights to it."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from terapipe.hf.backends import UnsupportedModelError
 
@@ -112,6 +113,25 @@ def _refuse_inexact_4_bit(quantization: Any, name: str) -> None:
             f"{name} computes in float16 (bnb_4bit_compute_dtype), whose small gradients are lost without a loss scale, "
             "which a pipeline does not have; load it with bnb_4bit_compute_dtype=torch.bfloat16"
         )
+
+
+def skip_modules(quantization: Any, model: PreTrainedModel, names: list[str]) -> Any:
+    """A copy of a quantization that leaves further modules as they are: those of other stages, which are not read.
+
+    Args:
+        quantization: A dictionary, or an object of transformers.
+        model: The whole model. By default transformers leaves its head, and looks for it among the parameters, of which
+            a stage's part has not all; so the head is named here.
+        names: Of the modules.
+    """
+    quantization = copy.deepcopy(quantization)
+    skipped = option_of(quantization, "llm_int8_skip_modules")
+    skipped = get_keys_to_not_convert(model) if skipped is None else skipped
+    if isinstance(quantization, dict):
+        quantization["llm_int8_skip_modules"] = [*skipped, *names]
+    else:
+        quantization.llm_int8_skip_modules = [*skipped, *names]
+    return quantization
 
 
 def _dtype(value: Any) -> Any:
@@ -220,7 +240,7 @@ def keep_unpacked(model: nn.Module) -> None:
 
 
 def why_packed(model: nn.Module) -> str:
-    """Why a step in training mode would have no gradients, empty if it would.
+    """Why a step would have no gradients, empty if it would.
 
     Args:
         model: Whose parameters stages share.

@@ -425,11 +425,13 @@ def _not_local(
                 return "shapes of what it returns do not follow those of its tokens"
             sums.append(sum((x * w).sum() for x, w in zip(results, wanted, strict=True)))
             if piece is None:
-                size = max(float(sum((x * w).abs().sum() for x, w in zip(results, wanted, strict=True))), 1e-30)
+                sizes = ((x.detach() * w).abs().sum() for x, w in zip(results, wanted, strict=True))
+                size = max(float(sum(sizes)), 1e-30)
     except _NotTokensError as error:
         return str(error)
     whole, parts = sums[0], sum(sums[1:])
-    worst = abs(float(whole - parts)) / size
+    difference = whole - parts
+    worst = abs(float(difference.detach() if isinstance(difference, Tensor) else difference)) / size
     if sources and isinstance(whole, Tensor) and whole.requires_grad:
         worst = max(worst, _gradient_error(whole, parts, sources))
     bound = max(BOUNDS.get(x.dtype, 1e-3) for x in projections) if projections else 0.0
