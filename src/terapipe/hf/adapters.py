@@ -11,6 +11,8 @@ Weights of adapters are drawn from a seed and the name of their layer, so they a
 
 import copy
 import hashlib
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,7 @@ class AdaptedWeights:
         layer.reset_lora_parameters(NAME, self.adapter.init_lora_weights or True)
 
 
-def save_adapter(pipe: Pipeline, folder: str | Path) -> None:
+def save_adapter(pipe: Pipeline, folder: str | Path, *, finish: Callable[[Path], None] = lambda partial: None) -> None:
     """Saves the adapters of a pipeline as peft's ``save_pretrained`` would: ``PeftModel.from_pretrained`` of the base
     and this folder gives the model that was trained.
 
@@ -115,6 +117,8 @@ def save_adapter(pipe: Pipeline, folder: str | Path) -> None:
     Args:
         pipe: A pipeline of a ``Decoder`` with LoRA.
         folder: Where to. It is replaced as a whole when the new one is complete.
+        finish: Called on the first rank with the folder as it was written, before it is put in place, as in
+            ``save_pretrained``.
     """
     folder, transport = Path(folder).resolve(), pipe.transport
     adapters = getattr(getattr(next(iter(pipe.stages.values())), "model", None), "peft_config", None) or {}
@@ -128,8 +132,10 @@ def save_adapter(pipe: Pipeline, folder: str | Path) -> None:
             tensors = {f"{PREFIX}{n.replace(f'.{NAME}.', '.')}": x for part in parts for n, x in part.items()}
             partial = sibling(folder, "partial")
             recover(folder)
-            partial.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
             adapters[NAME].save_pretrained(partial)
             save_file({name: x.contiguous() for name, x in tensors.items()}, partial / "adapter_model.safetensors")
+            finish(partial)
             replace_folder(folder, partial)
         transport.gather(None, ALL)

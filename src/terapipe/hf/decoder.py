@@ -31,7 +31,7 @@ from terapipe.hf.refusals import (
 )
 from terapipe.hf.rope import depends_on_length
 from terapipe.hf.routers import FLAG, refuse_capacity, router_losses, with_router_logits
-from terapipe.hf.shape import shape_of
+from terapipe.hf.shape import frozen_layers, shape_of
 from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import ModelStructure, find_structure, identity_of, text_config
 from terapipe.hf.tensor_parallel import refuse_uneven_heads
@@ -306,9 +306,10 @@ class Decoder(PipelineModel):
         return shape_of(self.model, self.structure)
 
     def planning_spec(self) -> ModelSpec:
-        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation, and
-        whether a stage may be an end alone."""
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends)
+        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation,
+        whether a stage may be an end alone, and what frozen layers take."""
+        frozen = frozen_layers(self.model, self.structure)
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends, frozen=frozen)
 
     def traits(self) -> dict[str, Any]:
         """What must be equal on all ranks, see ``PipelineModel``: class, backend, configuration, adapters, losses of

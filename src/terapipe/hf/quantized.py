@@ -1,7 +1,7 @@
 """Quantized models: which are exact in slices, and how their layers are copied and moved.
 
 bitsandbytes replaces linear layers by its own, whose frozen weights are whole numbers with scales (``Linear4bit``,
-``Linear8bitLt``). They multiply each token alone, so a model that is exact in slices stays so, whatever the weights are::
+``Linear8bitLt``). They multiply each token alone, so a model that is exact in slices stays so::
 
     4 bits (NF4, FP4)      out = x W, where W is made of the whole numbers in each call       each token alone
     8 bits, threshold 0    x is rounded to 8 bits by the largest value of its own token       each token alone
@@ -77,8 +77,8 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     method = str(getattr(method, "value", method))
     if method != "bitsandbytes":
         raise UnsupportedModelError(
-            f"{name} has quantized weights of {method}, which are not known to be exact in slices; take bitsandbytes, in "
-            f"4 bits or by {EXACT_8_BIT}"
+            f"{name} has quantized weights of {method}, which are not known to be exact in slices; take bitsandbytes, "
+            f"in 4 bits or by {EXACT_8_BIT}"
         )
     if option_of(quantization, "load_in_8bit") or option_of(quantization, "_load_in_8bit"):
         _refuse_inexact_8_bit(quantization, name)
@@ -110,8 +110,8 @@ def _refuse_inexact_4_bit(quantization: Any, name: str) -> None:
         )
     if _dtype(option_of(quantization, "bnb_4bit_compute_dtype", torch.float32)) == torch.float16:
         raise UnsupportedModelError(
-            f"{name} computes in float16 (bnb_4bit_compute_dtype), whose small gradients are lost without a loss scale, "
-            "which a pipeline does not have; load it with bnb_4bit_compute_dtype=torch.bfloat16"
+            f"{name} computes in float16 (bnb_4bit_compute_dtype), whose small gradients are lost without a loss "
+            "scale, which a pipeline does not have; load it with bnb_4bit_compute_dtype=torch.bfloat16"
         )
 
 
@@ -248,7 +248,7 @@ def why_packed(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if getattr(getattr(parameter, "quant_state", None), PACKED, False):
             return (
-                f"{name} was repacked for inference on the CPU, by a call of the model itself in evaluation mode, after "
-                "which bitsandbytes computes no gradients; load the model again, and call it through the pipeline"
+                f"{name} was repacked for inference on the CPU, by a call of the model itself in evaluation mode, "
+                "after which bitsandbytes computes no gradients; load the model again, and call it through the pipeline"
             )
     return ""

@@ -44,8 +44,8 @@ def refuse_unfit(model: Any) -> None:
         model: Whatever the user passed, without a wrapper of peft.
 
     Raises:
-        UnsupportedModelError: It is no PreTrainedModel, has no head, was compiled, is quantized in a way that is not exact
-            in slices, drops layers at random, or one of its modules has a forward that is not a method.
+        UnsupportedModelError: It is no PreTrainedModel, has no head, was compiled, is quantized in a way that is not
+            exact in slices, drops layers at random, or one of its modules has a forward that is not a method.
     """
     _refuse_compiled(model)
     name = type(model).__name__

@@ -249,9 +249,9 @@ class DecoderStage(Stage):
     @torch.no_grad()
     def _try(self, layers: OwnLayers, context: int) -> None:
         """Calls the model with two tokens after ``context`` ones, and with stubs for layers. Nothing changes by it."""
-        p, cache = next(self.parameters()), self.make_cache(1, context + 2)
+        p, dtype, cache = next(self.parameters()), self._dtype, self.make_cache(1, context + 2)
         cache.begin(context, 2)
-        x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(self._dtype)
+        x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(dtype)
         with self._calling(cache.longest), RandomState.now(p.device).restored(), self._swap(layers).applied():
             inputs = self._inputs(x.to(p.device), cache)
             inputs.pop(FLAG, None)  # stubs have no routers
@@ -271,10 +271,8 @@ class DecoderStage(Stage):
         """
         self._head = Head(self.model, self.structure, every, self._depth)
         if self.has_own_layers_only or not own:
-            p = next(self.parameters())
-            like = (
-                hidden_of(*calls[self.last - 1]) if own else torch.zeros(self.hidden_shape(1, 2)).to(p.device, self._dtype)
-            )
+            zeros = torch.zeros(self.hidden_shape(1, 2)).to(next(self.parameters()).device, self._dtype)
+            like = hidden_of(*calls[self.last - 1]) if own else zeros
             with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
                 self._use_smaller_head(every[self.last - 1], like)
 

@@ -218,8 +218,8 @@ class RandomWeights:
     def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
         if quantization_of(model) is not None:
             raise UnsupportedModelError(
-                f"the configuration of {type(model).__name__} says that its weights are quantized, which random ones are "
-                "not; take Decoder.from_pretrained, or remove quantization_config"
+                f"the configuration of {type(model).__name__} says that its weights are quantized, which random ones "
+                "are not; take Decoder.from_pretrained, or remove quantization_config"
             )
         model = copy.deepcopy(model)
         _allocate(model, wanted)

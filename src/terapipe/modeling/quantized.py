@@ -1,10 +1,10 @@
 """Quantized parameters: whole numbers, and beside them the scales that make weights of them.
 
-bitsandbytes keeps the weight of a linear layer as a parameter of whole numbers, and hangs the scales on that parameter::
+bitsandbytes keeps the weight of a linear layer as a parameter of whole numbers, and hangs its scales on it::
 
-    4 bits   (outputs * inputs / 2, 1) of uint8   .quant_state   a scale for each block of weights, a table of 16 values;
-                                                                 double quantization has the scales in 8 bits, with
-                                                                 scales, a table and an offset of their own
+    4 bits   (outputs * inputs / 2, 1) of uint8   .quant_state   a scale for each block of weights, a table of 16
+                                                                 values; double quantization has the scales in 8
+                                                                 bits, with scales, a table and an offset of their own
     8 bits   (outputs, inputs) of int8            .SCB           a scale for each output
 
 They are known by these attributes, so nothing of bitsandbytes is imported here. Whoever compares, saves or sends such a

@@ -9,7 +9,7 @@ from terapipe.planning.device import usable_memory, usable_of_measured
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory
-from terapipe.planning.presets import GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig
 from terapipe.planning.profile import ELEMENT, STATE, FittedCost, Profile
 
 
@@ -66,6 +66,7 @@ class ClusterSource:
     autocast: bool = False  # whether weights are float32, and products autocast to the device's dtype
     sequence_parallel: bool = True  # see AnalyticCost
     scatter: bool = True
+    frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
     def name(self) -> str:
@@ -113,6 +114,7 @@ class ClusterSource:
             attention=device.attention_kernel,
             blas=device.blas,
             fused=self.fused,
+            frozen=self.frozen,
         )
 
     @property
@@ -142,6 +144,7 @@ class ProfileSource:
     ranks: int
     tp: int = 1
     fused: bool = True  # see ModelSpec.fused_grads
+    frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
     def name(self) -> str:
@@ -196,6 +199,7 @@ class ProfileSource:
             attention=profile.attention,
             blas=int(profile.machine.get("blas", 0)),
             fused=self.fused,
+            frozen=self.frozen,
         )
 
     def tensor_degrees(self) -> list[int]:

@@ -228,8 +228,9 @@ def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     models are compiled with their layers."""
     if model.shape is None:
         return None
-    fused = isinstance(model.model, GPT) or not config.model.compile
-    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused, model.model.has_bare_ends)
+    fused, spec = isinstance(model.model, GPT) or not config.model.compile, model.model.planning_spec()
+    frozen = None if spec is None else spec.frozen
+    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused, model.model.has_bare_ends, frozen)
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:

@@ -306,7 +306,7 @@ class _Probe:
     def _inexact(self, change: Change, call: "_Call") -> str:
         """Why one change is not exact, empty if it is: tried with the arguments of a call."""
         module = self._model.get_submodule(change.name)
-        if any(p.dtype not in BOUNDS for p in module.parameters() if p.is_floating_point()) or _computes_in_half(module):
+        if _computes_in_half(module):
             module = copy.deepcopy(module).float()  # half precision would hide small errors
             for layer in quantized_layers(module):
                 layer.compute_dtype = torch.float32
@@ -322,8 +322,10 @@ class _Probe:
 
 
 def _computes_in_half(module: nn.Module) -> bool:
-    """Whether a quantized layer rounds its input to half precision."""
-    return any(getattr(layer, "compute_dtype", None) in HALF for layer in quantized_layers(module))
+    """Whether weights are in half precision, or a quantized layer rounds its input to it."""
+    of_weights = (p.dtype for p in module.parameters() if p.is_floating_point())
+    of_layers = (getattr(layer, "compute_dtype", None) for layer in quantized_layers(module))
+    return any(dtype not in BOUNDS for dtype in of_weights) or any(dtype in HALF for dtype in of_layers)
 
 
 def _kind(model: nn.Module, change: Change, layer: str) -> tuple[Any, ...]:
