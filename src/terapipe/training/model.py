@@ -195,12 +195,13 @@ def _adapters(config: ModelConfig) -> dict[str, Any]:
     if not config.quantize:
         return {"adapter": adapter, "seed": config.seed}
     import_extra("bitsandbytes", "quantized", "model.quantize")
-    from transformers import BitsAndBytesConfig
+    import transformers
 
+    quantize: Any = transformers.BitsAndBytesConfig
     if config.quantize == "int8":  # without outliers, which slices would choose otherwise
-        quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        quantization = quantize(load_in_8bit=True, llm_int8_threshold=0.0)
     else:
-        quantization = BitsAndBytesConfig(
+        quantization = quantize(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.quantize.removesuffix("-double"),
             bnb_4bit_use_double_quant=config.quantize.endswith("-double"),
