@@ -1,7 +1,7 @@
 """Adapters on quantized bases: gradients equal those of the plain quantized model of peft.
 
 bitsandbytes knows no float64, so the bound is that of float32: the same model without quantization, in the same slices,
-is 2e-6 away from its plain gradients, relative to the largest. A scale that is 1 % larger shows as 1e-3 and more.
+is 2e-6 away from its plain gradients, relative to the largest. Scales of one layer that are 1 % larger show as 1e-4 and more.
 """
 
 from collections.abc import Callable
@@ -55,27 +55,29 @@ def test_gradients_are_those_of_the_plain_model(kind: str, base: Path) -> None:
     assert all(torch.equal(g, wanted[name]) for name, g in wanted_of(model).items()), "the model is as it was"
 
 
+def in_two_stages(model: Any, recompute: Any = "none") -> dict[str, Tensor]:
+    plan = Plan((2,), ((9, 1, 12, 7),), (0, 1, 4), "terapipe", 2, recompute=recompute)
+    return step_gradients(Pipeline(Decoder(model, backend="attention"), plan))
+
+
 def test_a_scale_counts(base: Path) -> None:
-    """What the bound is worth: one scale of one layer, larger by a hundredth."""
+    """What the bound is worth: scales of one layer, larger by a hundredth."""
     model = quantized(base)
     wanted = wanted_of(model)
     next(p for p in model.parameters() if is_quantized(p)).quant_state.absmax.mul_(1.01)
-    assert worst_difference(step_gradients(Pipeline(decoder := Decoder(model), two_stages(decoder))), wanted) > 1e-3
+    assert worst_difference(in_two_stages(model), wanted) > 1e-4
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
 def test_recomputation(mode: Any, base: Path) -> None:
     model = quantized(base, "nf4-double")
-    wanted = wanted_of(model)
-    plan = Plan((2,), ((9, 1, 12, 7),), (0, 1, 4), "terapipe", 2, recompute=mode)
-    assert worst_difference(step_gradients(Pipeline(Decoder(model), plan)), wanted) < BOUND
+    assert worst_difference(in_two_stages(model, mode), wanted_of(model)) < BOUND
 
 
 def test_trained_norms_and_head_beside_a_quantized_base(base: Path) -> None:
     """Without adapters: what bitsandbytes leaves as it is can be trained."""
     model = quantized(base, lora=False)
-    assert worst_difference(step_gradients(Pipeline(decoder := Decoder(model), two_stages(decoder))),
-                            plain_gradients(model)) < BOUND  # fmt: skip
+    assert worst_difference(in_two_stages(model), plain_gradients(model)) < BOUND
 
 
 def on_ranks(base: str) -> list[dict[str, Tensor]]:
