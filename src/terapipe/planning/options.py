@@ -134,8 +134,8 @@ class CompareOptions(Options):
     )
     microbatch_size: int | None = knob("sequences per microbatch", most=2**20)
     recompute: Recompute | None = knob(  # noqa: RUF009
-        "activations that the backward computes again (activation checkpointing; block: all of a layer but its "
-        "attention, full: the whole stage)",
+        "activations that the backward computes again (activation checkpointing; light: norms and activation "
+        "functions, block: all of a layer but its attention, full: the whole stage)",
         choices=lambda: MODES, unit="MODE", unset="what is fastest and fits, also a mixture",
     )  # fmt: skip
     offload: str | float | None = knob(
@@ -143,7 +143,8 @@ class CompareOptions(Options):
         "it again), or a share of the slices such as 0.5",
         unit="SHARE",
         group=MEMORY,
-        unset="only if nothing fits without",
+        unset="auto where memory and link of the host are known, as of the types of hosts that have a name and in "
+        "profiles; else only if nothing fits without",
     )
     offload_kv: bool | None = knob(
         "keys and values of microbatches and stages that wait for their backwards are in the host's memory, too",

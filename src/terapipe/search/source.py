@@ -37,6 +37,11 @@ class Source(Protocol):
         """Bytes of the host's memory that offloaded slices of a device may take. None where the device is the host:
         what is offloaded stays in the same memory."""
 
+    @property
+    def knows_host(self) -> bool:
+        """Whether the host's memory and the link to it are known, so that slices may be offloaded without being asked
+        for it."""
+
     def cost(self, layout: Layout) -> Cost:
         """Seconds of computations and transfers in a layout."""
 
@@ -66,6 +71,7 @@ class ClusterSource:
     autocast: bool = False  # whether weights are float32, and products autocast to the device's dtype
     sequence_parallel: bool = True  # see AnalyticCost
     scatter: bool = True
+    batched: bool = False
     frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
@@ -89,6 +95,11 @@ class ClusterSource:
         host = self.cluster.host
         return host.memory_per_device if host.device.accelerator else None
 
+    @property
+    def knows_host(self) -> bool:
+        """The types of ``HOSTS`` say how much memory they have; of a host in words it is an assumption."""
+        return bool(self.cluster.host.device.accelerator and self.cluster.host.memory)
+
     def cost(self, layout: Layout) -> Cost:
         return AnalyticCost(
             self.config,
@@ -99,6 +110,7 @@ class ClusterSource:
             autocast=self.autocast,
             sequence_parallel=self.sequence_parallel,
             scatter=self.scatter,
+            batched=self.batched,
         )
 
     def memory(self, layout: Layout) -> Memory:
@@ -175,6 +187,12 @@ class ProfileSource:
         """Three quarters of a rank's share: the rest is for data, the framework and others."""
         memory = int(self.profile.machine.get("memory", 0))
         return memory * 3 // 4 // self.profile.ranks_per_host if self.profile.on_gpu else None
+
+    @property
+    def knows_host(self) -> bool:
+        """Older profiles do not say how fast copies are."""
+        machine = self.profile.machine
+        return bool(self.profile.on_gpu and machine.get("memory") and machine.get("copies"))
 
     @property
     def tile(self) -> int:
