@@ -513,7 +513,7 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
         request: What is fixed.
         options: How to read the costs.
     """
-    fused = True if spec is None else spec.fused_grads
+    fused, frozen = (True, None) if spec is None else (spec.fused_grads, spec.frozen)
     if isinstance(costs, str):
         costs = Cluster(costs)
     if isinstance(costs, Profile):
@@ -527,7 +527,8 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
         if options.attention is not None:
             raise ValueError(f"the profile was measured with attention kernel {costs.attention}; leave attention out")
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
-        return ProfileSource(costs, options.devices or fixed or costs.ranks, request.tp or 1, fused, options.optimizer)
+        ranks = options.devices or fixed or costs.ranks
+        return ProfileSource(costs, ranks, request.tp or 1, fused, options.optimizer, frozen)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
@@ -541,7 +542,7 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
     if config.max_seq_len > 1:  # else positions are rotated, which takes no parameters
         config = replace(config, max_seq_len=max(config.max_seq_len, request.seq_len))
     ends, autocast = not options.layers_only, options.autocast
-    return ClusterSource(config, costs, ends, fused, autocast, optimizer=options.optimizer)
+    return ClusterSource(config, costs, ends, fused, autocast, optimizer=options.optimizer, frozen=frozen)
 
 
 def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:

@@ -109,6 +109,12 @@ class Stage(nn.Module):
     auxiliary_losses: Mapping[str, AuxiliaryLoss] = {}
     no_default_loss: str = ""
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of hidden states where nothing is autocast, and so of messages between stages: by default that of
+        the stage's first parameter."""
+        return next(self.parameters()).dtype
+
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         """Computes the hidden states of one slice.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from terapipe.planning.cost import Array, GradientBytes, Numbers, StageSpec
 from terapipe.planning.device import CPU_ATTENTION, CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
-from terapipe.planning.presets import GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig
 from terapipe.planning.recompute import Recompute
 
 
@@ -104,6 +104,7 @@ class ShapeMemory:
     attention: str = CPU_ATTENTION  # kernel, as modeling/kernels.py names it
     blas: int = 0  # bytes of cuBLAS's workspaces
     fused: bool = True  # whether gradients of weights are added in place, and can be deferred
+    frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     def with_recompute(self, mode: Recompute) -> "ShapeMemory":
         return replace(self, recompute=mode)
@@ -117,23 +118,38 @@ class ShapeMemory:
         per_parameter = float(self._weight + self.state)
         if self.shards > 1:
             per_parameter = self._weight + (self._weight + self.state) / self.shards
-        return self._parameters(stage) * per_parameter + self._casts(stage)
+        if self.frozen is None:
+            return self._parameters(stage) * per_parameter + self._casts(stage)
+        layers = stage.layers * (self.frozen.layer_bytes / self.tp + self.frozen.trained * (self._sum + self.state))
+        ends = self._end_parameters(stage) * (per_parameter if self.frozen.ends_trained else self._weight)
+        return layers + ends + self._casts(stage)
+
+    def _end_parameters(self, stage: StageSpec) -> float:
+        """Counts the parameters of one device outside of layers."""
+        return self._parameters(stage) - self._parameters(StageSpec(stage.layers))
+
+    def _trained(self, stage: StageSpec) -> float:
+        """Counts the parameters of one device that have gradients."""
+        if self.frozen is None:
+            return self._parameters(stage)
+        return stage.layers * self.frozen.trained + self._end_parameters(stage) * self.frozen.ends_trained
 
     def _casts(self, stage: StageSpec) -> float:
         """Copies of the weights of products. An embedding is none, unless it is the head, too."""
         head = self.config.vocab * self.config.hidden * stage.last
-        return (stage.layers * self.config.layer_parameters + head) * self.element / self.tp * self.autocast
+        layers = 0 if self.frozen and self.frozen.quantized else stage.layers * self.config.layer_parameters
+        return (layers + head) * self.element / self.tp * self.autocast
 
     def gradients(self, stage: StageSpec) -> GradientBytes:
         """Sums over slices are in float32 or wider. Those of half-precision weights do not exist before the first
         backward, and are rounded after the last; with replicas, when all are summed over replicas. With FSDP2 a device
         also has a shard of the rounded ones."""
-        sums = self._parameters(stage) * self._sum
+        sums = self._trained(stage) * self._sum
         if self.shards > 1:
-            sums += self._parameters(stage) * self._weight / self.shards
+            sums += self._trained(stage) * self._weight / self.shards
         if self.shards > 1 or self._weight == self._sum:
             return GradientBytes(sums, sums, sums)
-        rounded = sums if self.replicas > 1 else self._parameters(stage) * self._weight
+        rounded = sums if self.replicas > 1 else self._trained(stage) * self._weight
         return GradientBytes(0.0, sums, rounded)
 
     def _parameters(self, stage: StageSpec) -> float:
@@ -180,7 +196,8 @@ class ShapeMemory:
         c = self.config
         inputs = 2 * c.hidden + c.attention_width + c.ffn_hidden
         gradients = inputs + 2 * c.num_kv_heads * c.head_size
-        per_token = (inputs + gradients) * self.element / self.tp * self.fused
+        deferred = self.fused and self.frozen is None  # frozen weights have none, and adapters little
+        per_token = (inputs + gradients) * self.element / self.tp * deferred
         return np.asarray(stage.layers * np.multiply(size, length) * per_token, dtype=np.float64)
 
     def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
@@ -213,6 +230,8 @@ class ShapeMemory:
         attention = self._attention(size, length, context) - self._mlp(size, length)
         again = self._layer_again(size, length) if self.recompute == "light" else layers * self._layer(size, length)
         backward = again + np.maximum(attention, mlp)
+        if self.frozen and self.frozen.quantized:
+            backward = backward + self.config.hidden * self.config.ffn_hidden * self.element  # one product's weight
         return np.asarray(logits, dtype=np.float64), np.asarray(backward, dtype=np.float64)
 
     def _attention(self, size: Numbers, length: Numbers, context: Numbers) -> Array:

@@ -121,6 +121,24 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 @dataclass(frozen=True)
+class FrozenLayers:
+    """Layers of which only a few parameters are trained, such as adapters, in bytes. The rest has no gradients and no
+    state of an optimizer, and may be quantized.
+
+    Args:
+        layer_bytes: Of a layer's frozen weights, with the scales of quantized ones.
+        trained: Parameters of a layer that are trained, in float32 or wider.
+        ends_trained: Whether embedding, head and the norm before it are trained.
+        quantized: Whether weights are quantized: each product then makes its weight anew, for as long as it takes.
+    """
+
+    layer_bytes: float
+    trained: float
+    ends_trained: bool = False
+    quantized: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the planner must know about a model. Your own model may return it from ``planning_spec()``."""
 
@@ -133,6 +151,7 @@ class ModelSpec:
     bare_ends: bool = (
         False  # whether the embedding and the head may be stages of their own: PipelineModel.has_bare_ends
     )
+    frozen: FrozenLayers | None = None  # where most weights of layers are; None if all are trained
 
 
 def gpt_config(text: str) -> GPTConfig:

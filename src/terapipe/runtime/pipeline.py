@@ -155,7 +155,8 @@ class Pipeline(nn.Module):
             self._tied = TiedWeights(model.tied, self.stages, plan, transport)
             attach_stages(self, self.stages.values())
             self.training = any(stage.training for stage in self.stages.values())
-            sync, dtype, fused = self._sync, next(self.parameters()).dtype, fused_weight_grads
+            dtype = next(iter(self.stages.values())).hidden_dtype  # all stages say the same
+            sync, fused = self._sync, fused_weight_grads
             self._executors = Executors(plan, sync.stages, transport, dtype, checks.plan, sync.stage_done, fused=fused)
             self._loss = LossSetup(loss_fn, self.stages, plan, transport, shard)
             vocabulary = next(iter(self.stages.values())).vocabulary  # all stages say the same

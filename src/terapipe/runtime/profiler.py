@@ -123,7 +123,7 @@ class Profiler:
         Stages of a model on the meta device are copies of their own. Otherwise they share its parameters, and to
         convert those would change the user's model behind their back.
         """
-        own = next(self.stage.parameters()).dtype
+        own = self.stage.hidden_dtype
         if dtype in (None, own):
             return own
         if set(self.stage.parameters()) & set(self.plain.parameters()):  # then they are also the model's

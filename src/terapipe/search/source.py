@@ -11,7 +11,7 @@ from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
 from terapipe.planning.memory import ShapeMemory, parameters
 from terapipe.planning.optimizer_state import state_bytes
-from terapipe.planning.presets import GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig
 from terapipe.planning.profile import ELEMENT, STATE, FittedCost, Profile
 
 
@@ -78,6 +78,7 @@ class ClusterSource:
     scatter: bool = True
     batched: bool = False
     optimizer: str | None = None  # see planning/optimizer_state.py
+    frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
     def name(self) -> str:
@@ -139,6 +140,7 @@ class ClusterSource:
             attention=device.attention_kernel,
             blas=device.blas,
             fused=self.fused,
+            frozen=self.frozen,
         )
 
     @property
@@ -176,6 +178,7 @@ class ProfileSource:
     tp: int = 1
     fused: bool = True  # see ModelSpec.fused_grads
     optimizer: str | None = None  # see planning/optimizer_state.py
+    frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
     def name(self) -> str:
@@ -241,6 +244,7 @@ class ProfileSource:
             attention=profile.attention,
             blas=int(profile.machine.get("blas", 0)),
             fused=self.fused,
+            frozen=self.frozen,
         )
 
     def tensor_degrees(self) -> list[int]:

@@ -28,11 +28,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from terapipe.hf.decoder import Decoder
+from terapipe.hf.quantized import keep_unpacked, settle_scales
 from terapipe.hf.refusals import without_wrapper
 from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import is_classifier
 from terapipe.losses.sequences import classification, scores
 from terapipe.losses.tokens import token_log_probs
+from terapipe.modeling.quantized import is_quantized, scales_of
 from terapipe.modeling.stage import IGNORE, Autocast
 from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
@@ -96,6 +98,7 @@ def pipelined(
         raise ValueError(f"{' and '.join(short)} are short for a config with them, got config={config}, too; give one")
     config = config or PipelineConfig(slices=slices, memory=memory)
     inner = without_wrapper(model)
+    keep_unpacked(inner)  # text may be generated between steps, by the model itself
     layout, device = config.layout(rank_and_size()[1]), device_of(device)
     if layout.devices > 1:
         mesh = device_mesh(layout, device=device, timeout=config.timeout or timeout) if mesh is None else mesh
@@ -491,6 +494,7 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
         model: Whose parameters and buffers are compared by name; weights on the meta device are left out.
         device: Of this process, through which weights are sent.
     """
+    settle_scales(model)
     named = dict(chain(model.named_parameters(), model.named_buffers()))
     real = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
     mine = {name: digest_of(tensor) for name, tensor in real.items()}
@@ -514,10 +518,12 @@ def agree_on_weights(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _take_over(tensor: Tensor, device: torch.device) -> None:
-    """Overwrites a tensor with that of the first process. By way of the device: NCCL sends nothing else."""
-    there = tensor.detach().to(device).contiguous()
-    dist.broadcast(there, 0)
-    tensor.data.copy_(there)
+    """Overwrites a tensor with that of the first process, a quantized one with its scales. By way of the device: NCCL
+    sends nothing else."""
+    for part in (tensor.data, *scales_of(tensor).values()):
+        there = part.detach().to(device).contiguous()
+        dist.broadcast(there, 0)
+        part.copy_(there)
 
 
 @torch.no_grad()
@@ -535,7 +541,8 @@ def gather_weights(pipe: Pipeline, model: nn.Module) -> None:
     own = dict(pipe.named_parameters()) | dict(persistent_buffers(pipe.stages.values()))
     with pipe.failing_together():
         owners: dict[str, int] = {}
-        for rank, names in enumerate(pipe.gather(list(own))):
+        changing = [name for name, x in own.items() if not is_quantized(x)]  # quantized weights are never trained
+        for rank, names in enumerate(pipe.gather(changing)):
             owners |= {name: rank for name in names if name not in owners}
         for name, owner in owners.items():
             if owner == pipe.rank:

@@ -228,10 +228,10 @@ def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     models are compiled with their layers. Light recomputation cannot look into compiled layers."""
     if model.shape is None:
         return None
-    compiles = config.model.compile
-    fused = isinstance(model.model, GPT) or not compiles
+    compiles, spec = config.model.compile, model.model.planning_spec()
+    fused, frozen = isinstance(model.model, GPT) or not compiles, None if spec is None else spec.frozen
     modes = tuple(mode for mode in model.recompute_modes if mode != "light" or not compiles)
-    return ModelSpec(model.shape, model.min_slice, modes, fused, model.model.has_bare_ends)
+    return ModelSpec(model.shape, model.min_slice, modes, fused, model.model.has_bare_ends, frozen)
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from terapipe.files import sibling
+from terapipe.modeling.quantized import scales_of
 from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
@@ -234,11 +235,17 @@ class Checkpoint:
         self._tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         for name, tensor in chain(((tied.canonical(name), p) for name, p in parameters), buffers):
-            first = self._tensors.setdefault(name, tensor)
-            if first is not tensor:
-                self._copies.append((first, tensor))
+            self._add(name, tensor)
+            for scale, values in scales_of(tensor).items():  # of a quantized weight, under names below its own
+                self._add(f"{name}.{scale}", values)
         self._optimizer_state = None if optimizer is None else OptimizerState(optimizer, self._tensors)
         self._transport = transport
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """A tensor of this rank, or a copy of one that it has already under this name."""
+        first = self._tensors.setdefault(name, tensor)
+        if first is not tensor:
+            self._copies.append((first, tensor))
 
     def _state(self, extra: Mapping[str, Tensor], left_out: Iterable[str]) -> State:
         """Returns what is saved, by part. It has tensors only: all else would be saved as pickles.
@@ -248,7 +255,8 @@ class Checkpoint:
             left_out: names of the weights that the model's own files have.
         """
         moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
-        weights = {name: x for name, x in self._tensors.items() if name not in left_out}
+        scales = {f"{name}.{scale}" for name in left_out for scale in scales_of(self._tensors.get(name))}
+        weights = {name: x for name, x in self._tensors.items() if name not in left_out and name not in scales}
         parts = {"model": weights, PART: moments, "extra": extra}
         return {part: {name: x.detach() for name, x in tensors.items()} for part, tensors in parts.items() if tensors}
 
