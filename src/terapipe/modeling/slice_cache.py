@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from terapipe.modeling.key_values import GradientRoom, KeyValueStore
 from terapipe.modeling.offload import SavedTensors
 from terapipe.modeling.recall import Recall
-from terapipe.modeling.visibility import Visibility, segments
+from terapipe.modeling.visibility import Bounds, Visibility, segments
 from terapipe.modeling.weight_grads import to_local
 
 
@@ -48,6 +48,7 @@ class SliceContext:
         length: Tokens of the slice.
         defer: Whether the backward puts off gradients of weights: they are left in ``deferred``.
         main_grads: Whether gradients of half-precision weights are summed in float32, see weight_grads.py.
+        forward_only: Whether no slice of the microbatch has a backward: what no later slice sees is let go.
 
     Attributes:
         end: Where the next slice begins.
@@ -61,9 +62,11 @@ class SliceContext:
         saved: Takes what a forward keeps for its backward, if the slice is offloaded.
     """
 
-    def __init__(self, start: int, length: int, *, defer: bool = False, main_grads: bool = False) -> None:
+    def __init__(
+        self, start: int, length: int, *, defer: bool = False, main_grads: bool = False, forward_only: bool = False
+    ) -> None:
         self.start, self.length, self.end = start, length, start + length
-        self.defer, self.main_grads, self.fuses = defer, main_grads, False
+        self.defer, self.main_grads, self.forward_only, self.fuses = defer, main_grads, forward_only, False
         self.deferred: list[Any] = []
         self.calls: dict[Hashable, int] = {}
         self.checkpointed: Literal["", "first", "again"] = ""
@@ -240,7 +243,9 @@ class SliceCache:
         # By layer and start of the slice, for layers that are computed again.
         self._attention: dict[tuple[Hashable, int], _Attention] = {}
 
-    def begin(self, context: int, length: int, *, defer: bool = False, main_grads: bool = False) -> SliceContext:
+    def begin(
+        self, context: int, length: int, *, defer: bool = False, main_grads: bool = False, forward_only: bool = False
+    ) -> SliceContext:
         """Begins a slice's forward or backward, and returns what the calls that follow read.
 
         Args:
@@ -248,12 +253,13 @@ class SliceCache:
             length: Tokens of the slice.
             defer: Whether the backward puts off gradients of weights.
             main_grads: Whether gradients of half-precision weights are summed in float32.
+            forward_only: Whether no slice of the microbatch will have a backward. So say all of its slices, or none.
         """
         if length < 1 or context < 0 or context + length > self.seq_len:
             raise ValueError(
                 f"a slice must lie within its cache of {self.seq_len} tokens, got {context} to {context + length}"
             )
-        self.current = SliceContext(context, length, defer=defer, main_grads=main_grads)
+        self.current = SliceContext(context, length, defer=defer, main_grads=main_grads, forward_only=forward_only)
         return self.current
 
     @property
@@ -443,7 +449,7 @@ class SliceCache:
         """Forgets all states, so that another microbatch can begin. Room for keys and values is kept: it is written
         before read. That for their gradients goes to whoever needs it next."""
         for store in self._stores.values():
-            store.give_back_gradients()
+            store.clear()
         self._leaves.clear()
         self._outgoing.clear()
         self.current = SliceContext(0, 0)
@@ -495,7 +501,8 @@ class SliceCache:
         key = (current.start, current.length, window, chunk)
         if key not in self._visible:
             parts = segments(self._starts, current.start, current.end, chunk)
-            self._visible[key] = Visibility(current.start, current.length, parts, window)
+            bounds = Bounds.of(current.start, current.end, window, chunk, self.has_documents)
+            self._visible[key] = Visibility(current.start, current.length, parts, window, bounds)
         return self._visible[key]
 
     def positions(self, device: torch.device) -> Tensor:

@@ -29,6 +29,28 @@ def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
     return count
 
 
+def gradient_tokens(config: GPTConfig, layers: int, seq_len: int) -> int:
+    """The tokens for whose gradients of keys and values a stage has room, summed over its layers: see KeyValueStore.
+
+    ::
+
+        layers of Gemma 3    w w w w w a w w w w w a        w: window - 1 tokens, a: all tokens
+        a stage of two                 |---|                those that take most, wherever it lies
+
+    Room that moves from one slice to the slice before takes other room before it gives its own back: one more.
+
+    Args:
+        config: The shape of the model.
+        layers: Those of the stage.
+        seq_len: Tokens of a sequence.
+    """
+    if not any(config.windows) or not layers:
+        return layers * seq_len
+    rooms = np.array([min(window - 1, seq_len) if window else seq_len for window in config.windows])
+    sums, layers = np.concatenate(([0], np.cumsum(rooms))), min(layers, config.layers)
+    return int((sums[layers:] - sums[: len(sums) - layers]).max() + max(rooms[rooms < seq_len], default=0))
+
+
 def attention_inside(
     kernel: str, rows: Numbers, keys: Numbers, heads: float, kv_heads: float, head_size: int, element: int
 ) -> Array:
@@ -166,16 +188,18 @@ class ShapeMemory:
         recomputation one cache serves all microbatches of a stage, while each is computed."""
         if not sliced and self.recompute == "full":
             return np.zeros(np.shape(size))
-        return self._keys_and_values(stage, size, seq_len) * self.element
+        return self._keys_and_values(size, stage.layers * seq_len) * self.element
 
     def kv_gradients(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """Sums over slices, in float32 or wider. Buffers of microbatches that are through serve others."""
-        return self._keys_and_values(stage, size, seq_len) * self._sum
+        """Sums over slices, in float32 or wider. Buffers of microbatches that are through serve others. Layers with
+        windows have room for what one slice sees."""
+        tokens = gradient_tokens(self.config, stage.layers, seq_len)
+        return self._keys_and_values(size, tokens) * self._sum
 
-    def _keys_and_values(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """How many numbers they are."""
+    def _keys_and_values(self, size: Numbers, tokens: int) -> Array:
+        """How many numbers they are, of so many tokens in one layer."""
         per_token = 2 * self.config.num_kv_heads * self.config.head_size / self.tp
-        return np.asarray(stage.layers * np.multiply(size, seq_len) * per_token, dtype=np.float64)
+        return np.asarray(np.multiply(size, tokens) * per_token, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
@@ -196,6 +220,8 @@ class ShapeMemory:
         them, and what the kernel needs inside."""
         c = self.config
         heads, kv_heads = c.heads / self.tp, c.num_kv_heads / self.tp
+        if all(c.windows) and c.windows:
+            context = np.minimum(context, max(c.windows) - 1)
         if self.attention == "plain":
             rows, keys = np.minimum(length, _PLAIN_BLOCK[0]), np.minimum(np.add(length, context), _PLAIN_BLOCK[1])
             return np.asarray(np.multiply(size, rows * keys) * _PLAIN * heads, dtype=np.float64)

@@ -306,7 +306,7 @@ class Executor:
         x = self._input(k, s)
         start = self._clock.mark()
         cache = self._cache(k, s)
-        context = cache.begin(s.context, s.length, main_grads=True)
+        context = cache.begin(s.context, s.length, main_grads=True, forward_only=not self._train)
         mode = self._modes[k, s] if self._train else "none"
         leaf, kept = x, self._begin_kept(k, s)
         if kept is not None and k > 0:
