@@ -86,8 +86,8 @@ class ModelConfig:
     recompute: Literal["auto", "none", "light", "block", "full"] = key(
         "auto",
         "activations that the backward pass recomputes to save memory. none; light: all but the outputs of products "
-        "and attention; block: those of each layer but the output of attention; full: all of a stage; auto: what the plan "
-        "needs, by stage and slice",
+        "and attention; block: those of each layer but the output of attention; full: all of a stage; auto: what the "
+        "plan needs, by stage and slice",
     )
     compile: bool = key(False, "apply torch.compile to the layers")
 
