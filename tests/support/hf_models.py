@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,39 @@ def adapted(kind: str = "LoraConfig", tied: bool = False, **options: Any) -> Any
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1 if p.requires_grad else 0.0)
     return model
+
+
+QUANTIZATIONS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+
+
+def save_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Saves a small Llama in float32, whose layers are wide enough to be quantized in blocks."""
+    config = small_config("llama")
+    for name, value in {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, **changes}.items():
+        setattr(config, name, value)
+    small_model(config, torch.float32, seed).save_pretrained(folder)
+    return folder
+
+
+def quantized(folder: Path, kind: str = "nf4", *, lora: bool = True, **options: Any) -> Any:
+    """The model of ``save_base``, quantized as it is loaded, in training mode. With adapters that are far from their
+    initialization, unless they are left out."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    options = {"dtype": torch.float32, **options}
+    if kind:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**QUANTIZATIONS[kind])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).train()
+    if not lora:
+        return model
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    )
 
 
 def plain_gradients(

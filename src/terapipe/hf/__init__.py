@@ -1,12 +1,14 @@
-"""Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back. Needs transformers."""
+"""Hugging Face models: ``Decoder`` takes one apart, ``save_pretrained`` writes it back, ``save_adapter`` what was
+trained of it. Needs transformers."""
 
+from terapipe.hf.adapters import save_adapter
 from terapipe.hf.backends import UnsupportedModelError
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.save import save_pretrained
 from terapipe.hf.shape import work_of
 from terapipe.planning.layout import balance
 
-__all__ = ["Decoder", "UnsupportedModelError", "save_pretrained", "split_layers"]
+__all__ = ["Decoder", "UnsupportedModelError", "save_adapter", "save_pretrained", "split_layers"]
 
 
 def split_layers(decoder: Decoder, num_stages: int) -> tuple[int, ...]:

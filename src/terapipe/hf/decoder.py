@@ -18,7 +18,9 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from terapipe.hf.adapters import AdaptedWeights, with_adapter
 from terapipe.hf.backends import Backend, UnsupportedModelError
+from terapipe.hf.quantized import quantization_of, why_packed
 from terapipe.hf.refusals import (
     find_dropouts,
     is_checkpointing,
@@ -29,7 +31,7 @@ from terapipe.hf.refusals import (
 )
 from terapipe.hf.rope import depends_on_length
 from terapipe.hf.routers import FLAG, refuse_capacity, router_losses, with_router_logits
-from terapipe.hf.shape import shape_of
+from terapipe.hf.shape import frozen_layers, shape_of
 from terapipe.hf.stage import DecoderStage
 from terapipe.hf.structure import ModelStructure, find_structure, identity_of, text_config
 from terapipe.hf.tensor_parallel import refuse_uneven_heads
@@ -107,6 +109,7 @@ class Decoder(PipelineModel):
         self.num_layers = len(list(model.get_submodule(self.structure.layers).children()))
         self.tied, self.config = self.structure.tied, model.config
         self._changes = check_changes(model, self.structure)
+        self._is_quantized = quantization_of(model) is not None
         self._dropouts = find_dropouts(model)  # once: every step asks for their probabilities
         self._routers = router_losses(model, router_z_loss, router_loss_over)
         if self._routers:
@@ -165,22 +168,34 @@ class Decoder(PipelineModel):
             )
         if plan.recomputes and self.backend == "cache":
             raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
-        if "block" in plan.recompute_modes and self._block_refused:
-            raise UnsupportedModelError(
-                f"layers of {name} cannot be computed again: {self._block_refused}; take recompute full or none"
-            )
+        for mode in plan.recompute_modes:
+            if reason := self._refused_mode(mode):
+                raise UnsupportedModelError(
+                    f"layers of {name} cannot be computed again by recompute={mode!r}: {reason}; take recompute full "
+                    "or none"
+                )
 
     @property
     def recompute_modes(self) -> tuple[Recompute, ...]:
         """The modes of recomputation that this model supports: what the planner may choose from."""
         if self.backend == "cache":
             return ("none",)
-        return ("none", "full") if self._block_refused else MODES
+        return tuple(mode for mode in MODES if not self._refused_mode(mode))
+
+    def _refused_mode(self, mode: Recompute) -> str:
+        """Why recomputation of layers is not exact, empty if it is. Verified on a small copy, which takes a second."""
+        if mode in ("none", "full"):
+            return ""
+        if mode == "light" and self._is_quantized:
+            return "it was not verified with quantized layers"
+        if mode not in self._refused_modes:
+            self._refused_modes[mode] = self._verifier().why_not_recomputed(self.structure, mode)
+        return self._refused_modes[mode]
 
     @cached_property
-    def _block_refused(self) -> str:
-        """Why block recomputation is not exact, empty if it is. Verified on a small copy, which takes a second."""
-        return self._verifier().why_not_recomputed(self.structure, "block")
+    def _refused_modes(self) -> dict[Recompute, str]:
+        """What was verified so far."""
+        return {}
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
         """Refuses a step that would not be exact. All ranks call it, before anything is sent.
@@ -197,6 +212,8 @@ class Decoder(PipelineModel):
             )
         if training and (reason := untrainable(self.model, self._dropouts) or self._changes.untrainable):
             raise UnsupportedModelError(f"{name} in training mode: {reason}")
+        if self._is_quantized and (reason := why_packed(self.model)):
+            raise UnsupportedModelError(f"{name}: {reason}")
         if padded and self._routers:
             raise UnsupportedModelError(
                 f"routers of {name} would count the tokens that vary='pad' adds; take vary='replan'"
@@ -249,7 +266,15 @@ class Decoder(PipelineModel):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, dtype: torch.dtype | None = None, *, backend: Backend | None = None, **options: Any
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Backend | None = None,
+        quantization_config: Any = None,
+        adapter: Any = None,
+        seed: int = 0,
+        **options: Any,
     ) -> "Decoder":
         """From a folder as ``save_pretrained`` writes it. As in transformers, the model is in evaluation mode.
 
@@ -260,13 +285,27 @@ class Decoder(PipelineModel):
             folder: With a ``config.json`` and weights.
             dtype: Of the weights, by default as they were saved.
             backend: See ``Decoder``.
+            quantization_config: Quantizes linear layers as they are read, each rank those of its stages: a
+                ``BitsAndBytesConfig``. A folder that was saved quantized needs none.
+            adapter: A ``LoraConfig`` of peft: all else is frozen, and each rank adds the adapters of its own layers.
+            seed: Of the adapters' weights.
             options: Others of ``Decoder``.
         """
-        weights = PretrainedWeights(Path(folder), dtype)
+        weights = PretrainedWeights(Path(folder), dtype, quantization_config)
         config = weights.config()
-        decoder = cls(meta_model(config, dtype, classifier_of(config)), backend=backend, **options)
+        if quantization_config is not None:
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError(f"{folder} was saved quantized; leave out quantization_config, or load it from others")
+            config.quantization_config = quantization_config
+        model = meta_model(config, dtype, classifier_of(config))
+        decoder = cls(model, backend=backend, **options)
         decoder._weights = weights
-        return decoder
+        if adapter is None:
+            return decoder
+        adapted = cls(with_adapter(model, adapter, decoder.structure), backend=decoder.backend, **options)
+        adapted._weights = AdaptedWeights(weights, model, adapter, seed)
+        adapted._verified, adapted.min_slice = decoder._verified, decoder.min_slice
+        return adapted
 
     def weight_source(self) -> FolderSource | None:
         """The folder that the weights came from, if one is known: checkpoints may leave frozen weights to it."""
@@ -279,9 +318,10 @@ class Decoder(PipelineModel):
         return shape_of(self.model, self.structure)
 
     def planning_spec(self) -> ModelSpec:
-        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation, and
-        whether a stage may be an end alone."""
-        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends)
+        """What the planner knows of the model: a GPT's size, the least tokens of a slice, modes of recomputation,
+        whether a stage may be an end alone, and what frozen layers take."""
+        frozen = frozen_layers(self.model, self.structure)
+        return ModelSpec(self.shape, self.min_slice, self.recompute_modes, bare_ends=self.has_bare_ends, frozen=frozen)
 
     def traits(self) -> dict[str, Any]:
         """What must be equal on all ranks, see ``PipelineModel``: class, backend, configuration, adapters, losses of
@@ -351,6 +391,8 @@ class Decoder(PipelineModel):
         the plan may no longer match what they wrap. So they are refused.
         """
         degree, name = tp.mesh.size(), type(self.model).__name__
+        if quantization_of(self.model) is not None:
+            raise UnsupportedModelError(f"quantized weights of {name} cannot be tensor parallel; take tp 1")
         if self._adapters:
             raise UnsupportedModelError(f"the adapters in {name} cannot be tensor parallel; take tp 1")
         if self._changes.first:

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from terapipe.hf.backends import UnsupportedModelError
+from terapipe.hf.quantized import refuse_inexact
 from terapipe.hf.structure import is_classifier, text_config
 
 FLAG = "gradient_checkpointing"
@@ -43,19 +44,15 @@ def refuse_unfit(model: Any) -> None:
         model: Whatever the user passed, without a wrapper of peft.
 
     Raises:
-        UnsupportedModelError: It is no PreTrainedModel, has no head, was compiled or quantized, drops layers at random,
-            or one of its modules has a forward that is not a method.
+        UnsupportedModelError: It is no PreTrainedModel, has no head, was compiled, is quantized in a way that is not
+            exact in slices, drops layers at random, or one of its modules has a forward that is not a method.
     """
     _refuse_compiled(model)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a Decoder takes a PreTrainedModel of transformers, got {name}")
     _refuse_headless(model)
-    if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
-        raise UnsupportedModelError(
-            f"{name} has quantized weights, which are not supported; load it without quantization, and save it again "
-            "or remove quantization_config from its configuration"
-        )
+    refuse_inexact(model)
     drop = max([0.0, *(getattr(m, key, 0.0) or 0.0 for m in _and_config(model) for key in LAYERDROP)])
     if drop:
         raise UnsupportedModelError(

@@ -61,6 +61,11 @@ def save_pretrained(
                 f"only pipelines of Hugging Face models can be saved in their format, got stages of type "
                 f"{', '.join(kinds)}; Pipeline.save writes checkpoints of any model"
             )
+        if any(stage.is_quantized for stage in stages.values()):
+            raise ValueError(
+                "a quantized model is not written again, its weights have not changed; save what was trained: adapters "
+                "by peft's save_pretrained after PipelinedModel.gather, or everything by Pipeline.save"
+            )
         _Saving(pipe, list(stages.values()), Path(folder).resolve(), finish).run()
 
 

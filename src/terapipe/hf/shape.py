@@ -7,11 +7,13 @@ token by as many parameters and caches as many numbers for it, so that GPT stand
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from terapipe.hf.quantized import option_of, quantization_of
 from terapipe.hf.structure import AFTER, ModelStructure, text_config
-from terapipe.planning.presets import GPTConfig
+from terapipe.modeling.quantized import count_weights, is_quantized, scales_of
+from terapipe.planning.presets import FrozenLayers, GPTConfig
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
@@ -40,9 +42,22 @@ def shape_of(model: PreTrainedModel, structure: ModelStructure) -> GPTConfig:
     ffn = max(1, round((matrices - attention) / (2 * hidden)))
     ends = ((1 if tied else 2) * vocab + 2) * hidden  # embedding, head, and the norm before it
     inside = {p for layer in layers for p in layer.parameters()}
-    outside = sum(p.numel() for p in model.parameters() if p not in inside)
+    outside = sum(count_weights(p) for p in model.parameters() if p not in inside)
     rows = max(1, (outside - ends) // hidden)
-    return GPTConfig(len(layers), hidden, heads, kv_heads, ffn, vocab, rows, tied, head_dim)
+    windows = _windows(config, len(layers))
+    return GPTConfig(len(layers), hidden, heads, kv_heads, ffn, vocab, rows, tied, head_dim, windows)
+
+
+# Kinds of layers that see some tokens only, each with the name of their number in configurations.
+LIMITS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+def _windows(config: Any, layers: int) -> tuple[int, ...]:
+    """How many tokens each layer sees at most, 0 for all; empty if all layers see all. Without a list of kinds, a
+    window is that of all layers."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windows = tuple(_number(config, LIMITS[kind]) if kind in LIMITS else 0 for kind in kinds[:layers])
+    return windows if any(windows) and len(windows) == layers else ()
 
 
 def work_of(model: PreTrainedModel, structure: ModelStructure) -> tuple[list[float], float]:
@@ -51,7 +66,34 @@ def work_of(model: PreTrainedModel, structure: ModelStructure) -> tuple[list[flo
     layers = [_visited_parameters(layer, config) for layer in _layers(model, structure)]
     names = (name for name, p in model.named_parameters(remove_duplicate=False))
     after = (name for name in names if structure.place(name.rpartition(".")[0]) == AFTER)
-    return layers, float(sum(model.get_parameter(name).numel() for name in after))
+    return layers, float(sum(count_weights(model.get_parameter(name)) for name in after))
+
+
+def frozen_layers(model: PreTrainedModel, structure: ModelStructure) -> FrozenLayers | None:
+    """What layers take in memory of which more than half of the weights are frozen; None for others.
+
+    Args:
+        model: A decoder; on the meta device, with the quantization that its weights will be read with.
+        structure: Where its layers are.
+    """
+    inside = {p for layer in _layers(model, structure) for p in layer.parameters()}
+    trained = sum(p.numel() for p in inside if p.requires_grad)
+    if 2 * trained > sum(map(count_weights, inside)):
+        return None
+    layers, quantization = len(_layers(model, structure)), quantization_of(model)
+    frozen = sum(_frozen_bytes(p, quantization) for p in inside if not p.requires_grad)
+    ends = any(p.requires_grad for p in model.parameters() if p not in inside)
+    return FrozenLayers(frozen / layers, trained / layers, ends, quantization is not None)
+
+
+def _frozen_bytes(parameter: Tensor, quantization: Any) -> float:
+    """Bytes of a frozen parameter with its scales: as it is, or as a matrix on the meta device will be quantized."""
+    if quantization is None or is_quantized(parameter) or not parameter.is_meta or parameter.ndim != 2:
+        return float(parameter.nbytes + sum(scale.nbytes for scale in scales_of(parameter).values()))
+    if option_of(quantization, "load_in_8bit"):
+        return parameter.numel() + 4.0 * parameter.shape[0]
+    scales = 1 / 64 + 4 / (64 * 256) if option_of(quantization, "bnb_4bit_use_double_quant") else 4 / 64
+    return parameter.numel() * (0.5 + scales)
 
 
 def _layers(model: PreTrainedModel, structure: ModelStructure) -> list[nn.Module]:
@@ -63,7 +105,7 @@ def _visited_parameters(layer: nn.Module, config: Any, *, least_dims: int = 0) -
     experts = next((n for key in EXPERTS if (n := getattr(config, key, 0))), 0)
     share = float(getattr(config, "num_experts_per_tok", experts) / experts) if experts else 1.0
     return sum(
-        p.numel() * (share if ".experts." in f".{name}." else 1.0)
+        count_weights(p) * (share if ".experts." in f".{name}." else 1.0)
         for name, p in layer.named_parameters()
         if p.ndim >= least_dims
     )

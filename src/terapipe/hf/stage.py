@@ -61,6 +61,7 @@ from terapipe.hf.own_layers import (
     recording,
     wave_like,
 )
+from terapipe.hf.quantized import move_quantized, quantized_layers
 from terapipe.hf.refusals import LateCheckpointing
 from terapipe.hf.rope import FixedLength, depends_on_length
 from terapipe.hf.routers import FLAG, RouterLosses
@@ -139,9 +140,11 @@ class DecoderStage(Stage):
         self._no_past = ViewCache(1, text_config(model.config)) if backend == "attention" else None
 
         self._copy_model(model)
+        self.is_quantized = next(quantized_layers(self.model), None) is not None
         device = model.device if device is None else device
         with device:  # zeros that take no memory would take some when moved
             self._empty_modules()
+        move_quantized(self.model, device)
         self.to(device)
         self._add_hooks()
         every, own = self._layers_by_number()
@@ -246,9 +249,9 @@ class DecoderStage(Stage):
     @torch.no_grad()
     def _try(self, layers: OwnLayers, context: int) -> None:
         """Calls the model with two tokens after ``context`` ones, and with stubs for layers. Nothing changes by it."""
-        p, cache = next(self.parameters()), self.make_cache(1, context + 2)
+        p, dtype, cache = next(self.parameters()), self._dtype, self.make_cache(1, context + 2)
         cache.begin(context, 2)
-        x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(p.dtype)
+        x = torch.zeros(1, 2, dtype=torch.int64) if self.is_first else torch.zeros(self.hidden_shape(1, 2)).to(dtype)
         with self._calling(cache.longest), RandomState.now(p.device).restored(), self._swap(layers).applied():
             inputs = self._inputs(x.to(p.device), cache)
             inputs.pop(FLAG, None)  # stubs have no routers
@@ -268,10 +271,8 @@ class DecoderStage(Stage):
         """
         self._head = Head(self.model, self.structure, every, self._depth)
         if self.has_own_layers_only or not own:
-            p = next(self.parameters())
-            like = (
-                hidden_of(*calls[self.last - 1]) if own else torch.zeros(self.hidden_shape(1, 2)).to(p.device, p.dtype)
-            )
+            zeros = torch.zeros(self.hidden_shape(1, 2)).to(next(self.parameters()).device, self._dtype)
+            like = hidden_of(*calls[self.last - 1]) if own else zeros
             with suppress(Exception):  # whatever the model's own code raises: the head then stays as it is
                 self._use_smaller_head(every[self.last - 1], like)
 
@@ -360,6 +361,10 @@ class DecoderStage(Stage):
                 f"layers of {type(self.model).__name__} cannot be compiled: they change the model's own cache (cache "
                 "backend); leave compiling off"
             )
+        if self.is_quantized:
+            raise UnsupportedModelError(
+                f"quantized layers of {type(self.model).__name__} were not verified compiled; leave compiling off"
+            )
         keep_outside()
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -378,8 +383,22 @@ class DecoderStage(Stage):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves or casts the stage, as ``to``, ``double`` and the like ask, and notes its new dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._dtype = next(self.parameters()).dtype
+        self._dtype = self._find_dtype()
         return self
+
+    def _find_dtype(self) -> torch.dtype:
+        """The dtype of hidden states: that of the weights. Of a quantized model, that of the embedding's, which every
+        stage has, if only as zeros: its other weights are whole numbers, and adapters may be wider."""
+        if not self.is_quantized:
+            return next(self.parameters()).dtype
+        embedding: Any = self.model.get_input_embeddings()
+        weight: Tensor = getattr(embedding, "base_layer", embedding).weight
+        return weight.dtype
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of hidden states, without autocast."""
+        return self._dtype
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         """Hidden states of a slice, (rows, tokens, hidden size), by the stage's layers.
@@ -477,7 +496,7 @@ class DecoderStage(Stage):
         head: Any = self.model.score if is_classifier(self.model) else self.model.get_output_embeddings()
         p = next(self.parameters())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            hidden = torch.randn(self.hidden_shape(1, 2)).to(p.device, p.dtype)
+            hidden = torch.randn(self.hidden_shape(1, 2)).to(p.device, self._dtype)
             with self._calling_head(hidden) as inputs:
                 alone = head(self._head.before(hidden, head, **inputs)) if isinstance(head, nn.Linear) else None
             logits = self.logits(hidden)

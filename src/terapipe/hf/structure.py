@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
+from terapipe.hf.quantized import keep_unpacked, settle_scales, share_scales
 
 BEFORE, LAYERS, AFTER = "before", "layers", "after"  # the place of a module in the forward
 RETURNS = (0, 3, 2, 1)  # what layers return: 0 is a tensor, n a tuple of n that begins with it
@@ -370,14 +371,17 @@ def owned_copy(model: PreTrainedModel, *, own_buffers: bool = False) -> PreTrain
         model: Which stays as it is.
         own_buffers: Copy buffers too, for runs that may update them.
     """
+    settle_scales(model)
     tensors = chain(model.parameters(), () if own_buffers else model.buffers())
     try:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        clone = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors} | share_scales(model))
     except Exception as error:  # whatever a module that was added to the model raises
         raise UnsupportedModelError(
             f"the modules of {type(model).__name__} cannot be copied, and stages need their own: {error}; undo what "
             "was added to the model"
         ) from None
+    keep_unpacked(clone)  # in place, it would reach the user's model
+    return clone
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:

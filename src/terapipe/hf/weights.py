@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ from transformers.utils.hub import cached_file
 
 from terapipe.files import check_kind, check_kinds, inside, read_json
 from terapipe.hf.backends import UnsupportedModelError
+from terapipe.hf.quantized import quantization_of, settle_scales, skip_modules
 from terapipe.hf.structure import AFTER, BEFORE, CLASSIFIER, ModelStructure, shared_names
 from terapipe.planning.limits import LARGEST
 
@@ -163,6 +164,12 @@ class StageWeights:
         some, such as frequencies of rotary embeddings, are used by every layer."""
         return name in self._shared or self._not_in_other_layers(name)
 
+    def unwanted(self, model: PreTrainedModel) -> list[str]:
+        """The names of modules that have no parameters for this stage: whole layers, and others that have some."""
+        layers = (f"{self._layers}{i}" for i in range(len(list(model.get_submodule(self._layers[:-1]).children()))))
+        others = (name for name, m in model.named_modules() if m._parameters and not name.startswith(self._layers))
+        return [name for name in chain(layers, others) if not self.has_parameters(name)]
+
     def _holds(self, name: str) -> bool:
         """Whether the module is in the stage, ties aside."""
         return self._structure.place(name) not in self._elsewhere and self._not_in_other_layers(name)
@@ -209,6 +216,11 @@ class RandomWeights:
     seed: int = 0
 
     def fill(self, model: PreTrainedModel, wanted: StageWeights) -> PreTrainedModel:
+        if quantization_of(model) is not None:
+            raise UnsupportedModelError(
+                f"the configuration of {type(model).__name__} says that its weights are quantized, which random ones "
+                "are not; take Decoder.from_pretrained, or remove quantization_config"
+            )
         model = copy.deepcopy(model)
         _allocate(model, wanted)
         tied = {model.get_parameter(name) for names in wanted.tied for name in names}
@@ -278,10 +290,13 @@ class PretrainedWeights:
     Args:
         folder: As ``save_pretrained`` of transformers or of terapipe writes it.
         dtype: Of the weights, by default as they were saved.
+        quantization: How to quantize them as they are read, a ``BitsAndBytesConfig``. A folder that was saved quantized
+            needs none.
     """
 
     folder: Path
     dtype: torch.dtype | None = None
+    quantization: Any = None
 
     def config(self) -> PretrainedConfig:
         """The configuration in the folder. Refuses a folder without one, and indices that name files outside of it."""
@@ -306,8 +321,18 @@ class PretrainedWeights:
         kind, hidden = type(model), list[_Hidden]()
         part: Any = _partial_class(kind, wanted, hidden)
         options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-        loaded, info = part.from_pretrained(self.folder, config=model.config, dtype=self.dtype, **options)
+        config = copy.deepcopy(model.config)
+        if quantization_of(model) is not None:
+            quantization = skip_modules(quantization_of(model), model, wanted.unwanted(model))
+            if self.quantization is None:
+                config.quantization_config = quantization
+            else:  # left in the configuration, it would say that the files are quantized
+                del config.quantization_config
+                options["quantization_config"] = quantization
+        loaded, info = part.from_pretrained(self.folder, config=config, dtype=self.dtype, **options)
         self._check(loaded, info["missing_keys"], wanted)
+        if quantization_of(model) is not None:
+            loaded.config.quantization_config = quantization_of(model)
         loaded.__class__ = kind
         for one in hidden:
             one.show()
@@ -354,11 +379,12 @@ class FolderSource:
             weights: What the Decoder makes weights from, if the model is on the meta device.
             structure: Where its layers are.
         """
+        weights = getattr(weights, "base", weights)  # below adapters, which no folder has
         if not isinstance(weights, PretrainedWeights):
             folder = None if any(p.is_meta for p in model.parameters()) else _folder_of(str(model.name_or_path or ""))
             if folder is None:
                 return None
-            weights = PretrainedWeights(folder, model.dtype)
+            weights = PretrainedWeights(folder, model.dtype, quantization_of(model))
         return cls(weights, type(model), structure)
 
     def __str__(self) -> str:
@@ -376,9 +402,15 @@ class FolderSource:
             last: The number after that of its last layer.
             names: Of parameters, as they are now.
         """
-        model = meta_model(self.weights.config(), self.weights.dtype, self.kind)
+        weights, config = self.weights, self.weights.config()
+        if getattr(config, "quantization_config", None) is not None:
+            weights = replace(weights, quantization=None)  # the files are quantized already
+        elif weights.quantization is not None:
+            config.quantization_config = weights.quantization
+        model = meta_model(config, weights.dtype, self.kind)
         with _no_progress_bar():
-            filled = self.weights.fill(model, StageWeights(model, self.structure, first, last))
+            filled = weights.fill(model, StageWeights(model, self.structure, first, last))
+        settle_scales(filled)
         there = {name: p for name, p in filled.named_parameters(remove_duplicate=False) if not p.is_meta}
         originals = {name: _INSIDE_ADAPTERS.sub("", name) for name in names}
         return {name: there[original] for name, original in originals.items() if original in there}

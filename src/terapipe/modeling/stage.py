@@ -12,7 +12,7 @@ a method or an attribute below, so that there is one place to look it up and not
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
@@ -21,13 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
+from terapipe.modeling.checkpointing import CheckpointedForward
 from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.offload import SavedTensors
+from terapipe.modeling.recall import LayerNeeds
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
@@ -105,6 +107,12 @@ class Stage(nn.Module):
     vocabulary: tuple[int | None, int | None] = (None, None)
     auxiliary_losses: Mapping[str, AuxiliaryLoss] = {}
     no_default_loss: str = ""
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of hidden states where nothing is autocast, and so of messages between stages: by default that of
+        the stage's first parameter."""
+        return next(self.parameters()).dtype
 
     def forward(self, x: Tensor, cache: SliceCache) -> Tensor:
         """Computes the hidden states of one slice.
@@ -409,24 +417,28 @@ class SlicedStage:
 
     def __init__(self, stage: Stage, *, fused: bool = True) -> None:
         self.stage, self._fused = stage, fused
+        # What the recomputation of each layer needs, by its number and by what is trained and how.
+        self._needs: dict[tuple[int, Hashable], LayerNeeds] = {}
+        self._traits: Hashable = None
         if fused:
             fuse_weight_grads(stage)
 
     def forward(
-        self, x: Tensor, cache: SliceCache, *, block: bool = False, saved: SavedTensors | None = None
+        self, x: Tensor, cache: SliceCache, *, recompute: Recompute = "none", saved: SavedTensors | None = None
     ) -> Tensor:
         """Computes the cache's current slice.
 
         Args:
             x: Token ids, or hidden states of the stage before.
             cache: Its ``begin`` has said which slice.
-            block: Whether each layer keeps its input and attention's output only, and is computed again in the
-                backward.
+            recompute: What each layer computes again in the backward. "full" is the caller's to do: the stage is
+                computed without gradients, and once more in the backward.
             saved: Takes what the slice keeps for its backward, if it is to be moved.
         """
         cache.current.saved = saved
         hooks = nullcontext() if saved is None else saved.hooks()
-        with self.over(cache), hooks, self._checkpointed(cache) if block else nullcontext():
+        checkpointed = nullcontext() if recompute in ("none", "full") else self._checkpointed(cache, recompute)
+        with self.over(cache), hooks, checkpointed:
             cache.current.is_in_forward = True
             try:
                 out: Tensor = self.stage(x, cache)
@@ -457,6 +469,25 @@ class SlicedStage:
         with self.over(cache):  # layers may be computed again
             cache.backward(out, gradient, others)
 
+    def check_modes(self, modes: Iterable[Recompute]) -> None:
+        """Refuses light recomputation where the stage's linear layers are not those that can be recalled.
+
+        Args:
+            modes: Of a plan.
+        """
+        if "light" not in modes:
+            return
+        if not self._fused:
+            raise ValueError(
+                "recompute='light' recalls the outputs of linear layers that add gradients in place, got "
+                "fused_weight_grads=False; leave that out, or take recompute 'none', 'block' or 'full'"
+            )
+        if any(getattr(block.forward, "_compiled_layer", False) for block in self.stage.blocks):
+            raise ValueError(
+                "recompute='light' cannot look into compiled layers, whose compiler chooses itself what is computed "
+                "again; leave compiling off, or take recompute 'none', 'block' or 'full'"
+            )
+
     @property
     def defers_weight_grads(self) -> bool:
         """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
@@ -473,13 +504,16 @@ class SlicedStage:
         return cache
 
     @contextmanager
-    def _checkpointed(self, cache: SliceCache) -> Iterator[None]:
+    def _checkpointed(self, cache: SliceCache, recompute: Recompute) -> Iterator[None]:
         """Inside, the forward of each block is checkpointed. Hooks of blocks, such as FSDP's, are outside of that."""
         blocks = self.stage.blocks
         plain = [(block, block.__dict__.get("forward")) for block in blocks]
+        self.check_modes((recompute,))  # again: layers may have been compiled since
+        traits = self._layer_traits(cache) if recompute == "light" else None
         try:
-            for block in blocks:
-                block.__dict__["forward"] = _Checkpointed(block.forward, cache)
+            for i, block in enumerate(blocks):
+                needs = None if traits is None else (self._needs, (i, traits))
+                block.__dict__["forward"] = CheckpointedForward(block.forward, cache, needs)
             yield
         finally:
             for block, forward in plain:
@@ -488,27 +522,15 @@ class SlicedStage:
                 else:
                     block.__dict__["forward"] = forward
 
-
-class _Checkpointed:
-    """A block's forward under ``torch.utils.checkpoint``. It takes the place of ``block.forward`` while a slice is
-    computed."""
-
-    def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
-        self._forward, self._cache = forward, cache
-
-    def __reduce__(self) -> Any:
-        """A block that is copied while its slice is computed gets the plain forward."""
-        return _itself, (self._forward,)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*arguments, **named)
-        contexts = self._cache.checkpoint_contexts
-        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+    def _layer_traits(self, cache: SliceCache) -> Hashable:
+        """What the needs of a layer's recomputation may depend on: what is trained, what is cast, what is dropped, and
+        whether a slice is the first one. Modules are asked once for each microbatch."""
+        if cache.current.start == 0 or self._traits is None:
+            trained = tuple(p.requires_grad for p in self.stage.parameters())
+            self._traits = trained, tuple(module.training for module in self.stage.modules())
+        device = next((p.device.type for p in self.stage.parameters()), "cpu")
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return self._traits, dtype, cache.current.start == 0, cache.has_documents
 
 
 class Autocast(NamedTuple):

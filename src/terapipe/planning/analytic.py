@@ -282,13 +282,15 @@ class AnalyticCost:
 
     def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
         """The part of a layer's forward that its backward computes again. Block recomputation leaves out attention,
-        and ends before the last product of the layer, of which only the input is needed."""
+        and ends before the last product of the layer, of which only the input is needed. Light recomputation leaves out
+        all products."""
         if self.recompute == "none":
             return 0.0
         if self.recompute == "full":
             return self._layer(size, length, context)
         tokens = np.multiply(size, length)
-        seconds = self._terms.block(tokens) + tokens * self._terms.elementwise
+        products = 0.0 if self.recompute == "light" else self._terms.block(tokens)
+        seconds = products + tokens * self._terms.elementwise
         overhead = self.cluster.host.device.layer_overhead
         return np.asarray(overhead + seconds + self._all_reduces(size, length) / 2, dtype=np.float64)
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from terapipe.modeling.quantized import is_quantized
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.stage import Stage
 from terapipe.modeling.weight_grads import (
@@ -450,6 +451,13 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def _refuse_quantized(stage: Stage) -> None:
+    """FSDP2 would give layers a part of their whole numbers, without the scales of that part."""
+    name = next((name for name, p in stage.named_parameters() if is_quantized(p)), None)
+    if name is not None:
+        raise ValueError(f"quantized weights cannot be sharded over replicas, got {name}; take shard=False")
+
+
 class Sharded(Stage):
     """A stage of which every replica holds a part (FSDP2): gathered at a step's first slice, reduced after its last.
 
@@ -458,6 +466,7 @@ class Sharded(Stage):
 
     def __init__(self, stage: Stage, mesh: DeviceMesh) -> None:
         super().__init__()
+        _refuse_quantized(stage)
         self.stage, self.auxiliary_losses = stage, stage.auxiliary_losses
         # Gradients are summed over replicas in float32, as they are over slices, whatever the parameters are.
         self._half = any(is_half(p) for p in stage.parameters())

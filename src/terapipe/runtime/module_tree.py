@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terapipe.modeling.quantized import is_quantized
+
 Named = tuple[str, Tensor]
 
 
@@ -46,16 +48,24 @@ def attach_stages(root: nn.Module, stages: Iterable[nn.Module]) -> None:
 
 
 def persistent_buffers(stages: Iterable[nn.Module]) -> Iterator[Named]:
-    """The buffers that belong to the state of the stages, by their names in the whole model.
+    """The buffers that belong to the state of the stages, by their names in the whole model. Without what a quantized
+    layer adds to its state: scales go with their parameter (modeling/quantized.py).
 
     Args:
         stages: those of this rank.
     """
     for stage in stages:
-        parameters = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        parameters = dict(stage.named_parameters(remove_duplicate=False))
+        quantized = {name.rpartition(".")[0] for name, p in parameters.items() if is_quantized(p)}
         for name, value in stage.state_dict(keep_vars=True).items():
-            if name not in parameters and isinstance(value, Tensor):
+            if name not in parameters and isinstance(value, Tensor) and not _above(name) & quantized:
                 yield name, value
+
+
+def _above(name: str) -> set[str]:
+    """The names of the modules that something may be in: a.b and a of a.b.c."""
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 def copy_shared_buffers(values: Mapping[str, Any], stages: Iterable[nn.Module]) -> None:

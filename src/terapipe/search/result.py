@@ -23,7 +23,7 @@ from terapipe.planning.documents import DocumentCosts
 from terapipe.planning.hardware import Cluster, Host
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
-from terapipe.planning.presets import GPTConfig
+from terapipe.planning.presets import FrozenLayers, GPTConfig
 from terapipe.planning.profile import Profile
 from terapipe.planning.recompute import recompute_title
 from terapipe.planning.slices import PLANNED, Plan
@@ -428,10 +428,21 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
         host = source.cluster.host.to_dict()
         cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
         model = {"model": asdict(source.config), "layers_only": not source.ends, "fused_grads": source.fused}
-        return {**cluster, **model, "autocast": source.autocast}
+        return {**cluster, **model, "autocast": source.autocast, **_state_origin(source)}
     assert isinstance(source, ProfileSource)
     measured = {"profile": str(file or ""), "checksum": _checksum(source.profile)}
-    return {**measured, "ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused}
+    of_ranks = {"ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused}
+    return {**measured, **of_ranks, **_state_origin(source)}
+
+
+def _state_origin(source: ClusterSource | ProfileSource) -> dict[str, Any]:
+    """What is saved of the optimizer, and of frozen layers if there are any."""
+    frozen = {} if source.frozen is None else {"frozen": asdict(source.frozen)}
+    return {"optimizer": source.optimizer, **frozen}
+
+
+def _frozen_of(costs: Mapping[str, Any]) -> FrozenLayers | None:
+    return FrozenLayers(**costs["frozen"]) if costs.get("frozen") else None
 
 
 def _checksum(profile: Profile) -> int:
@@ -443,7 +454,9 @@ def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
         host = Host.from_dict(costs["host"])
         config = GPTConfig(**costs["model"])
         cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
-        return ClusterSource(config, cluster, ends, costs.get("fused_grads", True), costs.get("autocast", False))
+        fused, autocast = costs.get("fused_grads", True), costs.get("autocast", False)
+        optimizer, frozen = costs.get("optimizer"), _frozen_of(costs)
+        return ClusterSource(config, cluster, ends, fused, autocast, optimizer=optimizer, frozen=frozen)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
 
@@ -458,4 +471,5 @@ def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
     ranks = costs.get("ranks")
     tp = costs.get("tp", 1)
     ranks = ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks
-    return ProfileSource(profile, ranks, tp, bool(costs.get("fused_grads", True)))
+    fused = bool(costs.get("fused_grads", True))
+    return ProfileSource(profile, ranks, tp, fused, costs.get("optimizer"), _frozen_of(costs))

@@ -83,12 +83,25 @@ class ModelConfig:
         "float32",
         "dtype of parameters and computation; with bfloat16 the optimizer keeps float32 master weights",
     )
-    recompute: Literal["auto", "none", "block", "full"] = key(
+    recompute: Literal["auto", "none", "light", "block", "full"] = key(
         "auto",
-        "activations that the backward pass recomputes to save memory. none; block: those of each layer but the "
-        "output of attention; full: all of a stage; auto: what the plan needs, by stage and slice",
+        "activations that the backward pass recomputes to save memory. none; light: all but the outputs of products "
+        "and attention; block: those of each layer but the output of attention; full: all of a stage; auto: what the "
+        "plan needs, by stage and slice",
     )
     compile: bool = key(False, "apply torch.compile to the layers")
+    lora_rank: int = key(
+        0, "with folder: freeze the model, and train LoRA adapters of this rank in its layers; 0: train all", most=4096
+    )
+    lora_alpha: float = key(16.0, "with lora_rank: the scale of adapters is lora_alpha / lora_rank", positive=True)
+    lora_targets: tuple[str, ...] = key(
+        ("all-linear",), "with lora_rank: which linear layers get adapters, by the ends of their names"
+    )
+    quantize: Literal["", "nf4", "nf4-double", "fp4", "int8"] = key(
+        "",
+        "with lora_rank: quantize the frozen linear layers by bitsandbytes, as they are read. nf4, fp4: 4 bits; "
+        "nf4-double: their scales, too; int8: 8 bits. A folder that was saved quantized needs none",
+    )
 
 
 # Two groups of keys. Tokens depend on the first (train, eval, eval_share, field, tokenizer, vocab): if one changes, the
@@ -207,8 +220,13 @@ class PlanConfig(PlanOptions):
 # microbatches are the plan's business and change no result.
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW."""
+    """The optimizer."""
 
+    name: Literal["adamw", "adamw-8bit"] = key(
+        "adamw",
+        "adamw: in half precision with a float32 copy of the weights; adamw-8bit: torchao's, two bytes of state for "
+        "each weight, for float32 weights without tensor parallel or shards",
+    )
     lr: float = key(3e-4, "peak learning rate")
     beta1: float = key(0.9, "decay rate of the running mean of gradients", share=True)
     beta2: float = key(0.95, "decay rate of the running mean of squared gradients", share=True)
@@ -556,6 +574,7 @@ def check(config: RunConfig, name: str) -> None:
             f"{name}: a model is given by exactly one of model.preset, config, folder and factory, got "
             f"{' and '.join(kinds) or 'none'}"
         )
+    _check_adapters(config.model, name)
     if not config.data.train:
         raise ValueError(f'{name}: data.train must name at least one file, such as train = "book.txt"')
     for beta in ("beta1", "beta2"):
@@ -568,6 +587,18 @@ def check(config: RunConfig, name: str) -> None:
             f"{name}: every replica takes the same number of sequences: plan.dp {config.plan.dp} must divide "
             f"data.batch_size {config.data.batch_size}"
         )
+
+
+def _check_adapters(model: ModelConfig, name: str) -> None:
+    """Refuses keys of adapters that would have no effect, and a quantized model of which nothing could be trained."""
+    if model.lora_rank and not model.folder:
+        raise ValueError(f"{name}: model.lora_rank adds adapters to a model with weights; set model.folder")
+    for entry in (one for one in fields(model) if one.name in ("lora_alpha", "lora_targets", "quantize")):
+        if not model.lora_rank and getattr(model, entry.name) != entry.default:
+            raise ValueError(f"{name}: model.{entry.name} is for adapters; set model.lora_rank, or leave it out")
+    if model.quantize and (model.dtype == "float64" or model.compile):
+        wrong = "compile = true" if model.compile else 'dtype = "float64"'
+        raise ValueError(f"{name}: quantized layers are neither compiled nor in float64, got model.{wrong}; change it")
 
 
 def _check_range(value: Any, entry: Field[Any], where: str) -> None:

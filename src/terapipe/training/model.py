@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from terapipe import files
-from terapipe.extras import install_line
+from terapipe.extras import import_extra, install_line
 from terapipe.modeling.gpt import GPT
 from terapipe.modeling.stage import PipelineModel
 from terapipe.planning.layout import balance, split_layers
@@ -168,7 +168,7 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
         "router_z_loss": objective.router_z_loss,
     }
     if config.folder:
-        decoder = hf.Decoder.from_pretrained(config.folder, dtype, **routers)
+        decoder = hf.Decoder.from_pretrained(config.folder, dtype, **_adapters(config), **routers)
     else:
         path = Path(config.config)
         hf_config = PretrainedWeights(path.parent if path.is_file() else path, dtype).config()
@@ -178,8 +178,36 @@ def _hugging_face(config: ModelConfig, vocab: int, objective: ObjectiveConfig) -
     if config.recompute != "auto" and config.recompute != "none":
         decoder.check_plan(Plan((1,), ((decoder.min_slice,),), (0, decoder.num_layers), recompute=config.recompute))
     identity = identity_of(decoder.model.config.to_dict())
+    if config.lora_rank:
+        identity["adapter"] = [config.lora_rank, config.lora_alpha, *config.lora_targets]
     split = partial(hf.split_layers, decoder)
     return RunModel(decoder, shape, split, identity, decoder.min_slice, decoder.recompute_modes)
+
+
+def _adapters(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of ``Decoder.from_pretrained`` for adapters and quantized weights; empty if all is trained."""
+    if not config.lora_rank:
+        return {}
+    peft: Any = import_extra("peft", "quantized", "model.lora_rank")
+    targets = "all-linear" if config.lora_targets == ("all-linear",) else list(config.lora_targets)
+    lora = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": targets}
+    adapter = peft.LoraConfig(**lora, task_type="CAUSAL_LM", base_model_name_or_path=config.folder)
+    if not config.quantize:
+        return {"adapter": adapter, "seed": config.seed}
+    import_extra("bitsandbytes", "quantized", "model.quantize")
+    import transformers
+
+    quantize: Any = transformers.BitsAndBytesConfig
+    if config.quantize == "int8":  # without outliers, which slices would choose otherwise
+        quantization = quantize(load_in_8bit=True, llm_int8_threshold=0.0)
+    else:
+        quantization = quantize(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=config.quantize.removesuffix("-double"),
+            bnb_4bit_use_double_quant=config.quantize.endswith("-double"),
+            bnb_4bit_compute_dtype=dtype_of(config),
+        )
+    return {"adapter": adapter, "seed": config.seed, "quantization_config": quantization}
 
 
 def _from_factory(config: ModelConfig, data: DataConfig, vocab: int) -> RunModel:

@@ -202,7 +202,8 @@ class RunObjective:
         wider. It gets no gradients."""
         from terapipe import hf
 
-        decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=next(pipe.parameters()).dtype)
+        dtype = next(iter(pipe.stages.values())).hidden_dtype
+        decoder = hf.Decoder.from_pretrained(self._objective.teacher, dtype=dtype)
         teacher, student = decoder.shape.vocab, self._model.shape
         if student is not None and teacher != student.vocab:
             raise ValueError(

@@ -337,7 +337,8 @@ class Run:
         else:
             from terapipe import hf
 
-            hf.save_pretrained(state.pipe, folder, finish=tokenizer.save)
+            save = hf.save_adapter if self._config.model.lora_rank else hf.save_pretrained
+            save(state.pipe, folder, finish=tokenizer.save)
 
     def _end(self, outcome: Outcome, step: int) -> None:
         """Writes ended.json after the last checkpoint is whole: `terapipe train` takes it for proof of that."""

@@ -104,7 +104,7 @@ def with_more_parameters() -> PreTrainedModel:
             lambda: AutoModel.from_config(small_config("llama")),
             "a sequence classifier, which LlamaModel is not",
         ),
-        (quantized, "LlamaForCausalLM has quantized weights"),
+        (quantized, "LlamaForCausalLM has quantized weights of fp8"),
         (shared_between_layers, r"has one for model\.layers\.0\.mlp\.gate_proj\.weight and model\.layers\.3"),
         (with_more_parameters, r"has parameters that its configuration does not describe.*: model\.extra"),
     ],

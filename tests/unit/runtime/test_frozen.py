@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from terapipe import Layout, Pipeline, Plan
 from terapipe.hf.decoder import Decoder
 from terapipe.hf.verify.small_model import small_model
+from terapipe.modeling.quantized import scales_of
 from terapipe.runtime.checkpoint.manifest import damage
 from terapipe.runtime.checkpoint.reader import FROZEN, Reader
-from tests.support.hf_models import small_config
+from tests.support.hf_models import quantized, save_base, small_config
 from tests.support.models import mesh_of, whole
 from tests.support.ranks import Ranks
 
@@ -218,3 +219,29 @@ def test_any_layout(ranks: Callable[[int], Ranks], base: Path, tmp_path: Path, k
     pipe, optimizer = pipeline(Decoder.from_pretrained(base, backend="attention"))
     pipe.load(tmp_path / "two", optimizer)
     assert all(same(share, state(pipe)) for share in shares)
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_a_quantized_base(kind: str, tmp_path: Path) -> None:
+    """Its whole numbers are left out with their scales, and other scales are another base."""
+    folder = save_base(tmp_path / "base")
+    pipe, optimizer = pipeline(quantized(folder, kind))
+    step(pipe, optimizer)
+    pipe.save(tmp_path / "small", optimizer)
+    pipe.save(tmp_path / "whole", optimizer, frozen=True)
+    assert all("lora_" in name for name in saved_names(tmp_path / "small"))
+    weight = "model.layers.0.self_attn.q_proj.base_layer.weight"
+    scale = {"nf4-double": "nested_absmax", "int8": "SCB"}[kind]
+    assert {weight, f"{weight}.{scale}"} <= saved_names(tmp_path / "whole")
+    wanted, loss = state(pipe), step(pipe, optimizer)
+    for checkpoint in ("small", "whole"):
+        pipe, optimizer = pipeline(quantized(folder, kind))
+        pipe.load(tmp_path / checkpoint, optimizer)
+        assert same(state(pipe), wanted)
+        assert step(pipe, optimizer) == pytest.approx(loss, rel=1e-6)
+    scales = scales_of(dict(pipe.named_parameters())[weight])
+    scales[scale].mul_(2)
+    with pytest.raises(ValueError, match=f"got another {weight}"):
+        pipe.load(tmp_path / "small")
+    pipe.load(tmp_path / "whole")
+    assert step(pipe, optimizer) == pytest.approx(loss, rel=1e-6), "scales were loaded"

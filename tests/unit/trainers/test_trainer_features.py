@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from terapipe import Profile, api
 from terapipe.runtime.checkpoint.reader import Reader
@@ -226,17 +227,43 @@ def test_evaluation_before_training_with_checkpointing(tmp_path: Path) -> None:
     check(causal(str(tmp_path / "own"), {"slices": 5}, **changes), causal(str(tmp_path / "plain"), None, **changes))
 
 
-def quantized() -> Any:
-    from transformers import BitsAndBytesConfig
+def on_quantized(folder: Path) -> Any:
+    """Adapters on a base in NF4, which on another rank than the first is another one."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    from terapipe.hf.quantized import keep_unpacked
+
+    place = folder / str(dist.get_rank() if dist.is_initialized() else 0)
+    runs.model(torch.float32, own_weights=1).save_pretrained(place)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, quantization_config=quantization)
+    keep_unpacked(base)  # the plain trainer's evaluation would end its gradients on some processors
+    torch.manual_seed(6)
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+def test_lora_on_a_quantized_base(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    """Ranks that quantized other weights take those of the first, with their scales."""
+    pytest.importorskip("bitsandbytes")
+    model = partial(on_quantized, tmp_path)
+    wanted = causal(str(tmp_path / "plain"), None, model=model)
+    names = [name for name in wanted.weights if "lora_" in name]
+    for found in ranks(2)(partial(causal, model=model), str(tmp_path / "two"), {"slices": 5}):
+        assert found.column("loss") == pytest.approx(wanted.column("loss"), rel=1e-5)
+        assert found.column("eval_loss") == pytest.approx(wanted.column("eval_loss"), rel=1e-5)
+        assert all(torch.allclose(found.weights[name], wanted.weights[name], atol=2e-5) for name in names)
+
+
+def with_outliers() -> Any:
     made = runs.model()
-    made.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    made.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     return made
 
 
-def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="quantized weights"):
-        causal(str(tmp_path), {"slices": 5}, model=quantized)
+def test_quantized_weights_that_are_not_exact_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="llm_int8_threshold"):
+        causal(str(tmp_path), {"slices": 5}, model=with_outliers)
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:

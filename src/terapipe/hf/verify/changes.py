@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from terapipe.hf.backends import UnsupportedModelError
+from terapipe.hf.quantized import quantized_layers
 from terapipe.hf.structure import (
     ModelStructure,
     PassThrough,
@@ -47,6 +48,7 @@ from terapipe.modeling.stage_chain import first_line, relative_error
 
 ROWS, TOKENS, CUT = 2, 11, 4  # of a check: small numbers that are no sizes of a model's tensors
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative errors; rounding is far less, mixed tokens far more
+HALF = (torch.bfloat16, torch.float16)
 LISTED = 3  # names in a message
 # Hooks of these modules are known: they record outputs, ask for gradients, or are there during a call only.
 KNOWN_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils", "peft.")
@@ -304,8 +306,10 @@ class _Probe:
     def _inexact(self, change: Change, call: "_Call") -> str:
         """Why one change is not exact, empty if it is: tried with the arguments of a call."""
         module = self._model.get_submodule(change.name)
-        if any(p.dtype not in BOUNDS for p in module.parameters() if p.is_floating_point()):
+        if _computes_in_half(module):
             module = copy.deepcopy(module).float()  # half precision would hide small errors
+            for layer in quantized_layers(module):
+                layer.compute_dtype = torch.float32
         try:
             if change.is_replaced:
                 return _not_local(lambda cut: module(*cut[0], **cut[1]), call[:2], list(module.parameters()))
@@ -315,6 +319,13 @@ class _Probe:
         except Exception as error:  # whatever the module or the hook raises
             return first_line(error)
         return ""
+
+
+def _computes_in_half(module: nn.Module) -> bool:
+    """Whether weights are in half precision, or a quantized layer rounds its input to it."""
+    of_weights = (p.dtype for p in module.parameters() if p.is_floating_point())
+    of_layers = (getattr(layer, "compute_dtype", None) for layer in quantized_layers(module))
+    return any(dtype not in BOUNDS for dtype in of_weights) or any(dtype in HALF for dtype in of_layers)
 
 
 def _kind(model: nn.Module, change: Change, layer: str) -> tuple[Any, ...]:
@@ -416,11 +427,13 @@ def _not_local(
                 return "shapes of what it returns do not follow those of its tokens"
             sums.append(sum((x * w).sum() for x, w in zip(results, wanted, strict=True)))
             if piece is None:
-                size = max(float(sum((x * w).abs().sum() for x, w in zip(results, wanted, strict=True))), 1e-30)
+                sizes = ((x.detach() * w).abs().sum() for x, w in zip(results, wanted, strict=True))
+                size = max(float(sum(sizes)), 1e-30)
     except _NotTokensError as error:
         return str(error)
     whole, parts = sums[0], sum(sums[1:])
-    worst = abs(float(whole - parts)) / size
+    difference = whole - parts
+    worst = abs(float(difference.detach() if isinstance(difference, Tensor) else difference)) / size
     if sources and isinstance(whole, Tensor) and whole.requires_grad:
         worst = max(worst, _gradient_error(whole, parts, sources))
     bound = max(BOUNDS.get(x.dtype, 1e-3) for x in projections) if projections else 0.0

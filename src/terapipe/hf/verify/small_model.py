@@ -16,7 +16,7 @@ What a copy has in another form than the original, and what follows for the proo
     dropout and jitter       none, in training mode. Dropout in attention and layerdrop are refused in training mode;
                              other dropout draws anew for each slice
     auxiliary losses         none; the routers' loss is a check of its own, with a coefficient of 1
-    quantized weights        none; they are refused
+    quantized weights        none; changes.py tries the layers of the model itself
     kernels                  of attention sdpa (the attention backend brings its own), of experts eager
     images and sound         none: text only
     adapters, frozen weights none

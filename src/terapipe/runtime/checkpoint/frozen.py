@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from terapipe.modeling.quantized import scales_of
 from terapipe.modeling.stage import WeightSource
 from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.comm.mesh import ALL
@@ -121,19 +122,26 @@ def digests_of(weights: Mapping[str, Tensor]) -> Digests:
 
 def digest_of(tensor: Tensor) -> str:
     """Returns shape, dtype and a checksum of a tensor. Of all its bits, not of a sample: in an embedding that was made
-    larger, only a few new rows may differ."""
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw, digest_size=16).hexdigest()}"
+    larger, only a few new rows may differ. Of a quantized weight, with the bits of its scales."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (tensor, *scales_of(tensor).values()):
+        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return f"{tuple(tensor.shape)} {tensor.dtype} {digest.hexdigest()}"
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def local_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Sums the bits of this rank's part of each weight, as integers. The host waits for the device once, for all of
-    them together."""
-    parts = [to_local(x).detach().contiguous() for x in weights.values()]
-    if not parts:
+    """Sums the bits of this rank's part of each weight, as integers, with those of a quantized weight's scales. The
+    host waits for the device once, for all of them together."""
+    if not weights:
         return {}
-    sums = [part.flatten().view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in parts]
+    sums = [torch.stack([_bit_sum(part) for part in (x, *scales_of(x).values())]).sum() for x in weights.values()]
     return dict(zip(weights, torch.stack(sums).tolist(), strict=True))
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of the bits of this rank's part of a tensor, as integers."""
+    part = to_local(tensor).detach().contiguous().flatten()
+    return part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64)

@@ -25,9 +25,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from terapipe.files import sibling
+from terapipe.modeling.quantized import scales_of
 from terapipe.modeling.weight_grads import to_local
 from terapipe.runtime.checkpoint import manifest
 from terapipe.runtime.checkpoint.frozen import Digests, FrozenBase
@@ -59,12 +62,20 @@ class OptimizerState:
     setter do not serve: they save hyperparameters, as pickles; they make a state, which counts one step, where an
     optimizer has none; they round a state to its parameter's dtype; and they know nothing of tied copies.
 
+    Quantized states are saved as they are, codes and scales of whole parameters. A scale is that of a block of values
+    in a row, and parts of a parameter have other blocks than the whole: states of sharded parameters are refused.
+
     Args:
         optimizer: whose state is saved or loaded.
         parameters: of this rank, by their names in the whole model; those that it does not train are ignored.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        if not hasattr(optimizer, "state"):
+            raise ValueError(
+                f"{type(optimizer).__name__} has no state by parameter, as torch's optimizers have, so it cannot be "
+                "saved for any layout; leave the optimizer out, and save its state_dict() beside"
+            )
         self._optimizer, self._state = optimizer, optimizer.state
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         self._parameters = {name: p for name, p in parameters.items() if p in trained}
@@ -140,8 +151,26 @@ def _leaves(state: dict[Any, Any], name: str) -> Iterator[tuple[str, Place]]:
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{name}.{key}")
+        elif is_quantized(value):
+            if isinstance(value, DTensor):
+                raise ValueError(
+                    f"{name}.{key} is quantized in blocks of this rank's shard, and other layouts have other shards; "
+                    "take an optimizer with whole numbers, or shard=False and tp=1, or save without the optimizer"
+                )
+            for part in value.__tensor_flatten__()[0]:
+                yield f"{name}.{key}.{part}", (vars(value), part)
         elif isinstance(value, Tensor | int | float):
             yield f"{name}.{key}", (state, key)
+
+
+def is_quantized(value: Any) -> bool:
+    """Whether a tensor of a state is made of others, such as codes and scales; also inside of a DTensor.
+
+    Args:
+        value: of the state.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return is_traceable_wrapper_subclass(local)
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:
@@ -206,11 +235,17 @@ class Checkpoint:
         self._tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         for name, tensor in chain(((tied.canonical(name), p) for name, p in parameters), buffers):
-            first = self._tensors.setdefault(name, tensor)
-            if first is not tensor:
-                self._copies.append((first, tensor))
+            self._add(name, tensor)
+            for scale, values in scales_of(tensor).items():  # of a quantized weight, under names below its own
+                self._add(f"{name}.{scale}", values)
         self._optimizer_state = None if optimizer is None else OptimizerState(optimizer, self._tensors)
         self._transport = transport
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """A tensor of this rank, or a copy of one that it has already under this name."""
+        first = self._tensors.setdefault(name, tensor)
+        if first is not tensor:
+            self._copies.append((first, tensor))
 
     def _state(self, extra: Mapping[str, Tensor], left_out: Iterable[str]) -> State:
         """Returns what is saved, by part. It has tensors only: all else would be saved as pickles.
@@ -220,7 +255,8 @@ class Checkpoint:
             left_out: names of the weights that the model's own files have.
         """
         moments = {} if self._optimizer_state is None else self._optimizer_state.tensors()
-        weights = {name: x for name, x in self._tensors.items() if name not in left_out}
+        scales = {f"{name}.{scale}" for name in left_out for scale in scales_of(self._tensors.get(name))}
+        weights = {name: x for name, x in self._tensors.items() if name not in left_out and name not in scales}
         parts = {"model": weights, PART: moments, "extra": extra}
         return {part: {name: x.detach() for name, x in tensors.items()} for part, tensors in parts.items() if tensors}
 

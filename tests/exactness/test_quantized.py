@@ -1,0 +1,102 @@
+"""Adapters on quantized bases: gradients equal those of the plain quantized model of peft.
+
+bitsandbytes knows no float64, so the bound is that of float32: the same model without quantization, in the same slices,
+is 2e-6 away from its plain gradients, relative to the largest. Scales of one layer that are 1 % larger show as 1e-4 and
+more.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terapipe import Layout, Pipeline, Plan
+from terapipe.hf import Decoder
+from terapipe.modeling.quantized import is_quantized
+from tests.support.hf_models import (
+    QUANTIZATIONS,
+    batch,
+    plain_gradients,
+    quantized,
+    save_base,
+    stages_here,
+    step_gradients,
+    two_stages,
+    worst_difference,
+)
+from tests.support.models import gradients, mesh_of
+from tests.support.ranks import Ranks
+
+BOUND = 1e-5
+pytestmark = pytest.mark.usefixtures("quiet_models")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+def wanted_of(model: Any) -> dict[str, Tensor]:
+    return {name.removeprefix("base_model.model."): g for name, g in plain_gradients(model).items()}
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_gradients_are_those_of_the_plain_model(kind: str, base: Path) -> None:
+    model = quantized(base, kind)
+    decoder = Decoder(model)  # before the first call: an 8-bit layer then takes its scales off its parameter
+    pipes = [Pipeline(decoder, stages_here(0, 4)), Pipeline(decoder, two_stages(decoder))]
+    wanted = wanted_of(model)
+    assert all("lora" in name for name in wanted)
+    assert len(wanted) == 24
+    for pipe in pipes:
+        assert worst_difference(step_gradients(pipe), wanted) < BOUND
+    assert all(torch.equal(g, wanted[name]) for name, g in wanted_of(model).items()), "the model is as it was"
+
+
+def in_two_stages(model: Any, recompute: Any = "none") -> dict[str, Tensor]:
+    plan = Plan((2,), ((9, 1, 12, 7),), (0, 1, 4), "terapipe", 2, recompute=recompute)
+    return step_gradients(Pipeline(Decoder(model, backend="attention"), plan))
+
+
+def test_a_scale_counts(base: Path) -> None:
+    """What the bound is worth: scales of one layer, larger by a hundredth."""
+    model = quantized(base)
+    wanted = wanted_of(model)
+    next(p for p in model.parameters() if is_quantized(p)).quant_state.absmax.mul_(1.01)
+    assert worst_difference(in_two_stages(model), wanted) > 1e-4
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_recomputation(mode: Any, base: Path) -> None:
+    model = quantized(base, "nf4-double")
+    assert worst_difference(in_two_stages(model, mode), wanted_of(model)) < BOUND
+
+
+def test_trained_norms_and_head_beside_a_quantized_base(base: Path) -> None:
+    """Without adapters: what bitsandbytes leaves as it is can be trained."""
+    model = quantized(base, lora=False)
+    assert worst_difference(in_two_stages(model), plain_gradients(model)) < BOUND
+
+
+def on_ranks(base: str) -> list[dict[str, Tensor]]:
+    """Gradients of this rank's stage, for each kind of quantization, of models that are read stage by stage and that
+    are in memory."""
+    results = []
+    for kind in ("nf4", "int8"):
+        model = quantized(Path(base), kind)
+        decoder = Decoder(model, backend="attention")
+        pipe = Pipeline(decoder, Plan((1, 1), ((9, 1, 12, 7), (20, 9)), (0, 1, 4)), mesh=mesh_of(Layout(1, 2, 1)))
+        pipe.step(*batch())
+        results.append(gradients(pipe))
+    return results
+
+
+def test_on_two_ranks(base: Path, ranks: Callable[[int], Ranks]) -> None:
+    found = ranks(2)(on_ranks, str(base))
+    for i, kind in enumerate(("nf4", "int8")):
+        together = {**found[0][i], **found[1][i]}
+        assert len(together) == len(found[0][i]) + len(found[1][i])
+        assert worst_difference(together, wanted_of(quantized(base, kind))) < BOUND
