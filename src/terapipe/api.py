@@ -570,6 +570,11 @@ def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel
 
     from terapipe.modeling.gpt import GPT
 
-    config = replace(model, max_seq_len=max(seq_len, model.max_seq_len))
+    config, numbers = replace(model, max_seq_len=max(seq_len, model.max_seq_len)), getattr(torch, dtype or "float32")
     with torch.device("meta"):
-        return GPT(config).to(getattr(torch, dtype or "float32"))
+        gpt = GPT(config).to(numbers)
+    if model.max_seq_len == 1:  # positions are rotated, which takes no parameters
+        from terapipe.runtime.dry_run import NoPositions
+
+        gpt.positions = NoPositions(numbers)  # type: ignore[assignment]
+    return gpt
