@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from benchmarks.harness import Contender, arguments, best, pin, race, report, ta
 from benchmarks.one_device import trainers
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
+from terapipe.modeling.offload import HostMemory
 from terapipe.planning import Recompute
 from terapipe.runtime import MemoryCounter
 
@@ -32,9 +34,12 @@ class Way(NamedTuple):
     name: str
     slices: int = 0
     recompute: Recompute = "none"
+    offload: bool = False
 
     def __str__(self) -> str:
-        return f"{self.slices} slices, recompute {self.recompute}" if self.slices else self.name
+        if not self.slices:
+            return self.name
+        return f"{self.slices} slices, recompute {self.recompute}" + (", offload" if self.offload else "")
 
 
 PLAIN, CHECKPOINTING = Way("plain"), Way("gradient checkpointing")
@@ -50,8 +55,8 @@ def llama(tokens: int, vocab: int) -> PreTrainedModel:
     return model.train()
 
 
-def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, nn.Module]:
-    """Forward and backward of one sequence, to gradients that exist already."""
+def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, nn.Module, HostMemory | None]:
+    """Forward and backward of one sequence, to gradients that exist already; the model; where offloaded slices wait."""
     model = llama(tokens, vocab)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -59,13 +64,13 @@ def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, nn.Module]:
     if not way.slices:
         if way == CHECKPOINTING:
             model.gradient_checkpointing_enable()
-        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(), model
+        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(), model, None
     plan = Plan.uniform(
         batch_size=1, seq_len=tokens, num_slices=way.slices, boundaries=(0, LAYERS), recompute=way.recompute
     )
-    pipe = Pipeline(Decoder(model), plan)
+    pipe = Pipeline(Decoder(model), replace(plan, offload=way.offload))
     labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
-    return lambda: pipe.step(ids, labels), model
+    return lambda: pipe.step(ids, labels), model, pipe._executors.copier.host
 
 
 def main() -> None:
@@ -147,12 +152,12 @@ def in_process(way: Way, tokens: int, vocab: int, limit: int = 0) -> dict[str, f
 def child(way: list[object], tokens: int, vocab: int, limit: int) -> None:
     torch.set_num_threads(2 if limit else 1)
     give_back_memory()
-    step, model = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
+    step, model, host = step_of(Way(*way), tokens, vocab)  # type: ignore[arg-type]
     before = status("VmRSS")
     if limit:
         room = status("VmSize") + limit - before
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    counter = MemoryCounter(torch.device("cpu"))
+    counter = MemoryCounter(torch.device("cpu"), host=host)
     counter.count(model)
     with counter:
         for p in model.parameters():

@@ -61,7 +61,7 @@ def test_device_bytes_are_the_planners(recompute: str) -> None:
 def test_the_host_never_waits_and_its_memory_is_made_once(recompute: str) -> None:
     pipe = make_pipe(plan_of(recompute, True))
     step(pipe)
-    host = pipe._executors._copier.host
+    host = pipe._executors.copier.host
     made = host.nbytes
     assert made > 0
     with counting_waits() as waits:
@@ -90,7 +90,7 @@ class LateCopier(offload.Copier):
 
 def gradients_with(copier: Callable[[torch.device], offload.Copier], plan: Plan) -> dict[str, Tensor]:
     pipe = make_pipe(plan)
-    mine = pipe._executors._copier
+    mine = pipe._executors.copier
     mine.__class__, mine.__dict__["queue"] = copier, []  # type: ignore[assignment]
     step(pipe)
     return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}

@@ -42,7 +42,20 @@ def shape_of(model: PreTrainedModel, structure: ModelStructure) -> GPTConfig:
     inside = {p for layer in layers for p in layer.parameters()}
     outside = sum(p.numel() for p in model.parameters() if p not in inside)
     rows = max(1, (outside - ends) // hidden)
-    return GPTConfig(len(layers), hidden, heads, kv_heads, ffn, vocab, rows, tied, head_dim)
+    windows = _windows(config, len(layers))
+    return GPTConfig(len(layers), hidden, heads, kv_heads, ffn, vocab, rows, tied, head_dim, windows)
+
+
+# Kinds of layers that see some tokens only, each with the name of their number in configurations.
+LIMITS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+def _windows(config: Any, layers: int) -> tuple[int, ...]:
+    """How many tokens each layer sees at most, 0 for all; empty if all layers see all. Without a list of kinds, a
+    window is that of all layers."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windows = tuple(_number(config, LIMITS[kind]) if kind in LIMITS else 0 for kind in kinds[:layers])
+    return windows if any(windows) and len(windows) == layers else ()
 
 
 def work_of(model: PreTrainedModel, structure: ModelStructure) -> tuple[list[float], float]:

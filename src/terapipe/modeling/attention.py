@@ -165,7 +165,12 @@ class _Attend(torch.autograd.Function):
         one thing that recomputation of blocks does not repeat."""
         by_tokens = _lies_by_tokens(q)
         q = q.contiguous() if call.kernel.by_heads else _alone(q)
-        out, lse = call.cache.recall_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
+        recalled = call.cache.recall_attention(call.layer)
+        if recalled is None:
+            out, lse = _compute(q, k, v, sinks, call, by_tokens)
+        else:
+            out, lse, queries = recalled
+            q = q if queries is None else queries
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
@@ -184,7 +189,10 @@ class _Attend(torch.autograd.Function):
                 f"to {end} of {seq_len}; differentiate what happens within tokens only, or take one slice"
             )
         dq, dk, dv = _Sum(q), *(_Sum(own) for own in store.read(EVERY, slice(context, end)))
-        earlier = _EarlierGradients(store, context, is_first=end == seq_len)
+        store.begin_backward(seen.bounds)
+        owed = max(context, seen.bounds.oldest_after)  # older tokens are not seen by later slices
+        later = store.grad(owed, end) if owed < end < seq_len else (None, None)
+        earlier = _EarlierGradients(store, seen, is_first=end == seq_len)
         for part in kernel.backward(grad, q, out, lse, store, seen, scores):
             dq.add(part.dq, (part.sequences, EVERY, part.rows))
             before = max(0, min(part.keys.stop, context) - part.keys.start)  # keys of earlier slices
@@ -195,8 +203,7 @@ class _Attend(torch.autograd.Function):
                 dk.add(part.dk[:, :, before:], inside)
                 dv.add(part.dv[:, :, before:], inside)
         earlier.finish()
-        later = store.grad(context, end) if end < seq_len else (None, None)
-        totals = (own.total(*rest) for own, *rest in zip((dk, dv), later, ctx.by_tokens, strict=True))
+        totals = (own.total(*rest, owed - context) for own, *rest in zip((dk, dv), later, ctx.by_tokens, strict=True))
         return dq.total(), *totals, _sink_gradient(grad, out, lse, sinks), None
 
 
@@ -235,7 +242,8 @@ def _compute(
         call: What the call is about.
         by_tokens: Whether the model laid out queries as (batch, tokens, heads, size), and so wants the output.
     """
-    call.store.write(k, v, call.seen.context, call.seq_len)
+    seen, store = call.seen, call.store
+    store.write(k, v, seen.context, call.seq_len, seen.bounds, call.cache.current.forward_only)
     out, lse = call.kernel.forward(q, call.store, call.seen, call.scores)
     if by_tokens and not _lies_by_tokens(out):  # or the model would lay it out so, and both would be kept
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -243,7 +251,7 @@ def _compute(
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)
         lse = total
-    call.cache.keep_attention(call.layer, out, lse)
+    call.cache.keep_attention(call.layer, q, out, lse)
     return out, lse
 
 
@@ -252,17 +260,28 @@ class _EarlierGradients:
 
     The store is used again step after step, and is never zeroed where that can be spared. The last slice is the first
     to leave something, so it overwrites what a step before left there, or zeroes it if the slice does not see every
-    earlier token (windows, documents) or sees them in several parts.
+    earlier token (documents) or sees them in several parts.
+
+    Of layers with windows or chunks the store has room only for what one slice sees. It moves back slice by slice::
+
+        keys of the sequence          oldest ........ context ......... end
+        later slices left                    |-----------------------|     |-------| of it is for earlier slices, too
+        this slice leaves             |---------------|                    in other room, to which that is added
 
     Args:
         store: The layer's.
-        context: Tokens before the slice.
+        seen: What the slice sees.
         is_first: Whether this is the sequence's last slice, whose backward is the first.
     """
 
-    def __init__(self, store: KeyValueStore, context: int, *, is_first: bool) -> None:
-        self._store, self._context = store, context
-        self._stale = is_first and context > 0
+    def __init__(self, store: KeyValueStore, seen: Visibility, *, is_first: bool) -> None:
+        bounds = seen.bounds
+        self._store, self._keys = store, slice(bounds.oldest, seen.context)
+        self._overlap = slice(bounds.oldest_after, seen.context)
+        self._before: Tensor | None = None
+        self._stale = bounds.oldest < seen.context and (is_first or bounds.oldest < bounds.oldest_after)
+        if self._stale:
+            self._before = store.move_gradients(bounds, keep=not is_first and bounds.oldest_after < seen.end)
 
     def add(self, dk: Tensor, dv: Tensor, sequences: slice, start: int) -> None:
         """Adds a part, or overwrites with it if it is the first one and covers all earlier tokens of all sequences.
@@ -274,16 +293,19 @@ class _EarlierGradients:
             start: The part's first token.
         """
         keys = slice(start, start + dk.shape[2])
-        overwrite = self._stale and sequences == EVERY and keys == slice(0, self._context)
-        if not overwrite:
-            self.finish()
+        overwrite = self._stale and sequences == EVERY and keys == self._keys
+        if self._stale and not overwrite:
+            self._store.zero_grad()
         self._stale = False
         self._store.add_grad(dk, dv, sequences, keys, overwrite)
 
     def finish(self) -> None:
-        """Zeroes the store if nobody has written to it: earlier slices will add to what lies there."""
+        """Zeroes the store if nobody has written to it: earlier slices will add to what lies there. Adds what later
+        slices left in the room before."""
         if self._stale:
             self._store.zero_grad()
+        if self._before is not None:
+            self._store.take_over(self._before, self._overlap)
 
 
 class _Sum:
@@ -310,14 +332,19 @@ class _Sum:
         self._sum = self._sum.to(wide)
         self._sum[at].add_(part)
 
-    def total(self, rest: Tensor | None = None, by_tokens: bool = False) -> Tensor | None:
-        """The sum, with one more part, which is whole.
+    def total(self, rest: Tensor | None = None, by_tokens: bool = False, start: int = 0) -> Tensor | None:
+        """The sum, with one more part.
 
         Args:
             rest: What later slices left in the store, in float32; it must not be changed.
             by_tokens: Whether the result is laid out as (batch, tokens, heads, size), as the model's own tensor is. In
                 half precision one operation adds, rounds, and lays out.
+            start: Where the part begins, counted in tokens of the slice; it goes to the end. Later slices may not see
+                the first ones.
         """
+        if rest is not None and start > 0 and self._sum is not None:
+            self._sum[:, :, start:].add_(rest)
+            rest = None
         if rest is not None and (self._sum is None or self._sum.dtype == rest.dtype):
             self.add(rest)
             rest = None

@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_size = layer, config.head_size
+        self.layer, self.head_size, self.window = layer, config.head_size, config.window_of(layer)
         self.shared = config.heads // config.num_kv_heads  # queries to each head of keys and values
         self.qkv = nn.Linear(config.hidden, (config.heads + 2 * config.num_kv_heads) * config.head_size)
         self.out = nn.Linear(config.attention_width, config.hidden)
@@ -109,11 +109,17 @@ class Attention(nn.Module):
         q, k, v = torch.split(groups, [self.shared, 1, 1], dim=3)
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         if cache is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared > 1)
+            mask = None if self.window is None else _window_mask(x.shape[1], self.window, x.device)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.shared > 1)
         else:
-            mixed = attend(q, k, v, cache, self.layer)
+            mixed = attend(q, k, v, cache, self.layer, window=self.window)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+def _window_mask(tokens: int, window: int, device: torch.device) -> Tensor:
+    """Which tokens each token sees, for the plain model."""
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 class Block(nn.Module):

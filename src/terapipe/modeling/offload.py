@@ -49,6 +49,8 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type == "cuda"
         self._free: dict[int, list[Tensor]] = {}  # by bytes
+        self._storages: set[int] = set()  # of all pieces; none of them is ever let go of
+        self._grows = False  # while a piece is being made, which is in no set yet
         self.nbytes = 0  # of all pieces
 
     def take(self, nbytes: int) -> "HostRoom":
@@ -67,7 +69,21 @@ class HostMemory:
 
     def _make(self, size: int) -> Tensor:
         self.nbytes += size
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pins)
+        self._grows = True
+        try:
+            piece = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pins)
+        finally:
+            self._grows = False
+        self._storages.add(piece.untyped_storage()._cdata)
+        return piece
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is a piece of it. Where the device is a CPU nothing else tells the two memories apart.
+
+        Args:
+            storage: That of any tensor.
+        """
+        return self._grows or storage._cdata in self._storages
 
     def give_back(self, room: "HostRoom") -> None:
         """Takes room back. Copies from it that are under way must end before later ones to it can begin.

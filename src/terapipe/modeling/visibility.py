@@ -10,6 +10,9 @@ sequence, once with a document that begins at token 6, once with a window of 3::
     token 5  f f f f l l          l  a lower triangle          f l l
     token 6              l                                       u f l
     token 7              l l                                       f l l
+
+Windows and chunks also bound how far back any slice sees, whatever its documents are: ``oldest_key``. Keys and
+gradients that are older are not needed any more, see key_values.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,6 +42,54 @@ class Segment(NamedTuple):
         return self.start if window is None else max(self.start, self.first - window + 1)
 
 
+class Bounds(NamedTuple):
+    """How far back a slice sees, and the slice after it. They depend on windows and chunks, not on documents, so that
+    buffers have the same sizes in every step.
+
+    Attributes:
+        oldest: No token of the slice sees an older one.
+        oldest_after: No token of later slices does.
+        most: Tokens before a slice that it sees at most, in any cut of the sequence; None is all of them.
+    """
+
+    oldest: int = 0
+    oldest_after: int = 0
+    most: int | None = None
+
+    @classmethod
+    def of(cls, start: int, end: int, window: int | None, chunk: int | None, has_documents: bool) -> "Bounds":
+        """The bounds of one slice.
+
+        Args:
+            start: Tokens before the slice.
+            end: Where the next slice begins.
+            window: How many tokens a token sees at most, itself included.
+            chunk: Tokens of a chunk; None if there are none.
+            has_documents: Whether chunks may begin anywhere: they count from the start of a document.
+        """
+        if window is None and chunk is None:
+            return cls()
+        oldest, oldest_after = (oldest_key(place, window, chunk, has_documents) for place in (start, end))
+        return cls(oldest, oldest_after, min(limit for limit in (window, chunk) if limit is not None) - 1)
+
+
+ALL = Bounds()
+
+
+def oldest_key(place: int, window: int | None, chunk: int | None, has_documents: bool) -> int:
+    """The oldest token that this token, or any after it, may see.
+
+    Args:
+        place: The token's.
+        window: How many tokens a token sees at most, itself included.
+        chunk: Tokens of a chunk; None if there are none.
+        has_documents: Whether chunks may begin anywhere.
+    """
+    by_window = 0 if window is None else place - window + 1
+    by_chunk = 0 if chunk is None else (place - chunk + 1 if has_documents else place - place % chunk)
+    return max(0, by_window, by_chunk)
+
+
 @dataclass(frozen=True, eq=False)
 class Visibility:
     """What the tokens of one slice see.
@@ -48,6 +99,7 @@ class Visibility:
         length: Tokens of the slice.
         segments: In order; in each sequence they cover the slice without gaps.
         window: How many tokens a token sees at most, itself included; None is all of its segment.
+        bounds: How far back it sees, and the slice after it.
         memo: What kernels derive from it (blocks, tensors on the device), once for all layers.
     """
 
@@ -55,6 +107,7 @@ class Visibility:
     length: int
     segments: tuple[Segment, ...]
     window: int | None = None
+    bounds: Bounds = ALL
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -29,6 +29,28 @@ def parameters(config: GPTConfig, stages: Sequence[StageSpec]) -> int:
     return count
 
 
+def gradient_tokens(config: GPTConfig, layers: int, seq_len: int) -> int:
+    """The tokens for whose gradients of keys and values a stage has room, summed over its layers: see KeyValueStore.
+
+    ::
+
+        layers of Gemma 3    w w w w w a w w w w w a        w: window - 1 tokens, a: all tokens
+        a stage of two                 |---|                those that take most, wherever it lies
+
+    Room that moves from one slice to the slice before takes other room before it gives its own back: one more.
+
+    Args:
+        config: The shape of the model.
+        layers: Those of the stage.
+        seq_len: Tokens of a sequence.
+    """
+    if not any(config.windows) or not layers:
+        return layers * seq_len
+    rooms = np.array([min(window - 1, seq_len) if window else seq_len for window in config.windows])
+    sums, layers = np.concatenate(([0], np.cumsum(rooms))), min(layers, config.layers)
+    return int((sums[layers:] - sums[: len(sums) - layers]).max() + max(rooms[rooms < seq_len], default=0))
+
+
 def attention_inside(
     kernel: str, rows: Numbers, keys: Numbers, heads: float, kv_heads: float, head_size: int, element: int
 ) -> Array:
@@ -137,8 +159,13 @@ class ShapeMemory:
         hidden = self._hidden(size, length)
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
-        layer = self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
-        return hidden * (1 + stage.last) + stage.layers * layer
+        return hidden * (1 + stage.last) + stage.layers * self._kept(size, length)
+
+    def _kept(self, size: Numbers, length: Numbers) -> Array:
+        """What a slice keeps of one layer, unless the whole stage is computed again."""
+        if self.recompute == "light":
+            return self._layer_products(size, length)
+        return self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
 
     def _hidden(self, size: Numbers, length: Numbers) -> Array:
         """What goes from stage to stage. Tensor parallel ranks share out its tokens."""
@@ -161,28 +188,31 @@ class ShapeMemory:
         recomputation one cache serves all microbatches of a stage, while each is computed."""
         if not sliced and self.recompute == "full":
             return np.zeros(np.shape(size))
-        return self._keys_and_values(stage, size, seq_len) * self.element
+        return self._keys_and_values(size, stage.layers * seq_len) * self.element
 
     def kv_gradients(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """Sums over slices, in float32 or wider. Buffers of microbatches that are through serve others."""
-        return self._keys_and_values(stage, size, seq_len) * self._sum
+        """Sums over slices, in float32 or wider. Buffers of microbatches that are through serve others. Layers with
+        windows have room for what one slice sees."""
+        tokens = gradient_tokens(self.config, stage.layers, seq_len)
+        return self._keys_and_values(size, tokens) * self._sum
 
-    def _keys_and_values(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """How many numbers they are."""
+    def _keys_and_values(self, size: Numbers, tokens: int) -> Array:
+        """How many numbers they are, of so many tokens in one layer."""
         per_token = 2 * self.config.num_kv_heads * self.config.head_size / self.tp
-        return np.asarray(stage.layers * np.multiply(size, seq_len) * per_token, dtype=np.float64)
+        return np.asarray(np.multiply(size, tokens) * per_token, dtype=np.float64)
 
     def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
         tokens = np.multiply(size, length) * 1.0
         # Of float32 logits: torch's cross-entropy over a split vocabulary holds one more than that of one device.
         copies = 3 if self.tp == 1 else 4
         logits = tokens * (copies * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
-        layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
+        layers = {"none": 0, "light": 0, "block": 1, "full": stage.layers}[self.recompute]  # all is there at a time
         # The backward begins with the MLP of the last layer: a gradient as wide as it is, beside that of the output.
         # When attention has its turn, what the MLP had saved is gone already.
         mlp = tokens * ((self.config.hidden + self.config.ffn_hidden) * self.element / self.tp)
         attention = self._attention(size, length, context) - self._mlp(size, length)
-        backward = layers * self._layer(size, length) + np.maximum(attention, mlp)
+        again = self._layer_again(size, length) if self.recompute == "light" else layers * self._layer(size, length)
+        backward = again + np.maximum(attention, mlp)
         return np.asarray(logits, dtype=np.float64), np.asarray(backward, dtype=np.float64)
 
     def _attention(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -190,6 +220,8 @@ class ShapeMemory:
         them, and what the kernel needs inside."""
         c = self.config
         heads, kv_heads = c.heads / self.tp, c.num_kv_heads / self.tp
+        if all(c.windows) and c.windows:
+            context = np.minimum(context, max(c.windows) - 1)
         if self.attention == "plain":
             rows, keys = np.minimum(length, _PLAIN_BLOCK[0]), np.minimum(np.add(length, context), _PLAIN_BLOCK[1])
             return np.asarray(np.multiply(size, rows * keys) * _PLAIN * heads, dtype=np.float64)
@@ -216,6 +248,22 @@ class ShapeMemory:
         saved = products * self.element + norms * self._weight
         per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+    def _layer_products(self, size: Numbers, length: Numbers) -> Array:
+        """What light recomputation keeps of a layer: its input, queries, the outputs of attention and of the products
+        behind it but the last, and log-sum-exps. The output of attention's projection is one device's summand of it, so
+        that tensor parallel ranks have all of its tokens."""
+        c = self.config
+        shared = (2 * c.attention_width + c.ffn_hidden) * self.element + c.hidden * self._weight + 4 * c.heads
+        per_token = shared / self.tp + c.hidden * self.element
+        return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+    def _layer_again(self, size: Numbers, length: Numbers) -> Array:
+        """What light recomputation makes anew of a layer in its backward: outputs of norms and of the activation
+        function, and the input of the second norm."""
+        c = self.config
+        per_token = (2 * c.hidden + c.ffn_hidden) * self.element + c.hidden * self._weight
+        return np.asarray(np.multiply(size, length) * (per_token / self.tp), dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
         """What block recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""

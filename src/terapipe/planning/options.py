@@ -134,8 +134,8 @@ class CompareOptions(Options):
     )
     microbatch_size: int | None = knob("sequences per microbatch", most=2**20)
     recompute: Recompute | None = knob(  # noqa: RUF009
-        "activations that the backward computes again (activation checkpointing; block: all of a layer but its "
-        "attention, full: the whole stage)",
+        "activations that the backward computes again (activation checkpointing; light: norms and activation "
+        "functions, block: all of a layer but its attention, full: the whole stage)",
         choices=lambda: MODES, unit="MODE", unset="what is fastest and fits, also a mixture",
     )  # fmt: skip
     offload: str | float | None = knob(

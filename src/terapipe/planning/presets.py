@@ -21,6 +21,9 @@ class GPTConfig:
     max_seq_len: int = 2048  # rows of learned positions; 1 where positions are rotated: it bounds no sequence then
     tied: bool = True  # whether head and embedding share their weight
     head_dim: int | None = None  # features of an attention head; None: all heads together are as wide as hidden
+    # Of each layer, the tokens that a token sees at most, itself included (sliding windows, chunks); 0: all before it.
+    # Empty: all layers see all.
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, most in LARGEST.items():
@@ -33,6 +36,14 @@ class GPTConfig:
             )
         if self.heads % self.num_kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.num_kv_heads}")
+        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        if self.windows and len(self.windows) != self.layers:
+            raise ValueError(
+                f"windows must have one number for each of {self.layers} layers, or none, got {len(self.windows)}"
+            )
+        for window in self.windows:
+            if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+                raise ValueError(f"a window must be a whole number of tokens, or 0 to see all, got {window!r}")
 
     @property
     def head_size(self) -> int:
@@ -48,6 +59,14 @@ class GPTConfig:
     def num_kv_heads(self) -> int:
         """Heads of keys and values. Fewer than query heads with grouped-query attention."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token of the layer sees at most, itself included; None if it sees all.
+
+        Args:
+            layer: The layer's number.
+        """
+        return (self.windows[layer] or None) if self.windows else None
 
     @property
     def ffn_hidden(self) -> int:

@@ -137,7 +137,6 @@ def dry_run(
         )
     began, device = time.perf_counter(), fake_device(autocast=autocast is not None)
     cast = Autocast.current(device) if autocast is None else Autocast(device.type, autocast)
-    counter = MemoryCounter(device, attention)
     waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
@@ -145,6 +144,7 @@ def dry_run(
             pipe = Pipeline(model, plan, transport=transport, verify=False)  # there are no numbers to compare
             if cast.dtype is not None:
                 pipe._executors.message_format.learn(cast, _message_dtypes(model, plan, pipe.stages, cast, device))
+        counter = MemoryCounter(device, attention, pipe._executors.copier.host)
         with counter:
             counter.count(pipe)
             weights = counter.current

@@ -47,7 +47,7 @@ class Executors:
         self._sliced = {k: SlicedStage(stage, fused=fused) for k, stage in stages.items()}
         self._check, self._stage_done = check, stage_done
         self._recent: dict[Plan, Executor] = {}
-        self.pool, self._copier = CachePool(), Copier(transport.device)
+        self.pool, self.copier = CachePool(), Copier(transport.device)
         self.current = self.get(plan)
 
     def make(self, plan: Plan, pool: CachePool | None = None) -> Executor:
@@ -58,12 +58,14 @@ class Executors:
             pool: where it takes caches from; by default one of its own.
         """
         self._check(plan)
+        for sliced in self._sliced.values():
+            sliced.check_modes(plan.recompute_modes)
         return self._executor(plan, CachePool() if pool is None else pool, self._transport, self.message_format)
 
     def _executor(self, plan: Plan, pool: CachePool, transport: Transport, message_format: MessageFormat) -> Executor:
         losses = next(iter(self._stages.values())).auxiliary_losses
         auxiliary = AuxiliaryLosses(losses, plan, transport.device, lambda sums: transport.all_reduce(sums, DP))
-        return Executor(self._sliced, plan, pool, transport, message_format, auxiliary, self._copier, self._stage_done)
+        return Executor(self._sliced, plan, pool, transport, message_format, auxiliary, self.copier, self._stage_done)
 
     def run_alone(self, batch: Batch, loss_head: LossHead) -> None:
         """Performs this rank's actions without the other ranks. Nothing of it is kept, and nothing learned from it.

@@ -12,6 +12,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from terapipe.modeling.offload import HostMemory
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.device import FLASH
 from terapipe.planning.memory import attention_inside
@@ -53,11 +54,12 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: whose storages count; tensors elsewhere, such as indices on the host, do not.
         attention: the kernel that a step would run on its real device; empty where tensors are real.
+        host: memory of the host that does not count although it is of the same kind, where a CPU is the device.
     """
 
-    def __init__(self, device: torch.device, attention: str = "") -> None:
+    def __init__(self, device: torch.device, attention: str = "", host: HostMemory | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._attention = device, attention
+        self._device, self._attention, self._host = device, attention, host
         self._alive: set[int] = set()
         self.current = self.peak = 0
         self._asks_for_shapes: Any = None  # torch's own method, while it is replaced
@@ -116,7 +118,7 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = x.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._alive:
+        if key in self._alive or (self._host is not None and self._host.owns(storage)):
             return
         self._alive.add(key)
         self.current += nbytes

@@ -71,6 +71,7 @@ class ClusterSource:
     autocast: bool = False  # whether weights are float32, and products autocast to the device's dtype
     sequence_parallel: bool = True  # see AnalyticCost
     scatter: bool = True
+    batched: bool = False
 
     @property
     def name(self) -> str:
@@ -108,6 +109,7 @@ class ClusterSource:
             autocast=self.autocast,
             sequence_parallel=self.sequence_parallel,
             scatter=self.scatter,
+            batched=self.batched,
         )
 
     def memory(self, layout: Layout) -> Memory:

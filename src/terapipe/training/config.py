@@ -83,10 +83,11 @@ class ModelConfig:
         "float32",
         "dtype of parameters and computation; with bfloat16 the optimizer keeps float32 master weights",
     )
-    recompute: Literal["auto", "none", "block", "full"] = key(
+    recompute: Literal["auto", "none", "light", "block", "full"] = key(
         "auto",
-        "activations that the backward pass recomputes to save memory. none; block: those of each layer but the "
-        "output of attention; full: all of a stage; auto: what the plan needs, by stage and slice",
+        "activations that the backward pass recomputes to save memory. none; light: all but the outputs of products "
+        "and attention; block: those of each layer but the output of attention; full: all of a stage; auto: what the plan "
+        "needs, by stage and slice",
     )
     compile: bool = key(False, "apply torch.compile to the layers")
 

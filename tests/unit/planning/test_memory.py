@@ -62,6 +62,24 @@ def test_keys_values_and_their_gradients() -> None:
     assert sum(t.nbytes for t in held) == wanted
 
 
+@pytest.mark.parametrize("windows", [(17, 0, 33), (33, 33, 33), (300, 300, 300), (1, 1, 1), (0, 0, 0)])
+def test_gradients_of_keys_that_windows_see(windows: tuple[int, ...]) -> None:
+    """The planner counts the stage that takes most of any with so many layers: here the last two, or all alike."""
+    config = replace(CONFIG, windows=windows)
+    stage = GPT(config).stage(1, 3, torch.device("cpu"))
+    cache, starts = stage.make_cache(2, 256), range(0, 256, 32)
+    outs = []
+    for start in starts:
+        cache.begin(start, 32)
+        outs.append(stage(torch.randn(2, 32, CONFIG.hidden, requires_grad=True), cache))
+    for start, out in reversed(list(zip(starts, outs, strict=True))):
+        cache.begin(start, 32)
+        cache.backward(out, torch.ones_like(out))
+    cache.clear()
+    held = sum(t.nbytes for free in cache.gradient_room._free.values() for t in free)
+    assert held == ShapeMemory(config).kv_gradients(StageSpec(2), 2, 256)
+
+
 @pytest.mark.parametrize(("tied", "head_dim"), [(True, None), (False, None), (False, 48)])
 def test_parameters_are_all_counted(tied: bool, head_dim: int | None) -> None:
     config = GPTConfig(layers=4, hidden=64, heads=4, vocab=50, max_seq_len=32, tied=tied, head_dim=head_dim)
@@ -119,7 +137,7 @@ def test_cublas_counts_once_for_a_rank() -> None:
     assert blas_workspaces(8) < blas_workspaces(9)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block", "full"])
+@pytest.mark.parametrize("recompute", ["none", "light", "block", "full"])
 def test_a_step_under_autocast(recompute: str) -> None:
     """Copies of all weights were counted nowhere, and keys and values as if they were float32."""
     config = GPTConfig(layers=6, hidden=256, heads=4, kv_heads=2, vocab=100, max_seq_len=256)

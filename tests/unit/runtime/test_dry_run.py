@@ -1,6 +1,7 @@
 """A rank's step on fake tensors: at real size, without memory, other ranks or GPUs."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ learn = MessageFormat.learn
         pytest.param(1, {"order": "terapipe", "chunks": 1}, marks=pytest.mark.exhaustive),
         (1, {"order": "terapipe-deferred", "chunks": 2}),
         (2, {"order": "terapipe-v"}),
+        (1, {"order": "terapipe", "chunks": 1, "recompute": "light"}),
         (1, {"order": "terapipe", "chunks": 1, "recompute": "block"}),
         pytest.param(1, {"order": "terapipe", "chunks": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
     ],
@@ -48,7 +50,20 @@ def test_bytes_of_a_rank_of_gpt3_13b_are_the_planners(dp: int, options: dict[str
     assert found.waits == ()
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.exhaustive)])
+def test_bytes_of_windows_are_the_planners() -> None:
+    """Gradients of keys and values had room for all tokens: a third of this rank."""
+    windows = (256, 256, 256, 256, 256, 0) * 2
+    shape = GPTConfig(12, 512, 8, 8, 512, 1024, 8192, windows=windows)
+    options: dict[str, Any] = {"batch_size": 1, "seq_len": 8192, "num_slices": 16, "order": "terapipe"}
+    result = terapipe.plan(shape, "dgx-a100:1", pp=2, tp=1, dp=1, recompute="full", **options)
+    run = terapipe.dry_run(shape, result, rank=0)
+    assert run.predicted is not None
+    assert run.peak == pytest.approx(run.predicted, rel=0.05)
+    without = replace(shape, windows=())
+    assert terapipe.dry_run(without, result, rank=0).peak > 1.3 * run.peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "light", pytest.param("block", marks=pytest.mark.exhaustive)])
 def test_bytes_with_split_operators_are_the_planners(recompute: Any) -> None:
     """Devices shared out what products save, except their inputs: the last rank was taken to need 10 % more."""
     shape = "layers=4,hidden=1024,heads=8,vocab=16384"
@@ -69,6 +84,21 @@ def test_bytes_with_split_operators_are_the_planners(recompute: Any) -> None:
         assert run.predicted is not None
         assert run.peak - (1 << 25) < run.predicted * 1.03  # gradients are rounded 16 M at a time
         assert run.peak > run.predicted * 0.97
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", pytest.param("full", marks=pytest.mark.exhaustive)])
+def test_bytes_with_offload_are_the_planners(recompute: Any) -> None:
+    """What waits in the host's memory does not count, although a CPU stands for the device."""
+    options = {"batch_size": 1, "seq_len": 8192, "num_slices": 32, "order": "terapipe", "recompute": recompute}
+    peaks = []
+    for share in ("none", 1.0):
+        result = terapipe.plan(
+            "layers=4,hidden=256,heads=4,vocab=512", "dgx-a100:1", pp=1, tp=1, dp=1, offload=share, **options
+        )
+        run = terapipe.dry_run("layers=4,hidden=256,heads=4,vocab=512", result)
+        assert run.peak == pytest.approx(run.predicted, rel=0.05)
+        peaks.append(run.peak)
+    assert peaks[1] < peaks[0]
 
 
 def test_messages_of_a_step() -> None:

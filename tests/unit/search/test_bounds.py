@@ -13,7 +13,7 @@ from terapipe.search.request import Request, layouts
 from terapipe.search.source import ClusterSource
 
 MODEL = GPTConfig(layers=24, hidden=2048, heads=16, max_seq_len=2**16)
-MODES = ("none", "block", "full")
+MODES = ("none", "light", "block", "full")
 
 
 @pytest.mark.parametrize("order", ORDERS)

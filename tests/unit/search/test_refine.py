@@ -15,7 +15,7 @@ REQUEST = Request(8, 2048, dp=1, pp=4, tp=1, order="terapipe", chunks=1, num_sli
 REQUEST = REQUEST.fixed(offload="none")
 
 
-@pytest.mark.parametrize(("light", "heavy"), [("none", "block"), ("block", "full")])
+@pytest.mark.parametrize(("light", "heavy"), [("none", "light"), ("none", "block"), ("block", "full")])
 def test_modes_are_mixed_between_two_budgets(light: str, heavy: str) -> None:
     """The budget is halfway between what two modes need."""
     more, less = (choose(SOURCE, REQUEST.fixed(recompute=mode)).estimate for mode in (light, heavy))
