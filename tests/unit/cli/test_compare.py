@@ -98,4 +98,6 @@ def test_rivals_are_shown_where_no_plan_fits(capsys: pytest.CaptureFixture[str])
     assert "lacks" in text
     assert "fits in no layout: its smallest plan" in text
     assert main([*model, "--cluster", "dgx-a100:1", "--memory", "10MiB"]) == 2
-    assert "no plan fits into 0.01 GiB per device: the smallest found needs" in " ".join(capsys.readouterr().err.split())
+    assert "no plan fits into 0.01 GiB per device: the smallest found needs" in " ".join(
+        capsys.readouterr().err.split()
+    )
