@@ -266,7 +266,8 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
 
     On each rank, as many slices as fit are moved to the lighter mode, starting from the last slice of each microbatch
     (`_by_gain`): it has the longest context, so its recomputation takes longest. Steps are tried from "full" to
-    "block", and on from there to "light" and to "none". With memory for three of six slices, two microbatches of three::
+    "block", and on from there to "light" and to "none". With memory for three of six slices, two microbatches of
+    three::
 
         before    full full full | full full full
         after     full full none | full none none
