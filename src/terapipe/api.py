@@ -301,7 +301,7 @@ def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     source = source_of(spec, costs, request, call)
     rows = tuple(compare_orders(source, request, same_layout=call.same_layout, progress=call.progress))
     others = () if call.same_layout else tuple(rivals(source, request))
-    if not any(row.fits for row in (*rows, *others)):
+    if not any(row.fits for row in rows) and not any(rival.fits for rival in others):
         refuse_budget(rows)
     seconds = time.perf_counter() - began
     return Comparison(rows, request, source, call.same_layout, seconds, others, call.tokens, call.price)
@@ -572,6 +572,11 @@ def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel
 
     from terapipe.modeling.gpt import GPT
 
-    config = replace(model, max_seq_len=max(seq_len, model.max_seq_len))
+    config, numbers = replace(model, max_seq_len=max(seq_len, model.max_seq_len)), getattr(torch, dtype or "float32")
     with torch.device("meta"):
-        return GPT(config).to(getattr(torch, dtype or "float32"))
+        gpt = GPT(config).to(numbers)
+    if model.max_seq_len == 1:  # positions are rotated, which takes no parameters
+        from terapipe.runtime.dry_run import NoPositions
+
+        gpt.positions = NoPositions(numbers)  # type: ignore[assignment]
+    return gpt

@@ -317,4 +317,5 @@ def _storage_of(x: Tensor) -> int | None:
         x = x.elem
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return None
-    return x.untyped_storage()._cdata
+    identity: int = x.untyped_storage()._cdata
+    return identity

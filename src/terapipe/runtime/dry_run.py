@@ -44,6 +44,26 @@ from terapipe.runtime.pipeline import Pipeline
 STEPS = 2  # buffers that the first makes stay for the next
 
 
+class NoPositions(nn.Module):
+    """Stands in a GPT for the table of learned positions where those of the model that is planned are rotated: a table
+    of a million rows would be most of the first stage's weights.
+
+    Args:
+        dtype: Of the hidden states that it adds nothing to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        """Zeros, one for each token."""
+        return torch.zeros_like(places, dtype=self.dtype)[..., None]
+
+    def reset_parameters(self) -> None:
+        """There are none."""
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What one rank's step would need. Bytes are those of tensors alive at the same time, at most."""

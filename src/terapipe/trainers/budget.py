@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -122,7 +123,7 @@ class BudgetPlanner:
     def _plan_within(self, memory: int, rows: int, tokens: int) -> Plan:
         """The planner's choice by its own count."""
         config = self.config
-        fixed = {"memory": memory, "dp": 1, "pp": 1, "tp": 1, "shard": False}
+        fixed: dict[str, Any] = {"memory": memory, "dp": 1, "pp": 1, "tp": 1, "shard": False}
         fixed["num_slices"] = config.slices or config.num_slices
         fixed["microbatch_size"] = min(config.microbatch_size or rows, rows)
         options = values_of(config, PlanOptions) | fixed | self._casts
@@ -159,7 +160,7 @@ class BudgetPlanner:
     # What the planner is told of model and device
 
     @property
-    def _casts(self) -> dict[str, bool]:
+    def _casts(self) -> dict[str, Any]:
         return {"autocast": self.autocast.dtype is not None}
 
     @property
