@@ -43,13 +43,18 @@ class Grid:
 
         Without a limit, because the planner says that nothing fits: any that fits, of the ``SMALLEST`` ones.
         """
-        plans = sorted(self._plans(limit), key=lambda row: row[0])
+        plans = list(self._plans(limit))
+        if limit == inf:
+            plans = sorted(plans, key=lambda row: row[0])[:SMALLEST]
+        else:  # plans of one shape one after the other: their program is compiled once
+            plans.sort(key=lambda row: (row[2].order, row[2].num_stages, len(row[2].slices), row[2].sizes, row[0]))
         best: PlanEstimate | None = None
-        for bound, evaluator, plan in plans[:SMALLEST] if limit == inf else plans:
+        for bound, evaluator, plan in plans:
             fastest = best.step_time if best else limit
             if bound >= fastest < inf:
-                break
-            estimate = evaluator.unless_beaten(plan, PlanEstimate(evaluator.layout, plan, fastest, 0.0, 0, True))
+                continue
+            rival = PlanEstimate(evaluator.layout, plan, fastest, 0.0, 0, True)
+            estimate = evaluator.unless_beaten(plan, rival, fastest)
             self.simulated += 1
             if estimate and estimate.step_time < fastest:
                 best = estimate
@@ -64,11 +69,13 @@ class Grid:
             evaluator = PlanEvaluator(self.source, request, layout, mode)
             for size, lengths in product((size for size in sizes if size <= evaluator.batch_size), self._cuts):
                 work = Work(evaluator, size, lengths)
-                if work.floor >= limit or work.least_bytes > (evaluator.budget or inf):
+                if work.floor >= limit:
                     continue
                 for order, chunks in _orders(request, layout, layers, len(lengths)):
+                    if work.least_bytes(order) > (evaluator.budget or inf):
+                        continue
                     for boundaries in self._boundaries(evaluator, order, chunks):
-                        bound = work.least_bytes if limit == inf else work.step_time(order, boundaries, limit)
+                        bound = work.least_bytes(order) if limit == inf else work.step_time(order, boundaries, limit)
                         if bound < limit:
                             plan = evaluator.plan(order.name, size, lengths, chunks)
                             yield bound, evaluator, replace(plan, boundaries=boundaries)

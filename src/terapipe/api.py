@@ -34,7 +34,7 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.simulator import program
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.choose import choose
+from terapipe.search.choose import choose, refuse_budget
 from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
@@ -283,7 +283,7 @@ def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     """Finds the best plan of every order on the same devices, each with the layout, microbatches, chunks and
     recomputation that suit it best. Orders that can be sliced have a row with slices and one with whole sequences.
     Beside them stand estimates of what there is without a pipeline (``rivals``): DDP, FSDP2, context parallel, tensor
-    parallel.
+    parallel. Where only these fit into memory, the rows are the smallest plans, and say how much memory they lack.
 
     Args:
         model: As for ``plan``.
@@ -301,6 +301,8 @@ def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     source = source_of(spec, costs, request, call)
     rows = tuple(compare_orders(source, request, same_layout=call.same_layout, progress=call.progress))
     others = () if call.same_layout else tuple(rivals(source, request))
+    if not any(row.fits for row in (*rows, *others)):
+        refuse_budget(rows)
     seconds = time.perf_counter() - began
     return Comparison(rows, request, source, call.same_layout, seconds, others, call.tokens, call.price)
 
@@ -374,7 +376,7 @@ def estimate(
     source = result.known_source() if costs is None else source_of(model_spec(model), costs, request, options)
     _check_fit(bare, layout, source)
     evaluator = PlanEvaluator(source, request, layout, bare.recompute_modes[-1])
-    return with_seconds(lambda: PlanResult(evaluator.evaluate(bare), (), request, source))
+    return with_seconds(lambda: PlanResult(evaluator.confirm(evaluator.evaluate(bare)), (), request, source))
 
 
 def simulate(
@@ -525,7 +527,7 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
         if options.attention is not None:
             raise ValueError(f"the profile was measured with attention kernel {costs.attention}; leave attention out")
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
-        return ProfileSource(costs, options.devices or fixed or costs.ranks, request.tp or 1, fused)
+        return ProfileSource(costs, options.devices or fixed or costs.ranks, request.tp or 1, fused, options.optimizer)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
@@ -538,7 +540,8 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
     config = spec.config
     if config.max_seq_len > 1:  # else positions are rotated, which takes no parameters
         config = replace(config, max_seq_len=max(config.max_seq_len, request.seq_len))
-    return ClusterSource(config, costs, not options.layers_only, fused, options.autocast)
+    ends, autocast = not options.layers_only, options.autocast
+    return ClusterSource(config, costs, ends, fused, autocast, optimizer=options.optimizer)
 
 
 def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:

@@ -110,7 +110,7 @@ def test_nor_does_a_step_of_a_hugging_face_model(name: str, documents: Any) -> N
     assert waits(decoder(name), documents) == []
 
 
-@pytest.mark.parametrize("mode", ["block", "full"])
+@pytest.mark.parametrize("mode", ["light", "block", "full"])
 def test_nor_do_layers_that_are_computed_again(mode: Recompute) -> None:
     for model in (GPT(CONFIG), decoder("llama")):
         assert waits(model, DOCUMENTS, "terapipe-deferred", mode) == []

@@ -165,22 +165,32 @@ class Decoder(PipelineModel):
             )
         if plan.recomputes and self.backend == "cache":
             raise UnsupportedModelError(f"slices of {name} cannot be computed again; leave recomputation off")
-        if "block" in plan.recompute_modes and self._block_refused:
-            raise UnsupportedModelError(
-                f"layers of {name} cannot be computed again: {self._block_refused}; take recompute full or none"
-            )
+        for mode in plan.recompute_modes:
+            if reason := self._refused_mode(mode):
+                raise UnsupportedModelError(
+                    f"layers of {name} cannot be computed again by recompute={mode!r}: {reason}; take recompute full "
+                    "or none"
+                )
 
     @property
     def recompute_modes(self) -> tuple[Recompute, ...]:
         """The modes of recomputation that this model supports: what the planner may choose from."""
         if self.backend == "cache":
             return ("none",)
-        return ("none", "full") if self._block_refused else MODES
+        return tuple(mode for mode in MODES if not self._refused_mode(mode))
+
+    def _refused_mode(self, mode: Recompute) -> str:
+        """Why recomputation of layers is not exact, empty if it is. Verified on a small copy, which takes a second."""
+        if mode in ("none", "full"):
+            return ""
+        if mode not in self._refused_modes:
+            self._refused_modes[mode] = self._verifier().why_not_recomputed(self.structure, mode)
+        return self._refused_modes[mode]
 
     @cached_property
-    def _block_refused(self) -> str:
-        """Why block recomputation is not exact, empty if it is. Verified on a small copy, which takes a second."""
-        return self._verifier().why_not_recomputed(self.structure, "block")
+    def _refused_modes(self) -> dict[Recompute, str]:
+        """What was verified so far."""
+        return {}
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:
         """Refuses a step that would not be exact. All ranks call it, before anything is sent.

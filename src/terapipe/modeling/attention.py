@@ -165,7 +165,12 @@ class _Attend(torch.autograd.Function):
         one thing that recomputation of blocks does not repeat."""
         by_tokens = _lies_by_tokens(q)
         q = q.contiguous() if call.kernel.by_heads else _alone(q)
-        out, lse = call.cache.recall_attention(call.layer) or _compute(q, k, v, sinks, call, by_tokens)
+        recalled = call.cache.recall_attention(call.layer)
+        if recalled is None:
+            out, lse = _compute(q, k, v, sinks, call, by_tokens)
+        else:
+            out, lse, queries = recalled
+            q = q if queries is None else queries
         ctx.save_for_backward(q, out, lse, sinks)
         ctx.call = call  # the store is changed by later slices, on purpose: autograd must not guard it
         ctx.by_tokens = _lies_by_tokens(k), _lies_by_tokens(v)
@@ -246,7 +251,7 @@ def _compute(
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)
         lse = total
-    call.cache.keep_attention(call.layer, out, lse)
+    call.cache.keep_attention(call.layer, q, out, lse)
     return out, lse
 
 

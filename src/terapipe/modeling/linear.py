@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from terapipe.modeling.recall import NARROW
 from terapipe.modeling.slice_cache import SliceCache, autocast_dtype, cache_that_adds, cast_input
 from terapipe.modeling.weight_grads import (
     HALF,
@@ -97,12 +98,26 @@ def project(
     keeper: list[Any] | None = None
     if torch.is_autocast_enabled(x.device.type):
         dtype, x, bias = autocast_dtype(weight), cast_input(x), None if bias is None else cast_input(bias)
-    if cache.current.checkpointed and x.requires_grad:
+    if cache.current.checkpointed and x.requires_grad and weight.requires_grad:
         keeper = []
         x = _Keep.apply(x, keeper)  # type: ignore[no-untyped-call]
     x = torch._C._functorch.unwrap_if_dead(x)
-    out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper, mesh)
+    recall, name, recalled = cache.current.recall, None, None
+    if recall is not None and not _is_narrow(weight, inputs_first):
+        name = recall.name_call(weight)
+        if cache.current.checkpointed == "again":
+            recalled = recall.output(name, last=cache.current.is_own_backward)
+    out: Tensor = _apply_project(x, weight, bias, cache, dtype, inputs_first, adds_bias, keeper, mesh, [recalled])
+    if recall is not None and name is not None and cache.current.checkpointed == "first":
+        recall.keep(name, x, out)
     return out
+
+
+def _is_narrow(weight: Tensor, inputs_first: bool) -> bool:
+    """Whether a product is computed again rather than recalled, because its input is so much smaller: adapters' second
+    matrix, whose output only adds to that of the first."""
+    outputs, inputs = weight.shape[::-1] if inputs_first else weight.shape
+    return inputs * NARROW <= outputs
 
 
 def _project_split(x: DTensor, weight: Tensor, bias: Tensor | None, cache: SliceCache) -> DTensor:
@@ -163,17 +178,22 @@ class _Project(torch.autograd.Function):
         adds_bias: bool,
         keeper: list[Any] | None,  # holds the context of _Keep, which saved the input
         mesh: DeviceMesh | None,  # among whose devices the input's tokens are shared out
+        recalled: list[Tensor | None],  # the output, if it was computed before
     ) -> Tensor:
-        if keeper is None:
+        if keeper is None and ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
-        if mesh is not None:
+        if mesh is not None and recalled[0] is None:
             x = gather_tokens(x, mesh)
         # Not saved by autograd: where that computes what was saved again, it gives another tensor than the parameter.
-        local = weight if dtype is None else cache.cast(weight, dtype)
+        # A cast of a weight that is not trained is not kept for the step: there may be many, as below adapters.
+        is_kept = ctx.needs_input_grad[1] or dtype is None
+        local = weight if dtype is None else cache.cast(weight, dtype) if is_kept else to_local(weight).to(dtype)
         local = to_local(local) if type(local) is DTensor else local
         local = local.t() if inputs_first else local
-        ctx.of_forward = weight, local, cache, dtype, inputs_first, keeper, mesh
+        ctx.of_forward = weight, local if is_kept else None, cache, dtype, inputs_first, keeper, mesh
         ctx.version = weight._version if ctx.needs_input_grad[0] else None
+        if recalled[0] is not None:
+            return recalled[0]
         # Of F.linear the output would be a view, which models may not change in place behind a Function.
         out = x.new_empty(*x.shape[:-1], local.shape[0])
         rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
@@ -191,16 +211,16 @@ class _Project(torch.autograd.Function):
         since the forward would give a wrong gradient of x.
         """
         weight, local, cache, dtype, inputs_first, keeper, mesh = ctx.of_forward
-        (x,) = ctx.saved_tensors if keeper is None else keeper[0].saved_tensors
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         if want_x and weight._version != ctx.version:
             raise changed_weight("a weight", weight, ctx.version)
         rows, returned = grad.reshape(-1, grad.shape[-1]), None
-        if torch.is_grad_enabled():  # somebody will differentiate this: by the weight, too
+        if torch.is_grad_enabled() or local is None:  # somebody will differentiate this: by the weight, too
             local = to_local(weight) if dtype is None else to_local(weight).to(dtype)
             local = local.t() if inputs_first else local
         current, grad_x = cache.current, None
         if want_weight:
+            (x,) = ctx.saved_tensors if keeper is None else keeper[0].saved_tensors
             inputs = x.reshape(-1, x.shape[-1]) if mesh is None else x
             left, right = (inputs, rows) if inputs_first else (rows, inputs)
             deferred = DeferredGrad(weight, left, right, current.main_grads and weight.dtype in HALF, mesh)
@@ -216,7 +236,7 @@ class _Project(torch.autograd.Function):
                 deferred.add()
         if want_x and grad_x is None:
             grad_x = grad @ local if mesh is None else _scatter(grad @ local, mesh)
-        return grad_x, returned, rows.sum(0) if want_bias else None, None, None, None, None, None, None
+        return grad_x, returned, rows.sum(0) if want_bias else None, *[None] * 7
 
 
 def _scatter(grad: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -409,7 +429,7 @@ class _FusedLinear(_Fused, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        cache = cache_that_adds(weight)
+        cache = cache_that_adds(weight, is_product=True)
         is_split = isinstance(x, DTensor) or isinstance(weight, DTensor)
         if cache is None or (is_split and not is_split_alike(x, weight)):
             return super().forward(x)
@@ -420,7 +440,7 @@ class _FusedConv1D(_Fused):
     """Of transformers, for GPT-2: a linear layer whose weight is (inputs, outputs)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        cache = cache_that_adds(self.weight)
+        cache = cache_that_adds(self.weight, is_product=True)
         if cache is None or isinstance(x, DTensor) or isinstance(self.weight, DTensor):
             plain: Tensor = super().forward(x)
             return plain

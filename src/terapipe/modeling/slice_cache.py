@@ -23,7 +23,7 @@ ordinary one::
 """
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from terapipe.modeling.key_values import GradientRoom, KeyValueStore
 from terapipe.modeling.offload import SavedTensors
+from terapipe.modeling.recall import Recall
 from terapipe.modeling.visibility import Bounds, Visibility, segments
 from terapipe.modeling.weight_grads import to_local
 
@@ -55,6 +56,7 @@ class SliceContext:
         deferred: What the backward put off, see linear.py.
         calls: How often each module has called attention since the cache was entered.
         checkpointed: Which forward of a checkpointed layer is running: the "first", or "again" in the backward.
+        recall: What the first leaves to the other, of a layer whose products are not computed again.
         is_in_forward: Whether the slice's forward is running.
         own_task: Autograd's number of the running backward of the slice.
         saved: Takes what a forward keeps for its backward, if the slice is offloaded.
@@ -68,6 +70,7 @@ class SliceContext:
         self.deferred: list[Any] = []
         self.calls: dict[Hashable, int] = {}
         self.checkpointed: Literal["", "first", "again"] = ""
+        self.recall: Recall | None = None
         self.is_in_forward = False
         self.own_task: int | None = None
         self.saved: SavedTensors | None = None
@@ -140,7 +143,7 @@ def current_cache() -> "SliceCache | None":
 _PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor, FakeTensor)  # a parameter that is fake is of the last class
 
 
-def cache_that_adds(weight: Tensor) -> "SliceCache | None":
+def cache_that_adds(weight: Tensor, *, is_product: bool = False) -> "SliceCache | None":
     """The cache whose slice is being computed, if its backward may add the weight's gradient to ``.grad`` in place.
 
     Weights that are computed from others (parametrizations) have no ``.grad``; tensor classes with operations of their
@@ -148,13 +151,14 @@ def cache_that_adds(weight: Tensor) -> "SliceCache | None":
 
     Args:
         weight: What a linear layer or an embedding is about to use.
+        is_product: Whether a weight that is not trained will do, too, where outputs of products are recalled.
 
     Returns:
         None where the layer must do what torch does: outside of a slice, and for weights that are not trained.
     """
     if (
         not _computing
-        or not weight.requires_grad
+        or not (weight.requires_grad or (is_product and _computing[-1].current.recall is not None))
         or not weight.is_leaf
         # Torch rounds split products otherwise, and forwards must be the same to the bit with gradients and without.
         or not (torch.is_grad_enabled() or isinstance(weight, DTensor))
@@ -186,20 +190,23 @@ class _Attention(NamedTuple):
     Attributes:
         out: Its output, or what stands for it if the slice is offloaded.
         lse: The log-sum-exps of its rows, likewise.
+        q: Queries, likewise, if they are not computed again.
         version: That of the output, which must not change.
         saved: Has the tensors, if the slice is offloaded. It compares versions itself.
     """
 
     out: Any
     lse: Any
+    q: Any
     version: int
     saved: SavedTensors | None
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exps."""
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The output, the log-sum-exps, and the queries if there are any."""
         if self.saved is None:
-            return self.out, self.lse
-        return self.saved.unpack(self.out), self.saved.unpack(self.lse)
+            return self.out, self.lse, self.q
+        q = None if self.q is None else self.saved.unpack(self.q)
+        return self.saved.unpack(self.out), self.saved.unpack(self.lse), q
 
 
 class SliceCache:
@@ -289,13 +296,20 @@ class SliceCache:
 
     # Layers that are computed again
 
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def checkpoint_contexts(
+        self, recall: Recall | None = None
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Around a layer's forward, and around the one that its backward begins with: attention keeps its output in the
-        first and does not compute it in the second."""
-        return _Checkpointing(self, "first"), _Checkpointing(self, "again")
+        first and does not compute it in the second.
 
-    def recall_attention(self, layer: Hashable) -> tuple[Tensor, Tensor] | None:
-        """Output and log-sum-exps of the layer's first forward, if this is another one; None in a first forward.
+        Args:
+            recall: Likewise for products.
+        """
+        return _Checkpointing(self, "first", recall), _Checkpointing(self, "again", recall)
+
+    def recall_attention(self, layer: Hashable) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Output and log-sum-exps of the layer's first forward, and its queries if they were kept, if this is another
+        forward; None in a first one.
 
         They are let go of in the slice's own backward: ``torch.autograd.grad`` inside a layer computes it again before
         that, too.
@@ -308,26 +322,42 @@ class SliceCache:
         kept = self._attention[layer, self.current.start]
         if self.current.is_own_backward:
             del self._attention[layer, self.current.start]
-        out, lse = kept.tensors()
+        out, lse, q = kept.tensors()
         if kept.saved is None and out._version != kept.version:  # autograd would notice if it had saved it
             raise RuntimeError(
                 f"the output of attend(layer={layer!r}) was changed in place, but the layer's recomputation needs it; "
                 "write out = out * 2 in place of out *= 2"
             )
-        return out, lse
+        return out, lse, q
 
-    def keep_attention(self, layer: Hashable, out: Tensor, lse: Tensor) -> None:
+    def keep_attention(self, layer: Hashable, q: Tensor, out: Tensor, lse: Tensor) -> None:
         """Remembers what attention computed, in the first forward of a layer that is computed again.
 
         Args:
             layer: The attention layer's name.
+            q: Queries as attention saves them, which are kept where their product's output is not.
             out: Its output; what it is when it is recalled must be what it is now.
             lse: The log-sum-exps of its rows.
         """
         if self.current.checkpointed == "first":
-            saved = self.current.saved
+            saved, recall = self.current.saved, self.current.recall
             pack = (lambda x: x) if saved is None else saved.pack
-            self._attention[layer, self.current.start] = _Attention(pack(out.detach()), pack(lse), out._version, saved)
+            queries = None if recall is None or not recall.keeps_queries(layer) else pack(q.detach())
+            name = layer, self.current.start
+            self._attention[name] = _Attention(pack(out.detach()), pack(lse), queries, out._version, saved)
+            if recall is not None:
+                recall.note_attention(layer, q, (out, lse))
+
+    def drop_queries(self, layers: Iterable[Hashable]) -> None:
+        """Lets go of the current slice's queries, where it has turned out that they can be computed again.
+
+        Args:
+            layers: Names of attention layers.
+        """
+        for layer in layers:
+            kept = self._attention.get((layer, self.current.start))
+            if kept is not None and kept.q is not None:
+                self._attention[layer, self.current.start] = kept._replace(q=None)
 
     @torch.no_grad()
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -495,18 +525,27 @@ class _Checkpointing(AbstractContextManager[None]):
     """Says which forward of a checkpointed layer is running. torch.utils.checkpoint enters it several times: a layer is
     computed again for its backward, and for each ``torch.autograd.grad`` inside of it."""
 
-    def __init__(self, cache: SliceCache, which: Literal["first", "again"]) -> None:
-        self._cache, self._which = cache, which
-        self._before: list[tuple[SliceContext, Literal["", "first", "again"]]] = []
+    def __init__(self, cache: SliceCache, which: Literal["first", "again"], recall: Recall | None) -> None:
+        self._cache, self._which, self._recall = cache, which, recall
+        self._before: list[tuple[SliceContext, Literal["", "first", "again"], Recall | None, Any]] = []
+        self._learning: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        current = self._cache.current
-        self._before.append((current, current.checkpointed))
-        current.checkpointed = self._which
+        current, recall = self._cache.current, self._recall
+        calls = None if recall is None else recall.begin()
+        self._before.append((current, current.checkpointed, current.recall, calls))
+        current.checkpointed, current.recall = self._which, recall
+        if recall is not None and recall.needs is None and self._which == "first":
+            self._learning = recall.learn()
+            self._learning.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        current, before = self._before.pop()
-        current.checkpointed = before
+    def __exit__(self, *arguments: Any) -> None:
+        if self._learning is not None:
+            self._learning.__exit__(*arguments)
+            self._learning = None
+        current, current.checkpointed, current.recall, calls = self._before.pop()
+        if self._recall is not None:
+            self._recall.resume(calls)
 
 
 def _positions(starts: Sequence[Sequence[int]], seq_len: int) -> Tensor:

@@ -12,9 +12,10 @@ a method or an attribute below, so that there is one place to look it up and not
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
@@ -25,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.offload import SavedTensors
+from terapipe.modeling.recall import LayerNeeds, Recall
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
+from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan
 
 IGNORE = -100  # labels with this value count for nothing, as in torch.nn.functional.cross_entropy
@@ -409,24 +412,28 @@ class SlicedStage:
 
     def __init__(self, stage: Stage, *, fused: bool = True) -> None:
         self.stage, self._fused = stage, fused
+        # What the recomputation of each layer needs, by its number and by what is trained and how.
+        self._needs: dict[tuple[int, Hashable], LayerNeeds] = {}
+        self._traits: Hashable = None
         if fused:
             fuse_weight_grads(stage)
 
     def forward(
-        self, x: Tensor, cache: SliceCache, *, block: bool = False, saved: SavedTensors | None = None
+        self, x: Tensor, cache: SliceCache, *, recompute: Recompute = "none", saved: SavedTensors | None = None
     ) -> Tensor:
         """Computes the cache's current slice.
 
         Args:
             x: Token ids, or hidden states of the stage before.
             cache: Its ``begin`` has said which slice.
-            block: Whether each layer keeps its input and attention's output only, and is computed again in the
-                backward.
+            recompute: What each layer computes again in the backward. "full" is the caller's to do: the stage is
+                computed without gradients, and once more in the backward.
             saved: Takes what the slice keeps for its backward, if it is to be moved.
         """
         cache.current.saved = saved
         hooks = nullcontext() if saved is None else saved.hooks()
-        with self.over(cache), hooks, self._checkpointed(cache) if block else nullcontext():
+        checkpointed = nullcontext() if recompute in ("none", "full") else self._checkpointed(cache, recompute)
+        with self.over(cache), hooks, checkpointed:
             cache.current.is_in_forward = True
             try:
                 out: Tensor = self.stage(x, cache)
@@ -457,6 +464,25 @@ class SlicedStage:
         with self.over(cache):  # layers may be computed again
             cache.backward(out, gradient, others)
 
+    def check_modes(self, modes: Iterable[Recompute]) -> None:
+        """Refuses light recomputation where the stage's linear layers are not those that can be recalled.
+
+        Args:
+            modes: Of a plan.
+        """
+        if "light" not in modes:
+            return
+        if not self._fused:
+            raise ValueError(
+                "recompute='light' recalls the outputs of linear layers that add gradients in place, got "
+                "fused_weight_grads=False; leave that out, or take recompute 'none', 'block' or 'full'"
+            )
+        if any(getattr(block.forward, "_compiled_layer", False) for block in self.stage.blocks):
+            raise ValueError(
+                "recompute='light' cannot look into compiled layers, whose compiler chooses itself what is computed "
+                "again; leave compiling off, or take recompute 'none', 'block' or 'full'"
+            )
+
     @property
     def defers_weight_grads(self) -> bool:
         """Whether orders with split backwards find gradients of weights to put off. Compiled layers make them as
@@ -473,13 +499,16 @@ class SlicedStage:
         return cache
 
     @contextmanager
-    def _checkpointed(self, cache: SliceCache) -> Iterator[None]:
+    def _checkpointed(self, cache: SliceCache, recompute: Recompute) -> Iterator[None]:
         """Inside, the forward of each block is checkpointed. Hooks of blocks, such as FSDP's, are outside of that."""
         blocks = self.stage.blocks
         plain = [(block, block.__dict__.get("forward")) for block in blocks]
+        self.check_modes((recompute,))  # again: layers may have been compiled since
+        traits = self._layer_traits(cache) if recompute == "light" else None
         try:
-            for block in blocks:
-                block.__dict__["forward"] = _Checkpointed(block.forward, cache)
+            for i, block in enumerate(blocks):
+                needs = None if traits is None else (self._needs, (i, traits))
+                block.__dict__["forward"] = _Checkpointed(block.forward, cache, needs)
             yield
         finally:
             for block, forward in plain:
@@ -488,13 +517,34 @@ class SlicedStage:
                 else:
                     block.__dict__["forward"] = forward
 
+    def _layer_traits(self, cache: SliceCache) -> Hashable:
+        """What the needs of a layer's recomputation may depend on: what is trained, what is cast, what is dropped, and
+        whether a slice is the first one. Modules are asked once for each microbatch."""
+        if cache.current.start == 0 or self._traits is None:
+            trained = tuple(p.requires_grad for p in self.stage.parameters())
+            self._traits = trained, tuple(module.training for module in self.stage.modules())
+        device = next((p.device.type for p in self.stage.parameters()), "cpu")
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return self._traits, dtype, cache.current.start == 0, cache.has_documents
+
 
 class _Checkpointed:
     """A block's forward under ``torch.utils.checkpoint``. It takes the place of ``block.forward`` while a slice is
-    computed."""
+    computed.
 
-    def __init__(self, forward: Callable[..., Any], cache: SliceCache) -> None:
-        self._forward, self._cache = forward, cache
+    Args:
+        forward: The block's own.
+        cache: That of the slice.
+        needs: Where products are recalled: what is known of all layers' recomputations, and this one's name there.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        cache: SliceCache,
+        needs: tuple[dict[tuple[int, Hashable], LayerNeeds], tuple[int, Hashable]] | None,
+    ) -> None:
+        self._forward, self._cache, self._needs = forward, cache, needs
 
     def __reduce__(self) -> Any:
         """A block that is copied while its slice is computed gets the plain forward."""
@@ -503,8 +553,17 @@ class _Checkpointed:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*arguments, **named)
-        contexts = self._cache.checkpoint_contexts
-        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+        if self._needs is None:
+            contexts = self._cache.checkpoint_contexts
+            return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+        all_needs, name = self._needs
+        recall = Recall(all_needs.get(name), self._cache.current.saved)
+        contexts = partial(self._cache.checkpoint_contexts, recall)
+        out = checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+        if name not in all_needs:
+            all_needs[name] = recall.finish()
+            self._cache.drop_queries(all_needs[name].makes_queries)
+        return out
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -172,7 +172,7 @@ class _Slice:
         context = cache.begin(self.start, self.length)
         self._random.append(RandomState.now(x.device))
         with torch.set_grad_enabled(mode != "full"):
-            out = sliced.forward(x, cache, block=mode == "block")
+            out = sliced.forward(x, cache, recompute=mode)
         self.inputs.append(x)
         self._outputs.append(out)
         self.sums.append(context.pop_sums())
@@ -584,9 +584,9 @@ class CacheUse:
             self._note("set_state", name)
             return set_state(cast(str, name), state)
 
-        def note_output(name: object, out: Tensor, lse: Tensor) -> None:
+        def note_output(name: object, q: Tensor, out: Tensor, lse: Tensor) -> None:
             self._outputs.append((self._path[-1], out, out._version))
-            keep_attention(cast(str, name), out, lse)
+            keep_attention(cast(str, name), q, out, lse)
 
         cache.__dict__.update(begin=note_begin, store=note_store, set_state=note_state, keep_attention=note_output)
 

@@ -287,7 +287,7 @@ class StageCheck:
         self._x, self._labels, self._weights = self._make_batch()
         self._has_raised = False
 
-    def run(self, modes: Iterable[Recompute] = ("block", "full")) -> Check:
+    def run(self, modes: Iterable[Recompute] = MODES[1:]) -> Check:
         """Checks the stage. Finds the first problem of slices, or if there is none, those of the modes of
         recomputation.
 

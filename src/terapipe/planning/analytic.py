@@ -82,6 +82,9 @@ class AnalyticCost:
             before 2022 did not: every rank computed them for all tokens.
         scatter: Whether each tensor parallel rank sends its part of a message. Otherwise each sends all of it, through
             the same network card.
+        batched: Whether a message that a rank sends and one that it receives are one kernel, in which they pass one
+            after the other, as Megatron-LM's ``batch_isend_irecv`` makes them. Ours are kernels of their own. Without
+            ``scatter`` it does not matter: a shared card is the limit, and other devices use its other direction.
         hosted: Whether a computation takes as long as its host does, if that is longer.
     """
 
@@ -94,6 +97,7 @@ class AnalyticCost:
     autocast: bool = False
     sequence_parallel: bool = True
     scatter: bool = True
+    batched: bool = False
     hosted: bool = True
 
     def with_recompute(self, mode: Recompute) -> "AnalyticCost":
@@ -153,7 +157,17 @@ class AnalyticCost:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
         if not self.scatter and link is self.cluster.host.inter_node:
             nbytes = nbytes * self.layout.tp  # every rank sends all of it, through the same card
-        return np.asarray(link.latency + nbytes / link.bandwidth, dtype=np.float64)
+        seconds = (1 + (self.batched and self.scatter)) * nbytes / link.bandwidth
+        return np.asarray(link.latency + seconds + self._gather_parts(nbytes), dtype=np.float64)
+
+    def _gather_parts(self, nbytes: Array) -> Array | float:
+        """Seconds in which tensor parallel ranks that each got a part of a message gather all of it. With sequence
+        parallelism a rank needs its part only."""
+        tp = self.layout.tp
+        if tp == 1 or self.sequence_parallel or not self.scatter:
+            return 0.0
+        link = self._link(0, tp - 1)
+        return link.latency + (tp - 1) / tp * nbytes / link.bandwidth
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
         link = self._link(source * self.layout.tp, target * self.layout.tp)
@@ -268,13 +282,15 @@ class AnalyticCost:
 
     def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
         """The part of a layer's forward that its backward computes again. Block recomputation leaves out attention,
-        and ends before the last product of the layer, of which only the input is needed."""
+        and ends before the last product of the layer, of which only the input is needed. Light recomputation leaves out
+        all products."""
         if self.recompute == "none":
             return 0.0
         if self.recompute == "full":
             return self._layer(size, length, context)
         tokens = np.multiply(size, length)
-        seconds = self._terms.block(tokens) + tokens * self._terms.elementwise
+        products = 0.0 if self.recompute == "light" else self._terms.block(tokens)
+        seconds = products + tokens * self._terms.elementwise
         overhead = self.cluster.host.device.layer_overhead
         return np.asarray(overhead + seconds + self._all_reduces(size, length) / 2, dtype=np.float64)
 

@@ -95,7 +95,7 @@ class ShapeMemory:
 
     config: GPTConfig
     element: int = 4  # bytes of a weight, an activation, a gradient
-    state: int = 8  # bytes of optimizer state per parameter
+    state: float = 8  # bytes of optimizer state per parameter, on the device
     tp: int = 1
     recompute: Recompute = "none"
     shards: int = 1  # replicas that shard the model state (FSDP2)
@@ -159,8 +159,13 @@ class ShapeMemory:
         hidden = self._hidden(size, length)
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
-        layer = self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
-        return hidden * (1 + stage.last) + stage.layers * layer
+        return hidden * (1 + stage.last) + stage.layers * self._kept(size, length)
+
+    def _kept(self, size: Numbers, length: Numbers) -> Array:
+        """What a slice keeps of one layer, unless the whole stage is computed again."""
+        if self.recompute == "light":
+            return self._layer_products(size, length)
+        return self._layer(size, length) if self.recompute == "none" else self._layer_ends(size, length)
 
     def _hidden(self, size: Numbers, length: Numbers) -> Array:
         """What goes from stage to stage. Tensor parallel ranks share out its tokens."""
@@ -201,12 +206,13 @@ class ShapeMemory:
         # Of float32 logits: torch's cross-entropy over a split vocabulary holds one more than that of one device.
         copies = 3 if self.tp == 1 else 4
         logits = tokens * (copies * 4 * self.config.vocab / self.tp) if stage.last else 0.0 * tokens
-        layers = {"none": 0, "block": 1, "full": stage.layers}[self.recompute]  # of which all is there at a time
+        layers = {"none": 0, "light": 0, "block": 1, "full": stage.layers}[self.recompute]  # all is there at a time
         # The backward begins with the MLP of the last layer: a gradient as wide as it is, beside that of the output.
         # When attention has its turn, what the MLP had saved is gone already.
         mlp = tokens * ((self.config.hidden + self.config.ffn_hidden) * self.element / self.tp)
         attention = self._attention(size, length, context) - self._mlp(size, length)
-        backward = layers * self._layer(size, length) + np.maximum(attention, mlp)
+        again = self._layer_again(size, length) if self.recompute == "light" else layers * self._layer(size, length)
+        backward = again + np.maximum(attention, mlp)
         return np.asarray(logits, dtype=np.float64), np.asarray(backward, dtype=np.float64)
 
     def _attention(self, size: Numbers, length: Numbers, context: Numbers) -> Array:
@@ -242,6 +248,22 @@ class ShapeMemory:
         saved = products * self.element + norms * self._weight
         per_token = (saved + 4 * (c.heads + 4)) / self.tp
         return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+    def _layer_products(self, size: Numbers, length: Numbers) -> Array:
+        """What light recomputation keeps of a layer: its input, queries, the outputs of attention and of the products
+        behind it but the last, and log-sum-exps. The output of attention's projection is one device's summand of it, so
+        that tensor parallel ranks have all of its tokens."""
+        c = self.config
+        shared = (2 * c.attention_width + c.ffn_hidden) * self.element + c.hidden * self._weight + 4 * c.heads
+        per_token = shared / self.tp + c.hidden * self.element
+        return np.asarray(np.multiply(size, length) * per_token, dtype=np.float64)
+
+    def _layer_again(self, size: Numbers, length: Numbers) -> Array:
+        """What light recomputation makes anew of a layer in its backward: outputs of norms and of the activation
+        function, and the input of the second norm."""
+        c = self.config
+        per_token = (2 * c.hidden + c.ffn_hidden) * self.element + c.hidden * self._weight
+        return np.asarray(np.multiply(size, length) * (per_token / self.tp), dtype=np.float64)
 
     def _layer_ends(self, size: Numbers, length: Numbers) -> Array:
         """What block recomputation keeps of a layer: its input, attention's output, and log-sum-exps."""

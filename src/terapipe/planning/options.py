@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 from terapipe.planning.device import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
 from terapipe.planning.limits import LARGEST, check_whole_number
 from terapipe.planning.memory import MOST_BYTES, parse_bytes
+from terapipe.planning.optimizer_state import OPTIMIZERS
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.recompute import MODES, Recompute, parse_recompute
 
@@ -134,8 +135,8 @@ class CompareOptions(Options):
     )
     microbatch_size: int | None = knob("sequences per microbatch", most=2**20)
     recompute: Recompute | None = knob(  # noqa: RUF009
-        "activations that the backward computes again (activation checkpointing; block: all of a layer but its "
-        "attention, full: the whole stage)",
+        "activations that the backward computes again (activation checkpointing; light: norms and activation "
+        "functions, block: all of a layer but its attention, full: the whole stage)",
         choices=lambda: MODES, unit="MODE", unset="what is fastest and fits, also a mixture",
     )  # fmt: skip
     offload: str | float | None = knob(
@@ -143,7 +144,8 @@ class CompareOptions(Options):
         "it again), or a share of the slices such as 0.5",
         unit="SHARE",
         group=MEMORY,
-        unset="only if nothing fits without",
+        unset="auto where memory and link of the host are known, as of the types of hosts that have a name and in "
+        "profiles; else only if nothing fits without",
     )
     offload_kv: bool | None = knob(
         "keys and values of microbatches and stages that wait for their backwards are in the host's memory, too",
@@ -243,4 +245,9 @@ class CostOptions(Options):
         "weights are float32, products are autocast to half precision, as bf16=True of Hugging Face trainers has it "
         "(with a described cluster; a profile knows it)",
         default=False, group=COSTS,
+    )  # fmt: skip
+    optimizer: str | None = knob(
+        "whose state every parameter has: on the device, or with adamw-offload in the host's memory",
+        choices=lambda: OPTIMIZERS, group=COSTS, unit="NAME",
+        unset="adamw, with a float32 copy of parameters in half precision as `terapipe train` has it",
     )  # fmt: skip

@@ -27,8 +27,8 @@ MOST_RANKS = 2**20
 # Bytes per element, and bytes of optimizer state per parameter: AdamW's two moments, and with half precision also the
 # float32 copy that `terapipe train` keeps.
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-STATE = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
-KINDS = ("forward", "backward", "weights", "block", "embedding", "embedding_backward", "head")
+STATE: dict[str, float] = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
+KINDS = ("forward", "backward", "weights", "light", "block", "embedding", "embedding_backward", "head")
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -47,9 +47,9 @@ def typical(seconds: Sequence[float]) -> float:
 class Sample(NamedTuple):
     """Repeated measurements of one slice on the measured stage, or of the ends of the model.
 
-    ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred) and
-    ``block`` (what block recomputation adds to a backward) cover all layers of the stage. ``head`` is final
-    norm, head and loss, forward plus backward. Seconds are those of the device.
+    ``forward``, ``backward``, ``weights`` (gradients of weights, the part of a backward that can be deferred),
+    ``light`` and ``block`` (what these recomputations add to a backward) cover all layers of the stage. ``head`` is
+    final norm, head and loss, forward plus backward. Seconds are those of the device.
     """
 
     kind: str
@@ -412,7 +412,7 @@ class FittedCost:
     def _host(self) -> HostTime:
         kinds = {kind: _issue_time([s.host for s in self.profile.samples if s.kind == kind]) for kind in KINDS}
         per_layer = {kind: seconds / self.profile.layers for kind, seconds in kinds.items()}
-        again = {"none": 0.0, "full": per_layer["forward"], "block": per_layer["block"]}[self.recompute]
+        again = {"none": 0.0, "full": per_layer["forward"]}.get(self.recompute, per_layer[self._measured])
         return HostTime(
             per_layer["forward"],
             per_layer["backward"] + again,
@@ -446,13 +446,16 @@ class FittedCost:
         return np.maximum(seconds, self._host.of_backward(stage)) if self.hosted else seconds
 
     def _recompute_time(self, size: Numbers, length: Numbers, context: Numbers) -> Array | float:
-        """Older profiles do not have the time of block recomputation; a forward without context takes about as
-        long."""
         if self.recompute == "full":
             return self._seconds("forward", size, length, context)
-        if self.recompute == "block":
-            return self._seconds("block" if "block" in self._fits else "forward", size, length)
-        return 0.0
+        return 0.0 if self.recompute == "none" else self._seconds(self._measured, size, length)
+
+    @property
+    def _measured(self) -> str:
+        """The kind of samples that tells what recomputation of layers takes. Older profiles do not have all: light
+        recomputation takes no longer than that of blocks, and that about as long as a forward without context."""
+        kinds = ("light", "block") if self.recompute == "light" else ("block",)
+        return next((kind for kind in kinds if kind in self._fits), "forward")
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
         seconds = self._seconds("weights", size, length) * (stage.layers / self.profile.layers * self.fused)

@@ -5,8 +5,10 @@ from typing import Any, Literal, TypeAlias, get_args
 from terapipe.planning import by_slice
 from terapipe.planning.by_slice import BySlice
 
-Recompute = Literal["none", "block", "full"]
+Recompute = Literal["none", "light", "block", "full"]
 """- ``none``: a slice keeps all activations from its forward to its backward.
+- ``light``: it keeps the input of each layer, the outputs of its products (linear layers) and of attention; the
+  backward computes again what is cheap: norms, activation functions, gates, rotary embeddings, dropout, casts.
 - ``block``: it keeps the input of each layer and the output of attention; the backward computes the rest of a layer
   again, without attention.
 - ``full``: it keeps the input of the stage; the backward computes the whole forward again."""

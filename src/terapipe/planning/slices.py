@@ -78,9 +78,9 @@ class Plan:
     each rank holds ``chunks`` stages, spread over the model. V-shaped orders place every second chunk in reverse.
     The first stage may have no layers, only the embedding, and the last only the head: 22 layers on 8 ranks with 3
     chunks each have the boundaries (0, 0, 1, 2, ..., 21, 22, 22).
-    ``recompute`` says what backwards compute again: "none"; "block", each layer without attention; "full", the
-    whole stage. It is one of these for all, or a list with an entry for each stage: one of these, or a list of them,
-    one for each slice.
+    ``recompute`` says what backwards compute again: "none"; "light", norms and activation functions of each
+    layer; "block", each layer without attention; "full", the whole stage. It is one of these for all, or a list with an
+    entry for each stage: one of these, or a list of them, one for each slice.
     ``offload`` says, in the same form, of which slices all that the forward leaves for the backward waits in the
     memory of the host (see scheduling/copies.py); ``offload_kv`` whether keys and values of microbatches do, too.
     """
@@ -203,7 +203,8 @@ class Plan:
             microbatch_size: Sequences in each microbatch.
             order: The name of an order: see ``ORDERS``.
             chunks: Stages of each rank.
-            recompute: What backwards compute again, on all stages: ``"none"``, ``"block"`` or ``"full"``.
+            recompute: What backwards compute again, on all stages: ``"none"``, ``"light"``, ``"block"`` or
+                ``"full"``.
             offload: Whether what slices keep for their backwards waits in the memory of the host.
         """
         counts = {

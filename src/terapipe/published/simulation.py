@@ -10,7 +10,7 @@ plan`` takes, so that a row tests the code which users get:
 
 Nothing here is fitted to a row. What a published program does otherwise than ours is an option of its setup, stated
 from its documentation or code: how it keeps weights and gradients (``state_bytes``), what it copies
-(``prefix_copies``), whether its transfers wait (``overlapped``).
+(``prefix_copies``), whether its transfers wait (``overlapped``), what its layers keep (``saved``).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,16 +20,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from terapipe.planning.cost import (
-    Array,
-    Cost,
-    GradientBytes,
-    LinkBehavior,
-    Numbers,
-    StageSpec,
-    stage_specs,
-    with_recompute,
-)
+from terapipe.planning.analytic import AnalyticCost
+from terapipe.planning.cost import Cost, StageSpec, stage_specs, with_recompute
 from terapipe.planning.device import COLLECTIVES, CONTEXT, GB, GIB, MIB, usable_memory
 from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
@@ -37,6 +29,7 @@ from terapipe.planning.memory import MOST_BYTES, ShapeMemory
 from terapipe.planning.presets import GPTConfig, gpt_config
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, even_lengths, microbatch_sizes
+from terapipe.published.programs import OtherProgram, PrefixCopies, StageTimes
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.orders import schedule
 from terapipe.scheduling.simulator import makespan, program, simulate
@@ -78,14 +71,30 @@ class Setup:
         rings: Share of that bandwidth which sums over replicas reach, where it is not the cluster's.
         overlapped: Whether ranks compute while they send, where it is not as in the cluster.
         summed: Bytes of a gradient in the sum over replicas, where they are not in float32.
+        overlapped_sums: Whether gradients are summed over replicas while the last microbatch's backward runs, as
+            torch's DistributedDataParallel does.
+        fuses: Whether products add gradients of weights to their sums themselves, where it is not as on the device.
+            Megatron-LM does since 2022; before, a gradient was written, read and added.
         sequence_parallel: Whether tensor parallel ranks divide norms and residuals among them.
         scatter: Whether each of them sends its part of a message, or each all of it.
+        batched: Whether what a rank sends and what it receives pass one after the other, in one kernel.
         staggered: Whether each rank goes on to the next step when it is done, so that a step takes as long as the
             longest span of a rank. Otherwise all ranks wait for each other.
         prefix_copies: Whether a slice's attention copies all earlier keys and values: see `PrefixCopies`.
         state_bytes: Bytes of weight, gradient and optimizer of each parameter on a device, where the program does not
             keep them as ours does.
         layer_checkpoints: Whether full recomputation is by layers, as elsewhere, not by stages: see `OtherProgram`.
+        saved: Bytes that a layer keeps of a token for each feature of hidden states, of queries, of keys and values, of
+            the MLP, counted from the program's code. This and what follows is explained in `OtherProgram`.
+        score_bytes: Bytes that a layer keeps of two tokens for each head, without FlashAttention.
+        mask_bytes: Bytes of two tokens in a mask that is there for the whole step.
+        layer_masks: Bytes of two tokens in a layer's own mask: those that it keeps, and those while it is computed.
+        logit_bytes: Bytes of a logit, over all copies that head and loss have at a time.
+        logits_chunk: Tokens whose logits are there at a time.
+        head: ``"spread"`` over all pipeline ranks, or ``"apart"`` if it is not counted.
+        kv_gradient_bytes: Bytes of the gradients of keys and values of a token, for each feature of queries.
+        temporaries: Whether what a backward needs while it runs is counted.
+        whole_layer: Bytes of all tokens, for each feature of hidden states and of queries, in a layer's backward.
         whole_device: Whether memory was read from the driver, and so includes context and NCCL.
         memory: ``"unlimited"`` if the planner may choose slices without regard to memory.
     """
@@ -113,12 +122,25 @@ class Setup:
     rings: float | None = None
     overlapped: bool | None = None
     summed: int | None = None
+    overlapped_sums: bool = False
+    fuses: bool | None = None
     sequence_parallel: bool = True
     scatter: bool = True
+    batched: bool = False
     staggered: bool = False
     prefix_copies: bool = False
     state_bytes: float | None = None
     layer_checkpoints: bool = False
+    saved: tuple[float, ...] = ()
+    score_bytes: float = 0.0
+    mask_bytes: float = 0.0
+    layer_masks: tuple[float, ...] = (0.0, 0.0)
+    logit_bytes: float | None = None
+    logits_chunk: int | None = None
+    head: str = ""
+    kv_gradient_bytes: float | None = None
+    temporaries: bool = True
+    whole_layer: tuple[float, ...] = (0.0, 0.0)
     whole_device: bool = False
     memory: str = ""
 
@@ -174,6 +196,8 @@ class Simulation:
             host = replace(host, overlapped=setup.overlapped)
         if setup.summed is not None:
             host = replace(host, device=replace(host.device, summed=setup.summed))
+        if setup.fuses is not None:
+            host = replace(host, device=replace(host.device, fuses=setup.fuses))
         if setup.attention_kernel:
             host = replace(host, device=with_attention(host.device, setup.attention_kernel))
         if setup.masked:
@@ -186,10 +210,8 @@ class Simulation:
         """Model and cluster, as the planner takes them."""
         if self.setup.model is None:
             raise ValueError("a setup without a model has no cluster source; give model and cluster")
-        s = self.setup
-        return ClusterSource(
-            self.setup.model, self.cluster, ends=s.ends, sequence_parallel=s.sequence_parallel, scatter=s.scatter
-        )
+        names = ("ends", "sequence_parallel", "scatter", "batched")
+        return ClusterSource(self.setup.model, self.cluster, **{name: getattr(self.setup, name) for name in names})
 
     @cached_property
     def evaluator(self) -> PlanEvaluator:
@@ -223,12 +245,10 @@ class Simulation:
         if not isinstance(memory, ShapeMemory):
             raise TypeError(f"a cluster's memory model counts shapes, got {type(memory).__name__}")
         values = {f.name: getattr(memory, f.name) for f in fields(memory)}
-        return OtherProgram(
-            **values,
-            state_bytes=self.setup.state_bytes,
-            layer_checkpoints=self.setup.layer_checkpoints,
-            divided=self.setup.sequence_parallel,
-        )
+        setup = self.setup
+        values |= {"divided": setup.sequence_parallel, "ranks": setup.layout.pp}
+        others = {f.name: getattr(setup, f.name) for f in fields(OtherProgram) if f.name not in values}
+        return OtherProgram(**values, **others)
 
     @cached_property
     def plan(self) -> Plan:
@@ -299,7 +319,16 @@ class Simulation:
         specs = stage_specs(self.plan.boundaries)
         ranks = {tuple(specs[k] for k in self.plan.stages_of(rank)) for rank in range(self.plan.num_ranks)}
         seconds = self.longest_span if self.setup.staggered else self.compute_time
-        return seconds + max(map(self.cost.per_step, ranks))
+        return seconds + max(self.cost.per_step(rank) - self._hidden_sums(rank) for rank in ranks)
+
+    def _hidden_sums(self, stages: tuple[StageSpec, ...]) -> float:
+        """Seconds of a rank's sum over replicas that pass while its last microbatch's backward runs."""
+        cost = self.cost
+        if not (self.setup.overlapped_sums and isinstance(cost, AnalyticCost)):
+            return 0.0
+        alone = replace(cost, layout=replace(cost.layout, dp=1))
+        backward = sum(float(cost.backward(stage, self.setup.microbatch, self.setup.seq_len, 0)) for stage in stages)
+        return min(cost.per_step(stages) - alone.per_step(stages), backward)
 
     @cached_property
     def longest_span(self) -> float:
@@ -328,7 +357,7 @@ class Simulation:
     def longest(self) -> float:
         """The longest sequence in tokens, to 100, whose step fits into a device. More tokens need more memory, so it
         is found by bisection."""
-        budget, low, high = usable_memory(self.cluster.host.device), 0, 1
+        budget, low, high = self._budget, 0, 1
         while self._fits(100 * high, budget):
             low, high = high, 2 * high
         while high - low > 1:
@@ -345,7 +374,12 @@ class Simulation:
         """Whether the step fits into a device by our count; None where memory is not counted."""
         if self.setup.times is not None or self.setup.sharding or self.setup.memory == "unlimited":
             return None
-        return self.peak_bytes <= usable_memory(self.cluster.host.device)
+        return self.peak_bytes <= self._budget
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that a step may have of a device. One device alone has no NCCL."""
+        return usable_memory(self.cluster.host.device) + COLLECTIVES * (self.setup.layout.devices == 1)
 
     @property
     def tokens_per_second(self) -> float:
@@ -393,169 +427,3 @@ MEASURES: dict[str, Measure] = {
     "thousand tokens": Measure(lambda s: s.longest / 1e3),
 }
 """What a table's numbers may be, by the text of its ``unit``."""
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """A cost model of four measured numbers: all stages take the same, and slices of a microbatch their share.
-
-    Attributes:
-        forward_time: Seconds of a rank's forward of one microbatch, over all of its chunks.
-        input_time: Seconds of the half of its backward that computes the gradient of its input.
-        weight_time: Seconds of the other half.
-        transfer_time: Seconds of a transfer. It delays the receiver and occupies nobody.
-        whole: Tokens of a microbatch, times the stages of a rank: what the first three are for.
-        step_time: Seconds once per step.
-    """
-
-    forward_time: float
-    input_time: float
-    weight_time: float
-    transfer_time: float
-    whole: int
-    step_time: float = 0.0
-
-    def _share(self, size: Numbers, length: Numbers) -> Array:
-        return np.asarray(np.multiply(size, length) / self.whole, dtype=np.float64)
-
-    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """Seconds of a forward."""
-        return self.forward_time * self._share(size, length)
-
-    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """Seconds of both halves of a backward."""
-        return (self.input_time + self.weight_time) * self._share(size, length)
-
-    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """Seconds of the weight half."""
-        return self.weight_time * self._share(size, length)
-
-    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """Seconds of a transfer, whatever its size."""
-        return np.full(np.broadcast(size, length).shape, self.transfer_time)
-
-    def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """All of a transfer is latency: the next one need not wait for it."""
-        return LinkBehavior(overlapped=True, latency=self.transfer_time)
-
-    def per_step(self, stages: object) -> float:
-        """Seconds of the optimizer."""
-        return self.step_time
-
-
-@dataclass(frozen=True)
-class PrefixCopies:
-    """Another cost model, and the copies that Seq1F1B makes of all earlier keys and values, for every slice and layer.
-
-    Our cache is written once: a slice adds its own keys and values, and attention reads what is there. Seq1F1B joins
-    the earlier ones and its own to new tensors, and in the backward adds the gradients of all of them to the sum:
-
-        forward    cat(earlier, own)    reads and writes context + length of K and of V
-        backward   dk += sum            reads two and writes one of what a slice sees, but for the last slice
-
-    Over the slices of a sequence, "what a slice sees, but for the last" adds up to the contexts of all slices. So the
-    backward is charged by its context, which is what a cost model knows.
-
-    Attributes:
-        cost: Seconds of everything else.
-        per_token: Seconds to read or write keys and values of one token in one layer.
-    """
-
-    cost: Cost
-    per_token: float
-
-    @classmethod
-    def of(cls, cost: Cost, source: ClusterSource, layout: Layout) -> Self:
-        """The copies of a model on a cluster, with a share of the heads on each tensor parallel rank.
-
-        Args:
-            cost: Seconds of everything else.
-            source: Model and cluster.
-            layout: Its tensor parallel ranks.
-        """
-        device, config = source.cluster.host.device, source.config
-        nbytes = 2 * config.num_kv_heads * config.head_size * device.element / layout.tp
-        return cls(cost, nbytes / device.bandwidth)
-
-    def with_recompute(self, mode: Recompute) -> "PrefixCopies":
-        """The same with another mode of recomputation, which does not repeat the copies: attention is kept."""
-        return replace(self, cost=with_recompute(self.cost, mode))
-
-    def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """As the other's, and a read and a write of all that the slice sees, unless it is the first."""
-        seen = np.where(np.asarray(context) > 0, np.add(context, length), 0)
-        return self.cost.forward(stage, size, length, context) + self._copies(stage, size, seen, 2)
-
-    def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """As the other's, and two reads and a write of the gradients before the slice."""
-        return self.cost.backward(stage, size, length, context) + self._copies(stage, size, np.asarray(context), 3)
-
-    def _copies(self, stage: StageSpec, size: Numbers, tokens: Array, times: int) -> Array:
-        return np.asarray(stage.layers * times * np.multiply(size, tokens) * self.per_token, dtype=np.float64)
-
-    def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """As the other's."""
-        return self.cost.weights(stage, size, length)
-
-    def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """As the other's."""
-        return self.cost.transfer(source, target, size, length)
-
-    def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """As the other's."""
-        return self.cost.link_behavior(source, target)
-
-    def per_step(self, stages: Any) -> float:
-        """As the other's."""
-        return self.cost.per_step(stages)
-
-
-@dataclass(frozen=True)
-class OtherProgram(ShapeMemory):
-    """The planner's memory model, with what a published program keeps otherwise than our runtime.
-
-    Attributes:
-        state_bytes: Bytes of weight, gradient and optimizer of each parameter, there for the whole step. None: as ours.
-        layer_checkpoints: Whether full recomputation keeps the input of every layer and computes one layer again at a
-            time, as Megatron-LM and transformers do. Ours keeps the input of a stage, and what attention needs of
-            earlier slices.
-        divided: Whether tensor parallel ranks keep parts of these inputs (sequence parallel), or each all of them.
-    """
-
-    state_bytes: float | None = None
-    layer_checkpoints: bool = False
-    divided: bool = True
-
-    def model_state(self, stage: StageSpec) -> float:
-        """Weights and optimizer, and with ``state_bytes`` gradients too."""
-        return super().model_state(stage) if self.state_bytes is None else self._parameters(stage) * self.state_bytes
-
-    def gradients(self, stage: StageSpec) -> GradientBytes:
-        """Nothing beside ``model_state``, if that has them."""
-        return super().gradients(stage) if self.state_bytes is None else GradientBytes(0.0, 0.0, 0.0)
-
-    @property
-    def _by_layer(self) -> bool:
-        return self.layer_checkpoints and self.recompute == "full"
-
-    def activations(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """The input of every layer, and on the last stage the gradient of its output."""
-        if not self._by_layer:
-            return super().activations(stage, size, length)
-        width = self.config.hidden * self.element / (self.tp if self.divided else 1)
-        return np.asarray(np.multiply(size, length) * width * (stage.layers + stage.last), dtype=np.float64)
-
-    def kv_cache(self, stage: StageSpec, size: Numbers, seq_len: int, sliced: bool = True) -> Array:
-        """Nothing: keys and values are computed again."""
-        cache = super().kv_cache(stage, size, seq_len, sliced)
-        return np.zeros_like(cache) if self._by_layer else cache
-
-    def kv_gradients(self, stage: StageSpec, size: Numbers, seq_len: int) -> Array:
-        """Nothing, likewise."""
-        gradients = super().kv_gradients(stage, size, seq_len)
-        return np.zeros_like(gradients) if self._by_layer else gradients
-
-    def workspace(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> tuple[Array, Array]:
-        """That of one layer, whose activations are there again."""
-        one = stage._replace(layers=min(1, stage.layers)) if self._by_layer else stage
-        return super().workspace(one, size, length, context)

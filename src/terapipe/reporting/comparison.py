@@ -102,7 +102,7 @@ def _pipelining(comparison: Comparison) -> str:
         return "Without a pipeline nothing fits"
     takes = f"{other.title} takes {style.seconds(other.step_time)}"
     if pipeline is None:
-        return f"Do not use a pipeline here: none fits, and {takes}"
+        return f"Do not use a pipeline here: none fits{_lack(comparison)}, and {takes}"
     ratio = pipeline.step_time / other.step_time
     if ratio * WORTH >= 1:
         doubt = ", if its traffic overlaps" if isinstance(other, Rival) else ""
@@ -110,6 +110,15 @@ def _pipelining(comparison: Comparison) -> str:
             f"Do not use a pipeline here: {takes}{doubt}; the best pipeline, {pipeline.title}, {ratio:.2f} times that"
         )
     return f"Without a pipeline, {takes}: {1 / ratio:.2f} times as long as {pipeline.title}"
+
+
+def _lack(comparison: Comparison) -> str:
+    """How much memory the smallest pipeline lacks."""
+    pipelines = [row for row in comparison.rows if row.layout.pp > 1]
+    if not pipelines or comparison.budget is None:
+        return ""
+    least = min(pipelines, key=lambda row: row.peak_bytes)
+    return f" (the smallest, {least.title}, lacks {style.memory(max(0, least.peak_bytes - comparison.budget))})"
 
 
 def comparison_chart(comparison: Comparison) -> str:
@@ -159,15 +168,16 @@ def _side_by_side(comparisons: Sequence[Comparison]) -> tuple[tuple[str, ...], l
     """For each cluster the best plan and the best rival. The column ``x`` is relative to the fastest of all."""
     rows: list[tuple[Comparison, Row]] = []
     for c in comparisons:
-        rows += [(c, c.fastest), *((c, rival) for rival in _best_rivals(c))]
+        rows += [(c, row) for row in (*([c.fastest] if c.fastest.fits else []), *_best_rivals(c))]
     first = comparisons[0]
     best = min((c.best for c in comparisons), key=lambda row: row.step_time)
     hidden = ("idle", "fits", "sent in host", "between")  # the tables of the clusters have them
     header, cells = Columns(best, first.tokens, first.price, hidden).of([row for _, row in rows])
     named = []
+    last: Comparison | None = None
     for (comparison, row), (_, *rest) in zip(rows, cells, strict=True):
-        where = comparison.where if row is comparison.fastest else ""
-        named.append((where, str(row.devices), _label(row), *rest))
+        named.append((comparison.where if comparison is not last else "", str(row.devices), _label(row), *rest))
+        last = comparison
     return ("cluster", "devices", *header), named
 
 

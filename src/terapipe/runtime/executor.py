@@ -314,7 +314,7 @@ class Executor:
         if mode == "full":
             self._random[k, s] = RandomState.now(self._transport.device)
         with torch.set_grad_enabled(self._train and mode != "full"), self._autocast.on():
-            out = self._sliced[k].forward(x, cache, block=mode == "block", saved=None if kept is None else kept.saved)
+            out = self._sliced[k].forward(x, cache, recompute=mode, saved=None if kept is None else kept.saved)
         if mode != "none":
             self._note_versions(k, s)
         self._add_sums(k, s, context.pop_sums())

@@ -58,6 +58,8 @@ class Executors:
             pool: where it takes caches from; by default one of its own.
         """
         self._check(plan)
+        for sliced in self._sliced.values():
+            sliced.check_modes(plan.recompute_modes)
         return self._executor(plan, CachePool() if pool is None else pool, self._transport, self.message_format)
 
     def _executor(self, plan: Plan, pool: CachePool, transport: Transport, message_format: MessageFormat) -> Executor:

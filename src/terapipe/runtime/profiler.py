@@ -101,7 +101,8 @@ class Profiler:
         self.stage = model.stage(count - self.layers, count, self.device)
         self.plain, self.first = model.stage(count - 1, count, self.device), model.stage(0, 1, self.device)
         self._sliced = {stage: SlicedStage(stage) for stage in (self.stage, self.plain, self.first)}
-        self._selects = _takes(model, seq_len, "block")
+        modes: tuple[Recompute, ...] = ("light", "block")
+        self._again = tuple(mode for mode in modes if _takes(model, seq_len, mode))  # that layers can be computed by
         self.dtype = self._convert(dtype)
         self._caches: dict[tuple[int, int, int], SliceCache] = {}  # by stage, size and context
         self._carrying: set[int] = set()  # stages with other states than keys and values
@@ -272,18 +273,19 @@ class Profiler:
         if point.context or point.held_out or point.length not in self._grid.sparse_lengths:
             return
         yield "weights", self._passes(self.stage, point, 1, deferred=True)[2][0]
-        if self._selects:
-            yield "block", self._block(point)
+        for mode in self._again:
+            yield mode, self._recomputation(point, mode)
         yield "head", self._clock(lambda: self._loss(self.stage, point))[0]
         # Of the embedding alone a model has no function: two stages of one layer each differ by it.
         bare, first = self._passes(self.plain, point, 1), self._passes(self.first, point, 1)
         yield "embedding", max(0.0, first[0][0] - bare[0][0])
         yield "embedding_backward", max(0.0, first[1][0] - bare[1][0])
 
-    def _block(self, point: Point) -> float:
-        """Seconds that block recomputation adds to a backward. Measured in one go with a plain one, not as a difference
-        to an earlier measurement: the machine may have been busier then."""
-        (plain,), (again,) = (self._passes(self.stage, point, 1, block=each)[1] for each in (False, True))
+    def _recomputation(self, point: Point, mode: Recompute) -> float:
+        """Seconds that recomputation of layers adds to a backward. Measured in one go with a plain one, not as a
+        difference to an earlier measurement: the machine may have been busier then."""
+        modes: tuple[Recompute, ...] = ("none", mode)
+        (plain,), (again,) = (self._passes(self.stage, point, 1, recompute=each)[1] for each in modes)
         return max(0.0, again - plain)
 
     def _passes(
@@ -294,7 +296,7 @@ class Profiler:
         *,
         warm: bool = False,
         deferred: bool = False,
-        block: bool = False,
+        recompute: Recompute = "none",
     ) -> tuple[list[float], list[float], list[float]]:
         """Times some slices of one shape, each with a cache of its own, so that all have the same context. ::
 
@@ -308,7 +310,7 @@ class Profiler:
             count: how many are counted.
             warm: whether one more comes before them.
             deferred: whether backwards put gradients of weights off.
-            block: whether blocks are recomputed.
+            recompute: what layers compute again.
 
         Returns:
             Seconds of forwards, of their backwards, and of what these put off.
@@ -319,7 +321,7 @@ class Profiler:
         caches = [self._begin_slice(stage, point, deferred) for _ in range(count + warm)]
         sliced = self._sliced[stage]
         forwards = self._clock(
-            *(partial(self._forward, sliced, self._input(stage, point), cache, block, done) for cache in caches)
+            *(partial(self._forward, sliced, self._input(stage, point), cache, recompute, done) for cache in caches)
         )
         for cache in caches:
             self._fill_state_grads(cache)
@@ -375,10 +377,15 @@ class Profiler:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def _forward(
-        self, stage: SlicedStage, x: Tensor, cache: SliceCache, block: bool, done: list[tuple[SliceCache, Tensor]]
+        self,
+        stage: SlicedStage,
+        x: Tensor,
+        cache: SliceCache,
+        recompute: Recompute,
+        done: list[tuple[SliceCache, Tensor]],
     ) -> None:
         with self._autocast.on():
-            done.append((cache, stage.forward(x, cache, block=block)))
+            done.append((cache, stage.forward(x, cache, recompute=recompute)))
 
     def _backward(self, stage: SlicedStage, cache: SliceCache, out: Tensor, gradient: Tensor) -> None:
         if out.requires_grad:  # a first stage may have nothing to train

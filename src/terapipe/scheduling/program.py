@@ -6,7 +6,8 @@ Where slices are offloaded, lists have their copies between the computations (se
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import pairwise, product
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -291,6 +292,11 @@ class Program:
         return np.searchsorted(self._starts, self._merged[0], side="right") - 1
 
     @property
+    def places(self) -> Ints:
+        """The index of each computation in the concatenated lists."""
+        return self._merged[0]
+
+    @property
     def listed(self) -> Ints:
         """The index of each computation in the list of its rank."""
         listed: Ints = self._merged[0] - self._starts[self.ranks]
@@ -437,10 +443,11 @@ class Times:
     ends: list[float]
     arrivals: list[float]
     copied: list[float]  # empty without copies
+    late: bool = False  # whether it was given up, because something started too late
 
     @property
     def makespan(self) -> float:
-        return max(self.ends)
+        return inf if self.late else max(self.ends)
 
 
 # A GPU's queue takes about 1024 kernels; then the host waits. It takes an eager host about so many seconds to fill it.
@@ -456,6 +463,7 @@ def run(
     copying: Sequence[float] = (),
     *,
     blocking: bool = False,
+    latest: Sequence[float] = (),
 ) -> Times:
     """Times a program in one pass.
 
@@ -479,6 +487,8 @@ def run(
 
     ``copying`` are the seconds of the copy that each entry begins, if the program has copies. The two engines of a
     device work beside it, each on one copy after the other; with ``blocking`` the device does the copies itself.
+
+    With ``latest`` (see ``latest_starts``) it is given up as soon as a computation starts later than it may.
     """
     overlapped, latency = [link.overlapped for link in links], [link.latency for link in links]
     clock = [0.0] * program.num_ranks
@@ -490,10 +500,13 @@ def run(
     copied = [0.0] * len(copying)
     starts, ends = list[float](), list[float]()
     arrivals = [0.0] * (len(seconds) + 1)  # the last one is that of need -1: no input
-    for i, (rank, need, link, duration, delay) in enumerate(zip(*program.columns, seconds, delays, strict=True)):
+    entries = zip(*program.columns, seconds, delays, latest or [inf] * len(seconds), strict=True)
+    for i, (rank, need, link, duration, delay, last) in enumerate(entries):
         start, arrived = clock[rank], arrivals[need]
         if arrived > start:
             start = arrived
+        if start > last:
+            return Times(starts, ends, arrivals, copied, late=True)
         if copies is not None:
             for wait in copies.waits[i]:
                 if copied[wait] > start:
@@ -525,6 +538,43 @@ def run(
         clock[rank] = end
     arrivals.pop()
     return Times(starts, ends, arrivals, copied)
+
+
+def latest_starts(program: Program, seconds: Sequence[float], limit: float) -> list[float]:
+    """When each computation must have started if the step is to take no longer than ``limit``, at the latest.
+
+    What its rank still has to compute is certain, and so is the way back of the last gradient that the rank sends::
+
+        rank 0                            I          rank 1 must start its last I so early that it, the W behind it, and
+        rank 1    ...  F  I  F  I  W  I W            the I of rank 0 can end in time, whichever takes longer
+
+    So a plan that idles too much is often given up while its pipeline fills.
+
+    Args:
+        program: The computations of all ranks.
+        seconds: Of each computation on its device, in the program's order.
+        limit: Seconds.
+    """
+    places = program.places
+    own = np.empty(len(places))
+    own[places] = seconds
+    left = np.cumsum(own[::-1])[::-1]  # from each computation of the concatenated lists on, to the end of all lists
+    ends = np.append(left, 0.0)[program.starts[1:]]
+    left -= np.repeat(ends, np.diff(program.starts))
+    stages, ops, slices = program.listed_indices
+    is_backward = (ops == COMPUTATIONS.index(Op.B)) | (ops == COMPUTATIONS.index(Op.I))
+    table = np.zeros((program.numbering.plan.num_stages, program.numbering.width))
+    table[stages[is_backward], slices[is_backward]] = own[is_backward]
+    before = np.cumsum(table, axis=0) - table  # backwards of the same slice on the stages before
+    for a, b in pairwise(program.starts.tolist()):
+        at = np.flatnonzero(is_backward[a:b])
+        if len(at):
+            last = a + int(at[-1])
+            back = before[stages[last], slices[last]] - (left[last] - own[last])
+            left[a : last + 1] += max(0.0, back)
+    # Sums of many numbers are rounded, differently from the clock.
+    latest: list[float] = (limit * (1 + 1e-9) - left[places]).tolist()
+    return latest
 
 
 def _room(program: Program, host: Sequence[float]) -> list[int]:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,16 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.actions import COMPUTE, COPIES, Action, Schedule
 from terapipe.scheduling.copies import with_copies
 from terapipe.scheduling.orders import computations
-from terapipe.scheduling.program import COMPUTATIONS, ENDS, Numbering, Program, Times, compile_program, run
+from terapipe.scheduling.program import (
+    COMPUTATIONS,
+    ENDS,
+    Numbering,
+    Program,
+    Times,
+    compile_program,
+    latest_starts,
+    run,
+)
 from terapipe.scheduling.timeline import Event, Timeline
 from terapipe.scheduling.validation import Shape
 
@@ -63,7 +73,7 @@ def _simulate(schedule: Schedule, cost: Cost) -> Timeline:
     return Timeline(plan, tuple(_events(built, times, delays, _copying(built, plan, cost))))
 
 
-def makespan(plan: Plan, cost: Cost) -> tuple[float, float]:
+def makespan(plan: Plan, cost: Cost, limit: float = inf) -> tuple[float, float]:
     """Makespan in seconds and idle share, those of ``simulate(schedule(plan), cost)``, but much faster.
 
     The search asks this for thousands of plans. Programs are cached by shape, and no events are made.
@@ -71,18 +81,22 @@ def makespan(plan: Plan, cost: Cost) -> tuple[float, float]:
     Args:
         plan: The plan to simulate, in its own order.
         cost: Seconds of computations and transfers.
+        limit: A makespan above it may be given as infinite: the simulation ends as soon as that is certain.
     """
-    times, _ = _time(program(plan), plan, cost)
+    times, _ = _time(program(plan), plan, cost, limit)
+    if times.late:
+        return inf, 0.0
     span, busy = times.makespan, sum(end - start for start, end in zip(times.starts, times.ends, strict=True))
     return span, 1.0 - busy / (span * plan.num_ranks) if span else 0.0
 
 
-def _time(program: Program, plan: Plan, cost: Cost) -> tuple[Times, list[float]]:
+def _time(program: Program, plan: Plan, cost: Cost, limit: float = inf) -> tuple[Times, list[float]]:
     """When everything happens, and the seconds of the transfer of each computation's result."""
     delays = _delays(program, plan, cost)
     seconds, host = _durations(program, plan, cost), _host_seconds(program, plan, cost)
     links, copying = _link_behaviors(program, cost), _copying(program, plan, cost)
-    return run(program, seconds, delays, links, host, copying, blocking=copies_block(cost)), delays
+    latest = latest_starts(program, seconds, limit) if limit < inf else ()
+    return run(program, seconds, delays, links, host, copying, blocking=copies_block(cost), latest=latest), delays
 
 
 def program(plan: Plan) -> Program:

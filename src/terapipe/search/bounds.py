@@ -14,12 +14,14 @@ through a step are as long as they are, whatever waits for whom::
                          stage 7      F F F I I I                  few slices to fill them
 """
 
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from terapipe.planning.cost import Array, StageSpec, by_side, stage_specs
-from terapipe.planning.order import Order
+from terapipe.planning.order import Order, all_microbatches
 from terapipe.search.evaluator import Lengths, PlanEvaluator
 
 
@@ -53,15 +55,26 @@ class Work:
         """Seconds of all computations, if ranks had equal shares and nobody ever waited. Cheaper than the others."""
         return float((self._evaluator.equal_share(*self._columns) * self._times).sum())
 
+    def least_bytes(self, order: Order) -> float:
+        """Bytes of some rank at least. It has an equal share of the layers, and of the slices one, with the keys and
+        values of its microbatch; or all, where all forwards come before the first backward.
+
+        Args:
+            order: Of the computations.
+        """
+        one, whole = self._least_bytes
+        return whole if order.in_flight is all_microbatches else one
+
     @cached_property
-    def least_bytes(self) -> float:
-        """Bytes of some rank at least: an equal share of the layers, one slice, and its microbatch's KV cache."""
+    def _least_bytes(self) -> tuple[float, float]:
         memory, (size, length, _) = self._evaluator.memory, self._columns
-        stage = StageSpec(max(1, self._evaluator.source.layers // self._pp))
+        stage, seq_len = StageSpec(-(-self._evaluator.source.layers // self._pp)), self._evaluator.request.seq_len
         state = memory.model_state(stage) + min(memory.gradients(stage).during, memory.gradients(stage).after)
-        tokens = float(size[0]), self._evaluator.request.seq_len
-        cache = memory.kv_cache(stage, *tokens)
-        return float(state + cache + memory.activations(stage, size[:1], length[:1])[0])
+        activations = memory.activations(stage, size, length)
+        caches = np.broadcast_to(memory.kv_cache(stage, size, seq_len, self._slices > 1), size.shape)
+        one = state + activations[0] + caches[0]
+        whole = state + float((activations * self._times).sum() + (caches * self._times)[:: self._slices].sum())
+        return float(one), max(float(one), whole)
 
     def step_time(self, order: Order, boundaries: tuple[int, ...], limit: float) -> float:
         """Seconds that a step takes at least, with what comes once per step.
@@ -71,28 +84,25 @@ class Work:
             boundaries: The layers of the stages, as in ``Plan.boundaries``.
             limit: If the busiest rank alone takes longer, that is the answer, and the rest is not computed.
         """
-        specs, pp = stage_specs(boundaries), self._pp
-        ranks = [k % pp if order.placement == "loop" or k < pp else 2 * pp - 1 - k for k in range(len(specs))]
-        work = [self._of(spec) for spec in specs]
-        busy = (np.bincount(ranks, [getattr(each, side) for each in work]) for side in ("device", "issued"))
-        once = self._once(specs, ranks)
-        bound = max(float(seconds.max()) for seconds in busy)  # a rank's device and its host work at the same time
+        stages, pp, split = _stages(boundaries, order.placement, self._pp), self._pp, order.deferred
+        kinds = [self._of(spec) for spec in stages.kinds]
+        device, issued = (np.array([getattr(each, side) for each in kinds]) for side in ("device", "issued"))
+        # A rank's device and its host work at the same time.
+        bound = float(max((stages.counts @ device).max(), (stages.counts @ issued).max()))
+        once = max(map(self._evaluator.once, stages.ends))
         if bound + once >= limit:
             return bound + once
-        last = [k for k in range(len(specs)) if ranks[k] == pp - 1]
-        there = sum(each.first_forward for each in work[: pp - 1])
-        back = sum(each.backward(order.deferred) for each in work[: pp - 1])
-        waiting = sum(work[k].weights for k in last) if order.deferred else 0.0  # may be done while gradients go back
-        around = there + sum(work[k].device for k in last) + max(0.0, back - waiting)
-        through = sum(each.first_forward + each.backward(order.deferred) for each in work[:-1])
-        return max(bound, around, through + work[-1].microbatch(order.deferred)) + once
-
-    def _once(self, specs: tuple[StageSpec, ...], ranks: list[int]) -> float:
-        """The work once per step of the first and of the last rank, whichever takes longer."""
-        stages = (
-            tuple(spec for spec, rank in zip(specs, ranks, strict=True) if rank == end) for end in (0, self._pp - 1)
+        forward, backward = (
+            np.array(each) for each in zip(*((kind.first_forward, kind.backward(split)) for kind in kinds), strict=True)
         )
-        return max(map(self._evaluator.cost.per_step, stages))
+        last = stages.counts[pp - 1]
+        waiting = (
+            float(last @ [kind.weights for kind in kinds]) if split else 0.0
+        )  # may be done while gradients go back
+        around = float(stages.others @ forward + last @ device) + max(0.0, float(stages.others @ backward) - waiting)
+        final = kinds[stages.final]
+        through = stages.counts.sum(axis=0) @ (forward + backward) - final.first_forward - final.backward(split)
+        return max(bound, around, float(through) + final.microbatch(split)) + once
 
     def _of(self, spec: StageSpec) -> "_StageWork":
         if spec not in self._kinds:
@@ -103,6 +113,29 @@ class Work:
             issued = float(self._times.sum()) * (self._host.of_forward(spec) + self._host.of_backward(spec))
             self._kinds[spec] = _StageWork(forward, backward, weights, self._times, self._slices, issued)
         return self._kinds[spec]
+
+
+class _Stages(NamedTuple):
+    """The stages of a pipeline by their kinds, of which there are few: what bounds need of them, for any times."""
+
+    kinds: tuple[StageSpec, ...]
+    counts: NDArray[np.float64]  # by rank and kind
+    others: NDArray[np.float64]  # by kind, of the first stages of all ranks but the last
+    final: int  # the kind of the last stage
+    ends: tuple[tuple[StageSpec, ...], tuple[StageSpec, ...]]  # the stages of the first and of the last rank
+
+
+@lru_cache(maxsize=4096)
+def _stages(boundaries: tuple[int, ...], placement: str, pp: int) -> _Stages:
+    specs = stage_specs(boundaries)
+    ranks = [k % pp if placement == "loop" or k < pp else 2 * pp - 1 - k for k in range(len(specs))]
+    kinds = tuple(dict.fromkeys(specs))
+    counts = np.zeros((pp, len(kinds)))
+    at = [kinds.index(spec) for spec in specs]
+    np.add.at(counts, (ranks, at), 1.0)
+    others = np.bincount(at[: pp - 1], minlength=len(kinds)).astype(np.float64)
+    first, last = (tuple(spec for spec, rank in zip(specs, ranks, strict=True) if rank == end) for end in (0, pp - 1))
+    return _Stages(kinds, counts, others, at[-1], (first, last))
 
 
 class _StageWork:

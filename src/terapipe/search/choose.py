@@ -12,7 +12,7 @@ from terapipe.planning.slices import Plan, even_lengths
 from terapipe.search.bounds import Work
 from terapipe.search.candidates import Candidate, candidates
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
-from terapipe.search.offload import least_offload, with_offload
+from terapipe.search.offload import least_offload, may_offload, with_offload
 from terapipe.search.refine import hill_climb, refine, with_few_lengths, with_less_recompute
 from terapipe.search.request import Request
 from terapipe.search.result import PlanResult
@@ -22,6 +22,8 @@ WORK = 60_000  # computations to simulate for each row
 TRIES = 8  # candidates of a row to count the bytes of, although they probably do not fit
 NEAR = 1.2  # times the budget: larger ones are not tried if there is a plan that fits
 OPTIMISM = 0.9  # of the formula's step time: what is hoped for before anything similar was simulated
+OFFLOADS = 12  # candidates to try with slices offloaded that do not fit without
+ABANDON = 1.25  # times the best so far: simulations that take longer for certain are not completed
 SWEEP = 600_000  # computations to simulate of candidates that a lower bound does not rule out
 FAR = 1.15  # times the fastest row: those that begin slower are not refined if only one plan is wanted
 ERROR = 1.15  # of the formula's step time: what is slower by more than this factor is not looked at again
@@ -49,13 +51,14 @@ def choose(source: Source, request: Request, progress: Progress = silent) -> Pla
     """
     pool = candidates(source, request)
     estimates = best_rows(pool, source, request, progress, far=FAR)
-    rows = [e for e in estimates if e.fits and not e.name.endswith(EQUAL)]
+    rows = _confirm([e for e in estimates if not e.name.endswith(EQUAL)]) or refuse_budget(estimates)
     picked = pick(rows)
     runners_up = tuple(sorted((e for e in rows if e is not picked), key=preference))
     chosen = _without_shards(picked)
     if request.distinct is None or request.fixed_slices:
         return PlanResult(chosen, runners_up, request, source)
     limited = with_few_lengths(evaluator_of(chosen), chosen, request.distinct)
+    limited = evaluator_of(limited).confirm(limited)
     if not limited.fits:
         raise ValueError(
             f"with at most {request.distinct} different slice lengths the smallest plan found needs "
@@ -73,6 +76,17 @@ def pick(rows: Sequence[PlanEstimate]) -> PlanEstimate:
     return min(whole, key=preference, default=best)
 
 
+def _confirm(rows: Sequence[PlanEstimate]) -> list[PlanEstimate]:
+    """The rows that fit, with the one to run simulated whole. Estimates of long plans were extrapolated; where one is
+    wrong, so that it does not fit or another is faster, that is looked at, too."""
+    rows, confirmed = [e for e in rows if e.fits], list[PlanEstimate]()
+    while rows and (picked := pick(rows)) not in confirmed:
+        confirmed.append(evaluator_of(picked).confirm(picked))
+        rows = [confirmed[-1] if e is picked else e for e in rows]
+        rows = [e for e in rows if e.fits]
+    return rows
+
+
 def _without_shards(chosen: PlanEstimate) -> PlanEstimate:
     """The same plan with whole copies of the model state, which are simpler, if the request leaves that open, they fit,
     and a step takes at most ``WORTH`` times as long."""
@@ -80,7 +94,8 @@ def _without_shards(chosen: PlanEstimate) -> PlanEstimate:
     if not chosen.layout.shard or evaluator.request.shard is not None:
         return chosen
     layout = replace(chosen.layout, shard=False)
-    whole = PlanEvaluator(evaluator.source, evaluator.request, layout, evaluator.recompute).evaluate(chosen.plan)
+    simple = PlanEvaluator(evaluator.source, evaluator.request, layout, evaluator.recompute)
+    whole = simple.confirm(simple.evaluate(chosen.plan))
     simpler = whole.fits and whole.step_time <= WORTH * chosen.step_time
     return replace(whole, name=chosen.name) if simpler else chosen
 
@@ -105,10 +120,16 @@ def compare(
         )
     pool = candidates(source, request)
     if not same_layout:
-        return best_rows(pool, source, request, progress)
+        return _with_confirmed(best_rows(pool, source, request, progress))
     best = min(best_rows(pool, source, request, lambda share: progress(share / 2)), key=preference)
     pool = [candidate for candidate in pool if candidate.evaluator.layout == best.layout]
-    return best_rows(pool, source, request, lambda share: progress((1 + share) / 2))
+    return _with_confirmed(best_rows(pool, source, request, lambda share: progress((1 + share) / 2)))
+
+
+def _with_confirmed(rows: list[PlanEstimate]) -> list[PlanEstimate]:
+    """All rows, the fastest simulated whole."""
+    confirmed = {e.title: e for e in _confirm(rows)}
+    return [confirmed.get(e.title, e) for e in rows]
 
 
 # Rows
@@ -150,7 +171,7 @@ def rows_of(pool: Iterable[Candidate]) -> Iterator[Row]:
 def best_rows(
     pool: list[Candidate], source: Source, request: Request, progress: Progress = silent, *, far: float = inf
 ) -> list[PlanEstimate]:
-    """The best plan of every row. Raises ValueError if none of them fits the memory budget.
+    """The best plan of every row; of one whose plans do not fit the memory budget, the smallest.
 
     First every row is searched, then the best of each is refined, and at last all candidates are held against the best
     of all rows (``sweep``).
@@ -178,18 +199,16 @@ def best_rows(
         # Refinement may have merged the slices. Whole sequences have their own row.
         best = replace(best if best.sliced == row.sliced else start, name=row.name)
         best_by_title[best.title] = best
-    if best_by_title and (better := sweep(pool, min(best_by_title.values(), key=preference))):
-        best_by_title[better.title] = better
-    progress(1.0)
-    estimates = list(best_by_title.values())
-    if not estimates:
+    if not best_by_title:
         _refuse_orders(source, request)
-    if request.offload is None and not any(estimate.fits for estimate in estimates):
-        offloaded = [least_offload(evaluator_of(e), e) for e in estimates]
-        estimates = [replace(best, name=e.name) for best, e in zip(offloaded, estimates, strict=True)]
-    if not any(estimate.fits for estimate in estimates):
-        _refuse_budget(pool, estimates)
-    return estimates
+    if request.offload is None and not source.knows_host and not any(e.fits for e in best_by_title.values()):
+        for title, e in best_by_title.items():
+            best_by_title[title] = replace(least_offload(evaluator_of(e), e), name=e.name)
+    for look_again in (sweep, sweep_offload):
+        if better := look_again(pool, min(best_by_title.values(), key=preference)):
+            best_by_title[better.title] = better
+    progress(1.0)
+    return list(best_by_title.values())
 
 
 def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
@@ -212,23 +231,68 @@ def sweep(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
         if spent > SWEEP or bound > start.step_time * (1 - GAIN):
             break
         spent += candidate.work
-        start = _better(start, _first_estimate(candidate, start)) or start
+        start = _better(start, _first_estimate(candidate, start, limit=start.step_time)) or start
     if start is best:
         return None
-    order = order_named(start.plan.order)
-    name = start.plan.order + (WHOLE if order.sliced and not start.sliced else "") if start.layout.pp > 1 else ""
     finished = finish(start)
-    return replace(finished if finished.sliced == start.sliced else start, name=name)
+    return replace(finished if finished.sliced == start.sliced else start, name=_row_name(start))
+
+
+def _row_name(estimate: PlanEstimate) -> str:
+    """The name of the row that a plan belongs to."""
+    order = order_named(estimate.plan.order)
+    whole = WHOLE if order.sliced and not estimate.sliced else ""
+    return estimate.plan.order + whole if estimate.layout.pp > 1 else ""
+
+
+def sweep_offload(pool: list[Candidate], best: PlanEstimate) -> PlanEstimate | None:
+    """Tries candidates that are too large as they are, with slices offloaded, if they may be the fastest then.
+
+    Rows are searched within the memory of the devices, so their plans recompute and have the layouts that need least.
+    With what the host has beside, others may be faster. They are held against the best plan without copies first,
+    which is cheap, and only what is faster so is tried with them.
+
+    Args:
+        pool: All candidates.
+        best: The best plan so far, whether it fits or not.
+
+    Returns:
+        The fastest plan, named as its row, or None if the best so far stays the best.
+    """
+    evaluator, start = pool[0].evaluator, best
+    budget, beside = evaluator.budget, evaluator.host_budget
+    if not may_offload(evaluator) or budget is None or beside is None:
+        return None
+    larger = (c for c in pool if budget < c.peak < budget + beside)
+    promising = sorted(_bounds(larger, _limit(best)), key=lambda pair: pair[0])
+    for bound, candidate in promising[:OFFLOADS]:
+        if bound > _limit(start):
+            break
+        free = candidate.evaluator.evaluate(first_plan(candidate), _limit(start))
+        if free.step_time < _limit(start):
+            moved = least_offload(candidate.evaluator, replace(free, fits=False))
+            start = _better(start, moved) or start
+    return None if start is best else replace(start, name=_row_name(start))
+
+
+def _limit(best: PlanEstimate) -> float:
+    """Seconds below which a plan is worth to be looked at."""
+    return best.step_time * (1 - GAIN) if best.fits else inf
 
 
 def _not_ruled_out(pool: list[Candidate], best: PlanEstimate) -> Iterator[tuple[float, Candidate]]:
-    """Candidates with a lower bound below the best step time, less what must be gained, and these bounds."""
-    limit = best.step_time * (1 - GAIN)
+    """Candidates that may fit and be faster than the best plan, by their lower bounds, and these bounds."""
+    budget = pool[0].evaluator.budget
+    near = (c for c in pool if budget is None or c.peak <= NEAR * budget)
+    return _bounds((c for c in near if c.estimate <= ERROR * best.step_time), _limit(best))
+
+
+def _bounds(pool: Iterable[Candidate], limit: float) -> Iterator[tuple[float, Candidate]]:
+    """Lower bounds on step times, and the candidates that have them, of those that are below a limit."""
     works: dict[tuple[PlanEvaluator, int, int], Work] = {}
     for c in pool:
         evaluator = c.evaluator
-        too_large = evaluator.budget is not None and c.peak > NEAR * evaluator.budget
-        if too_large or c.floor >= limit or c.estimate > ERROR * best.step_time:
+        if c.floor >= limit:
             continue
         key = evaluator, c.size, c.count
         if key not in works:
@@ -274,9 +338,11 @@ def _best_of_groups(groups: list["Group"], even: bool) -> PlanEstimate | None:
         if group.is_too_large(candidate):
             continue
         spent += candidate.work
-        own = _simulate(candidate, best, even)
+        limit = inf if best is None or not best.fits else ABANDON * best.step_time
+        limit *= candidate.estimate / candidate.promise  # what it may gain by less recomputation
+        own = _simulate(candidate, best, even, limit)
         if own is not None:
-            group.factors.append(own.step_time / candidate.promise)
+            group.factors.append(min(own.step_time, limit) / candidate.promise)
             best = _better(best, own)
         if own is None or not own.fits:
             group.too_large.append(candidate)
@@ -328,11 +394,11 @@ def _too_large(pool: list[Candidate], budget: int | None, best: PlanEstimate | N
     return sorted(over, key=lambda candidate: (candidate.peak, -candidate.count))[:TRIES]
 
 
-def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> PlanEstimate | None:
+def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool, limit: float) -> PlanEstimate | None:
     """None if memory rules it out. If the candidate leaves memory and recomputation slows it down, and it may be the
     best then, it recomputes less."""
     evaluator = candidate.evaluator
-    own = _first_estimate(candidate, best, even=even)
+    own = _first_estimate(candidate, best, even=even, limit=limit)
     if own is None or candidate.promise == candidate.estimate:
         return own
     hoped = own.step_time * candidate.promise / candidate.estimate
@@ -341,8 +407,11 @@ def _simulate(candidate: Candidate, best: PlanEstimate | None, even: bool) -> Pl
     return with_less_recompute(evaluator, own)
 
 
-def _first_estimate(candidate: Candidate, rival: PlanEstimate | None, *, even: bool = False) -> PlanEstimate | None:
-    """The first plan of a candidate, or None if memory alone makes ``rival`` better.
+def _first_estimate(
+    candidate: Candidate, rival: PlanEstimate | None, *, even: bool = False, limit: float = inf
+) -> PlanEstimate | None:
+    """The first plan of a candidate, or None if memory alone makes ``rival`` better. If it takes longer than ``limit``,
+    its time may be infinite.
 
     If it does not fit, a second one may: slices of equal length and equally many layers on every rank need less memory
     than slices and ranks of equal time, because no rank then makes up with layers for the head of the last::
@@ -351,11 +420,11 @@ def _first_estimate(candidate: Candidate, rival: PlanEstimate | None, *, even: b
         evenly    16 layers + embedding | 16 layers + head
     """
     evaluator = candidate.evaluator
-    own = evaluator.unless_beaten(first_plan(candidate, even=even), rival)
+    own = evaluator.unless_beaten(first_plan(candidate, even=even), rival, limit)
     if own is not None and own.fits:
         return own
     light = replace(first_plan(candidate, even=True), boundaries=evaluator.even_boundaries(candidate.chunks))
-    return _better(own, evaluator.unless_beaten(light, rival))
+    return _better(own, evaluator.unless_beaten(light, rival, limit))
 
 
 def first_plan(candidate: Candidate, *, even: bool = False) -> Plan:
@@ -403,9 +472,10 @@ def _refine_even(start: PlanEstimate) -> PlanEstimate:
     evaluator = evaluator_of(start)
     request, plan = evaluator.request, start.plan
 
-    def evaluate(count: int) -> PlanEstimate:
+    def evaluate(count: int, limit: float) -> PlanEstimate:
         lengths = even_lengths(request.seq_len, count, evaluator.tile)
-        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute))
+        cut = replace(plan, lengths=(lengths,) * len(plan.sizes), recompute=evaluator.recompute)
+        return evaluator.evaluate(cut, limit)
 
     best = hill_climb(evaluate, len(plan.lengths[0]), request.seq_len // evaluator.tile)
     return _with_less_memory(evaluator, min(start, with_less_recompute(evaluator, best), key=preference))
@@ -434,12 +504,22 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     )
 
 
-def _refuse_budget(pool: list[Candidate], best: list[PlanEstimate]) -> NoReturn:
-    least, request = min(best, key=lambda c: c.peak_bytes), pool[0].evaluator.request
+def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
+    """Says that no plan fits, and which one is the smallest.
+
+    Args:
+        rows: The smallest plan of every row.
+    """
+    least = min(rows, key=lambda c: c.peak_bytes)
+    evaluator = evaluator_of(least)
     raise ValueError(
-        f"no plan fits into {(pool[0].evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
+        f"no plan fits into {(evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
         "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
-        + ("; offload='auto' keeps what slices need in the host's memory" if request.offload == "none" else "")
+        + (
+            "; offload='auto' keeps what slices need in the host's memory"
+            if evaluator.request.offload == "none"
+            else ""
+        )
     )

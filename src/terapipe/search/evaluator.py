@@ -1,9 +1,10 @@
 """Evaluates plans: step time by simulation, peak memory by counting bytes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -20,10 +21,12 @@ from terapipe.planning.cost import (
     with_recompute,
 )
 from terapipe.planning.layout import Layout, balance, balance_ranks
+from terapipe.planning.order import order_named
 from terapipe.planning.recompute import Recompute
 from terapipe.planning.slices import Plan, microbatch_sizes
 from terapipe.scheduling.footprint import host_peaks, peaks
 from terapipe.scheduling.simulator import makespan, program
+from terapipe.search.long_plans import extrapolate, shorten, shorter_counts
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource, Source
 from terapipe.search.throughput import Throughput
@@ -220,6 +223,8 @@ class PlanEvaluator:
         self.memory: Memory = with_recompute(source.memory(layout), recompute)
         self.batch_size = request.batch_size // layout.dp
         self._grids: dict[int, Grid] = {}
+        self._once: dict[tuple[StageSpec, ...], float] = {}
+        self._placements: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def with_recompute(self, mode: Recompute) -> "PlanEvaluator":
         """The evaluator of the same layout for plans with another mode."""
@@ -266,10 +271,13 @@ class PlanEvaluator:
         """
         if chunks == 1:
             return self.boundaries()
-        stages = Plan((1,), ((1,),), tuple(range(self.layout.pp * chunks + 1)), order, chunks)
-        return _balance_ranks(
-            self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts, self.request.bare_ends
-        )
+        placement = order_named(order).placement
+        if (placement, chunks) not in self._placements:
+            stages = Plan((1,), ((1,),), tuple(range(self.layout.pp * chunks + 1)), order, chunks)
+            self._placements[placement, chunks] = _balance_ranks(
+                self.source.layers, tuple(rank for rank, _ in stages.placement), *self._parts, self.request.bare_ends
+            )
+        return self._placements[placement, chunks]
 
     @cached_property
     def _parts(self) -> tuple[float, float, float]:
@@ -346,26 +354,35 @@ class PlanEvaluator:
         sizes = microbatch_sizes(self.batch_size, size)
         return Plan(sizes, (lengths,) * len(sizes), self.rank_boundaries(order, chunks), order, chunks, self.recompute)
 
-    def evaluate(self, plan: Plan) -> PlanEstimate:
+    def evaluate(self, plan: Plan, limit: float = inf) -> PlanEstimate:
         """Simulates one step of the plan, and counts its bytes.
 
         Args:
             plan: For one replica in this layout. It may mix modes of recomputation.
+            limit: Seconds, of a plan that fits. A step that takes longer may be given as infinite, which takes less
+                time to find out; its bytes are not counted then.
         """
-        return self._simulate(plan, self.needs(plan))
+        if limit == inf:
+            return self._simulate(plan, self.needs(plan))
+        timed = self._simulate(plan, Needs(0, 0), limit)
+        if timed.step_time == inf:
+            return timed
+        needs = self.needs(plan)
+        return replace(timed, peak_bytes=needs.device, host_bytes=needs.host, fits=self.fits(needs))
 
-    def unless_beaten(self, plan: Plan, rival: PlanEstimate | None) -> PlanEstimate | None:
+    def unless_beaten(self, plan: Plan, rival: PlanEstimate | None, limit: float = inf) -> PlanEstimate | None:
         """The plan's estimate, or None if memory alone makes ``rival`` better. Counting bytes is
         cheaper than a simulation, so it comes first.
 
         Args:
             plan: The plan.
             rival: The best plan so far, if there is one.
+            limit: As for ``evaluate``.
         """
         needs = self.needs(plan)
         if rival is not None and not self.fits(needs) and (rival.fits or rival.peak_bytes <= needs.device):
             return None
-        return self._simulate(plan, needs)
+        return self._simulate(plan, needs, limit)
 
     def needs(self, plan: Plan) -> "Needs":
         """The memory that a plan needs.
@@ -376,16 +393,27 @@ class PlanEvaluator:
         return max_needs(self.needs_by_rank(plan))
 
     def needs_by_rank(self, plan: Plan) -> list["Needs"]:
-        """The memory that each pipeline rank needs. Where the device is the host, what is offloaded stays in the same
-        memory.
+        """The memory that each pipeline rank needs, of its host also for the optimizer. Where the device is the host,
+        what is offloaded stays in the same memory.
 
         Args:
             plan: For one replica in this layout.
         """
+        if counts := shorter_counts(plan):
+            ranks = zip(*(self._count_bytes(shorten(plan, count)) for count in counts), strict=True)
+            return [
+                Needs(*(round(extrapolate(counts, pair, len(plan.sizes))) for pair in zip(low, high, strict=True)))
+                for low, high in ranks
+            ]
+        return self._count_bytes(plan)
+
+    def _count_bytes(self, plan: Plan) -> list["Needs"]:
         compiled = program(plan)
         device = peaks(compiled, plan, self.memory)
         host = host_peaks(compiled, plan, self.memory) if plan.offloads else [0] * len(device)
-        shared = self.host_budget is None
+        shared, specs = self.host_budget is None, stage_specs(plan.boundaries)
+        for rank in range(plan.num_ranks):
+            host[rank] += int(self.source.host_state(self.layout, [specs[k] for k in plan.stages_of(rank)]))
         return [Needs(peak + away * shared, away * (not shared)) for peak, away in zip(device, host, strict=True)]
 
     def fits(self, needs: "Needs") -> bool:
@@ -393,17 +421,48 @@ class PlanEvaluator:
         has_room = self.host_budget is None or needs.host <= self.host_budget
         return has_room and (self.budget is None or needs.device <= self.budget)
 
-    def _simulate(self, plan: Plan, needs: "Needs") -> PlanEstimate:
-        seconds, idle = makespan(plan, self.cost)
+    def confirm(self, estimate: PlanEstimate) -> PlanEstimate:
+        """The estimate of a plan that is simulated whole, however long it is. Estimates of long plans are extrapolated
+        (see long_plans.py).
+
+        Args:
+            estimate: Of a plan in this layout.
+        """
+        plan = estimate.plan
+        if shorter_counts(plan) is None:
+            return estimate
+        whole = self._estimate(plan, max_needs(self._count_bytes(plan)), *makespan(plan, self.cost))
+        return replace(whole, name=estimate.name)
+
+    def _simulate(self, plan: Plan, needs: "Needs", limit: float = inf) -> PlanEstimate:
+        counts = shorter_counts(plan)
+        if counts is None:
+            return self._estimate(plan, needs, *makespan(plan, self.cost, limit - self.per_step(plan)))
+        spans, idles = zip(*(makespan(shorten(plan, count), self.cost) for count in counts), strict=True)
+        busy = tuple(span * (1 - idle) for span, idle in zip(spans, idles, strict=True))
+        seconds, computed = (extrapolate(counts, pair, len(plan.sizes)) for pair in (spans, busy))
+        return self._estimate(plan, needs, seconds, 1 - computed / seconds)
+
+    def _estimate(self, plan: Plan, needs: "Needs", seconds: float, idle: float) -> PlanEstimate:
         step = seconds + self.per_step(plan)
-        share, fits = idle * seconds / step, self.fits(needs)
+        share, fits = idle * seconds / step if seconds < inf else 0.0, self.fits(needs)
         return PlanEstimate(self.layout, plan, step, share, needs.device, fits, needs.host, evaluator=self)
 
     def per_step(self, plan: Plan) -> float:
         """The work done once per step (gradient all-reduce, optimizer), on the rank where it takes longest."""
         specs = stage_specs(plan.boundaries)
         ranks = {tuple(specs[k] for k in plan.stages_of(rank)) for rank in range(plan.num_ranks)}
-        return max(map(self.cost.per_step, ranks))
+        return max(map(self.once, ranks))
+
+    def once(self, stages: tuple[StageSpec, ...]) -> float:
+        """The work done once per step on a rank with these stages.
+
+        Args:
+            stages: All of the rank's.
+        """
+        if stages not in self._once:
+            self._once[stages] = self.cost.per_step(stages)
+        return self._once[stages]
 
 
 @lru_cache(maxsize=1024)

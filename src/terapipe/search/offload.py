@@ -21,8 +21,10 @@ from terapipe.scheduling.actions import Op
 from terapipe.scheduling.program import ENTRIES
 from terapipe.scheduling.simulator import program
 from terapipe.search.evaluator import PlanEstimate, PlanEvaluator, preference
+from terapipe.search.long_plans import shorten, shorter_counts
 
 Keys = list[tuple[int, int]]  # stages and slices
+WORTH = 1.005  # copies must gain more than this factor over computing again
 
 
 def with_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
@@ -36,7 +38,22 @@ def with_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     if isinstance(wish, float):
         plan = replace(start.plan, offload_kv=bool(evaluator.request.offload_kv))
         return evaluator.evaluate(offload_share(plan, wish))
-    return least_offload(evaluator, start) if wish == "auto" else start
+    needless = start.fits and start.plan.recompute_modes == ("none",)
+    if needless or not may_offload(evaluator):
+        return start
+    moved = least_offload(evaluator, start)
+    return moved if not start.fits or moved.step_time * WORTH < start.step_time else start
+
+
+def may_offload(evaluator: PlanEvaluator) -> bool:
+    """Whether slices may be offloaded where that is faster: if the request says so, or says nothing, and memory and
+    link of the host are known.
+
+    Args:
+        evaluator: For its request and source.
+    """
+    wish = evaluator.request.offload
+    return wish == "auto" or (wish is None and evaluator.source.knows_host)
 
 
 def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
@@ -49,17 +66,23 @@ def least_offload(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate
     """
     if evaluator.budget is None or evaluator.host_budget is None:
         return start
-    plan, fixed = start.plan, evaluator.request.recompute is not None
+    plan, fixed = replace(start.plan, offload=False, offload_kv=False), evaluator.request.recompute is not None
     heaviest = MODES.index(plan.recompute_modes[-1])
     lighter = [mode for mode in MODES[: heaviest + 1] if mode in evaluator.request.recompute_modes and not fixed]
-    plans = [plan, *(replace(plan, recompute=mode) for mode in lighter if plan.recompute != mode)]
+    plans = [*(replace(plan, recompute=mode) for mode in lighter if plan.recompute != mode), plan]
     best = start
     for variants in _with_keys_and_values(evaluator, plans):
-        moved = [evaluator.evaluate(offload_few(evaluator, each)) for each in variants]
-        best = min([best, *moved], key=preference)
+        for each in variants:  # the one that computes least again first: others are slower even without copies
+            if not best.fits or _without_copies(evaluator, each, best.step_time) < best.step_time:
+                best = min(best, evaluator.evaluate(offload_few(evaluator, each)), key=preference)
         if best.fits:
             break
     return best
+
+
+def _without_copies(evaluator: PlanEvaluator, plan: Plan, limit: float) -> float:
+    """Seconds of the same plan if nothing had to be copied: copies only make it slower."""
+    return evaluator.evaluate(replace(plan, offload=False, offload_kv=False), limit).step_time
 
 
 def _with_keys_and_values(evaluator: PlanEvaluator, plans: list[Plan]) -> Iterator[list[Plan]]:
@@ -124,18 +147,25 @@ def offload_share(plan: Plan, share: float) -> Plan:
 
 
 def _movable(plan: Plan) -> list[Keys]:
-    """For each rank, what could be offloaded, in the order of its forwards."""
+    """For each rank, what could be offloaded, in the order of its forwards. Of a long plan, of which all microbatches
+    are alike, that of the second one stands for all."""
+    counts, slices = shorter_counts(plan), len(plan.lengths[0])
+    if counts:
+        short = _movable(shorten(replace(plan, offload=False), counts[0]))
+        return [[(k, s % slices) for k, s in own if s // slices == 1] for own in short]
     compiled = program(replace(plan, offload=True))
-    stages, ops, slices = compiled.listed_indices
+    stages, ops, places = compiled.listed_indices
     out = ops == ENTRIES.index(Op.OUT)
     ranges = pairwise(compiled.starts.tolist())
-    return [list(zip(stages[a:b][out[a:b]].tolist(), slices[a:b][out[a:b]].tolist(), strict=True)) for a, b in ranges]
+    return [list(zip(stages[a:b][out[a:b]].tolist(), places[a:b][out[a:b]].tolist(), strict=True)) for a, b in ranges]
 
 
 def _with(plan: Plan, keys: Sequence[Keys], counts: Sequence[int]) -> Plan:
-    """On each rank, so many of its slices are offloaded, spread evenly."""
-    offload = [[False] * len(plan.slices) for _ in range(plan.num_stages)]
+    """On each rank, so many of its slices are offloaded, spread evenly; of a long plan, in all microbatches alike."""
+    period = len(plan.lengths[0]) if shorter_counts(replace(plan, offload=False)) else len(plan.slices)
+    offload = [[False] * period for _ in range(plan.num_stages)]
     for own, count in zip(keys, counts, strict=True):
         for i, (k, s) in enumerate(own):
             offload[k][s] = (i + 1) * count // len(own) > i * count // len(own)
-    return replace(plan, offload=tuple(map(tuple, offload)))  # keys and values as they are
+    repeated = len(plan.slices) // period
+    return replace(plan, offload=tuple(tuple(row) * repeated for row in offload))  # keys and values as they are

@@ -11,9 +11,8 @@ from terapipe.planning.order import order_named
 from terapipe.planning.recompute import MODES, Recompute
 from terapipe.planning.slices import Plan, even_lengths
 from terapipe.planning.solver import Cuts, solve
-from terapipe.scheduling.footprint import peaks
-from terapipe.scheduling.simulator import program
 from terapipe.search.evaluator import Lengths, PlanEstimate, PlanEvaluator, preference
+from terapipe.search.long_plans import shorter_counts
 
 WORK = 250_000  # computations to simulate while cuts are shifted
 SOLVED = 512  # cut points for the solver; for longer sequences its step is a multiple of the tile
@@ -27,23 +26,29 @@ def refine(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     size, count = plan.sizes[0], len(plan.lengths[0])
     grid = evaluator.grid(size)
 
-    def evaluate(lengths: Lengths) -> PlanEstimate:
-        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes)))
+    def evaluate(lengths: Lengths, limit: float) -> PlanEstimate:
+        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes)), limit)
+
+    def evaluate_even(count: int, limit: float) -> PlanEstimate:
+        return evaluate(even_lengths(request.seq_len, count, evaluator.tile), limit)
 
     most = request.seq_len // evaluator.tile
-    estimates = [start, hill_climb(lambda n: evaluate(grid.equal_time(n)), count, most)]
-    estimates.append(hill_climb(lambda n: evaluate(even_lengths(request.seq_len, n, evaluator.tile)), count, most))
+    estimates = [start, hill_climb(lambda n, limit: evaluate(grid.equal_time(n), limit), count, most)]
+    estimates.append(hill_climb(evaluate_even, count, most))
     if order_named(plan.order).placement == "v":
         estimates += [
             hill_climb(partial(_evaluate_ramp, evaluator, start, widest), count, most) for widest in (2, 4, 8)
         ]
     for cuts in _solutions(evaluator, size):
-        estimates.append(evaluator.evaluate(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths)))
+        limit = min((e.step_time for e in estimates if e.fits), default=inf)
+        estimates.append(evaluator.evaluate(replace(plan, sizes=cuts.sizes, lengths=cuts.lengths), limit))
     alike = [e for e in estimates if len(set(e.plan.lengths)) == 1]  # `shift_cuts` cuts all microbatches alike
     return min([*estimates, shift_cuts(evaluator, min(alike, key=preference))], key=preference)
 
 
-def _evaluate_ramp(evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count: int) -> PlanEstimate:
+def _evaluate_ramp(
+    evaluator: PlanEvaluator, start: PlanEstimate, widest: float, count: int, limit: float
+) -> PlanEstimate:
     """For V-shaped orders: short slices first and last, where ranks idle, and long ones between.
 
     Slice times grow by a constant factor up to ``widest`` times the first one, then shrink again. With two ranks
@@ -57,20 +62,26 @@ def _evaluate_ramp(evaluator: PlanEvaluator, start: PlanEstimate, widest: float,
     # K / (K - 1) times as long as the slice before it without keeping the last rank waiting.
     growth = plan.num_ranks / max(1, plan.num_ranks - 1)
     if len(plan.sizes) == 1:
-        return evaluator.evaluate(replace(plan, lengths=(grid.cut_by_shares(ramp(count, growth, widest)),)))
+        return evaluator.evaluate(replace(plan, lengths=(grid.cut_by_shares(ramp(count, growth, widest)),)), limit)
     rising = ramp(2 * count, growth, widest)[:count]
     plateau = grid.equal_time(max(1, round(sum(rising) / rising[-1] / growth)))
     rows = (grid.cut_by_shares(rising), *(plateau,) * (len(plan.sizes) - 2), grid.cut_by_shares(rising[::-1]))
-    return evaluator.evaluate(replace(plan, lengths=rows))
+    return evaluator.evaluate(replace(plan, lengths=rows), limit)
 
 
-def hill_climb(evaluate: Callable[[int], PlanEstimate], start: int, most: int) -> PlanEstimate:
-    """A locally optimal number of slices between 1 and ``most``, searched from ``start`` with shrinking steps."""
+def hill_climb(evaluate: Callable[[int, float], PlanEstimate], start: int, most: int) -> PlanEstimate:
+    """A locally optimal number of slices between 1 and ``most``, searched from ``start`` with shrinking steps.
+
+    Args:
+        evaluate: Takes a number of slices, and seconds: what takes longer is not looked for.
+        start: Number of slices.
+        most: Number of slices.
+    """
     seen: dict[int, PlanEstimate] = {}
 
     def key(n: int) -> tuple[bool, float]:
         if n not in seen:
-            seen[n] = evaluate(n)
+            seen[n] = evaluate(n, min((e.step_time for e in seen.values() if e.fits), default=inf))
         return preference(seen[n])
 
     best, stride = min(start, most), max(1, start // 3)
@@ -128,16 +139,19 @@ def _step(evaluator: PlanEvaluator) -> int:
 
 def shift_cuts(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEstimate:
     """Shifts single cuts as long as the simulated step gets faster, in the same way in all microbatches."""
-    plan = start.plan
+    plan, lowest = start.plan, start.step_time
     if len(plan.lengths[0]) == 1:
         return start
 
     def evaluate(lengths: Lengths) -> PlanEstimate:
-        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes)))
+        return evaluator.evaluate(replace(plan, lengths=(lengths,) * len(plan.sizes)), lowest)
 
     def seconds(lengths: Lengths) -> float:
+        nonlocal lowest
         estimate = evaluate(lengths)
-        return estimate.step_time if estimate.fits or not start.fits else inf
+        time = estimate.step_time if estimate.fits or not start.fits else inf
+        lowest = min(lowest, time)
+        return time
 
     tries = WORK // (2 * len(plan.slices) * plan.num_stages)
     return min(start, evaluate(improve(plan.lengths[0], seconds, evaluator.tile, tries)), key=preference)
@@ -251,8 +265,8 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
     """The plan in which slices recompute less, if that is faster and fits. Not if the request fixes the mode.
 
     On each rank, as many slices as fit are moved to the lighter mode, starting from the last slice of each microbatch
-    (`_by_gain`): it has the longest context, so its recomputation takes longest. Two steps are tried: from "full" to
-    "block", and on from there to "none". With memory for three of six slices, two microbatches of three::
+    (`_by_gain`): it has the longest context, so its recomputation takes longest. Steps are tried from "full" to
+    "block", and on from there to "light" and to "none". With memory for three of six slices, two microbatches of three::
 
         before    full full full | full full full
         after     full full none | full none none
@@ -276,11 +290,11 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
 def _relax(evaluator: PlanEvaluator, plan: Plan, mode: Recompute) -> Plan:
     """As many slices on each rank take this mode as fit. Ranks do not share memory, so all are searched at once."""
     places = _by_gain(plan)
-    low, high = [0] * plan.num_ranks, [len(places)] * plan.num_ranks
+    low, high = [0] * plan.num_ranks, [max(places) + 1] * plan.num_ranks
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
-        for rank, peak in enumerate(peaks(program(plan), _with(plan, mode, places, middle), evaluator.memory)):
-            if peak <= (evaluator.budget or 0):
+        for rank, needs in enumerate(evaluator.needs_by_rank(_with(plan, mode, places, middle))):
+            if needs.device <= (evaluator.budget or 0):
                 low[rank] = middle[rank]
             else:
                 high[rank] = min(high[rank], middle[rank] - 1)
@@ -294,7 +308,11 @@ def _by_gain(plan: Plan) -> list[int]:
     these the last microbatch is first, because the step ends with its way back through all stages. The others follow
     spread evenly, so that no few consecutive ones, which 1F1B holds at a time, take all the memory: of 8 microbatches
     7, 3, 5, 1, 6, 2, 4, 0.
+
+    In long plans all microbatches are alike, so that they can be extrapolated, and slices of one number share a place.
     """
+    if shorter_counts(plan):
+        return [len(plan.grid[s.microbatch]) - 1 - s.number for s in plan.slices]
     bits = (len(plan.sizes) - 1).bit_length()
 
     def key(index: int) -> tuple[int, int]:

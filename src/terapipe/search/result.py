@@ -428,10 +428,16 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
         host = source.cluster.host.to_dict()
         cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
         model = {"model": asdict(source.config), "layers_only": not source.ends, "fused_grads": source.fused}
-        return {**cluster, **model, "autocast": source.autocast}
+        return {**cluster, **model, "autocast": source.autocast, "optimizer": source.optimizer}
     assert isinstance(source, ProfileSource)
     measured = {"profile": str(file or ""), "checksum": _checksum(source.profile)}
-    return {**measured, "ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused}
+    return {
+        **measured,
+        "ranks": source.ranks,
+        "tp": source.tp,
+        "fused_grads": source.fused,
+        "optimizer": source.optimizer,
+    }
 
 
 def _checksum(profile: Profile) -> int:
@@ -443,7 +449,8 @@ def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
         host = Host.from_dict(costs["host"])
         config = GPTConfig(**costs["model"])
         cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
-        return ClusterSource(config, cluster, ends, costs.get("fused_grads", True), costs.get("autocast", False))
+        fused, autocast = costs.get("fused_grads", True), costs.get("autocast", False)
+        return ClusterSource(config, cluster, ends, fused, autocast, optimizer=costs.get("optimizer"))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
 
@@ -458,4 +465,4 @@ def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
     ranks = costs.get("ranks")
     tp = costs.get("tp", 1)
     ranks = ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks
-    return ProfileSource(profile, ranks, tp, bool(costs.get("fused_grads", True)))
+    return ProfileSource(profile, ranks, tp, bool(costs.get("fused_grads", True)), costs.get("optimizer"))

@@ -21,7 +21,7 @@ from terapipe.planning.slices import Plan
 from terapipe.search.source import ClusterSource
 
 # All-reduces of tensor parallelism that the backward of a layer repeats, of the two in its forward.
-REPEATED: dict[Recompute, float] = {"none": 0.0, "block": 1.0, "full": 2.0}
+REPEATED: dict[Recompute, float] = {"none": 0.0, "light": 1.0, "block": 1.0, "full": 2.0}
 
 
 @dataclass(frozen=True)

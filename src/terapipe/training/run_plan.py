@@ -225,11 +225,13 @@ def _sizes(config: RunConfig) -> tuple[int, ...]:
 
 def _spec(config: RunConfig, model: RunModel) -> ModelSpec | None:
     """What the planner must know of the model. Linear layers of a GPT stay outside of what is compiled; those of other
-    models are compiled with their layers."""
+    models are compiled with their layers. Light recomputation cannot look into compiled layers."""
     if model.shape is None:
         return None
-    fused = isinstance(model.model, GPT) or not config.model.compile
-    return ModelSpec(model.shape, model.min_slice, model.recompute_modes, fused, model.model.has_bare_ends)
+    compiles = config.model.compile
+    fused = isinstance(model.model, GPT) or not compiles
+    modes = tuple(mode for mode in model.recompute_modes if mode != "light" or not compiles)
+    return ModelSpec(model.shape, model.min_slice, modes, fused, model.model.has_bare_ends)
 
 
 def from_profile(config: RunConfig, model: RunModel, profile: Profile, ranks: int) -> PlanResult:

@@ -1,8 +1,9 @@
-"""Selective recomputation: the backward computes layers again, but not attention. Nothing changes but what is kept."""
+"""Recomputation of layers, without attention or even products. Nothing changes but what is kept."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from terapipe import Layout, Pipeline, Plan
 from terapipe.modeling import attention
+from terapipe.modeling.recall import Recall
 from terapipe.modeling.stage import SlicedStage
 from terapipe.planning.recompute import Recompute, RecomputeModes
 from tests.support.models import TINY, gradients, make_batch, make_model, mesh_of, plain, variant, worst_error
@@ -18,7 +20,7 @@ from tests.support.ranks import Ranks
 ODD, EVEN = ((9, 1, 12, 7), (20, 9)), ((10, 2, 12, 4), (20, 8))
 CONFIG = variant(kv_heads=2)
 # Of two stages and six slices.
-MIXED: RecomputeModes = (("block", "none", "full", "block", "full", "none"), "block")
+MIXED: RecomputeModes = (("block", "none", "full", "light", "full", "none"), "block")
 
 
 def piped(layout: Layout, plan: Plan, shard: bool) -> tuple[float, dict[str, Tensor]]:
@@ -34,10 +36,14 @@ def piped(layout: Layout, plan: Plan, shard: bool) -> tuple[float, dict[str, Ten
     ("layout", "lengths", "order", "recompute", "shard"),
     [
         (Layout(1, 2, 1), ODD, "terapipe", "block", False),
+        (Layout(1, 2, 1), ODD, "terapipe", "light", False),
         (Layout(1, 2, 1), ODD, "terapipe", MIXED, False),
         (Layout(1, 2, 1), ODD, "terapipe-1f1b", MIXED, False),
         (Layout(1, 2, 1), ODD, "terapipe-deferred", MIXED, False),
         (Layout(1, 1, 2), ODD, "terapipe-deferred", "block", False),
+        (Layout(1, 1, 2), ODD, "terapipe-deferred", "light", False),
+        (Layout(1, 2, 2), EVEN, "terapipe-zb", "light", False),
+        (Layout(2, 2, 1), ODD, "terapipe-1f1b", "light", True),
         (Layout(1, 2, 2), EVEN, "terapipe-1f1b", MIXED, False),  # tokens are shared out between operators
         (Layout(2, 2, 1), ODD, "terapipe-deferred", MIXED, True),
     ],
@@ -60,7 +66,7 @@ def test_gradients_are_the_plain_models(
 # What is kept, and what is computed
 
 
-def slice_of(stage: Any, x: Tensor, *, block: bool) -> tuple[int, Callable[[], None]]:
+def slice_of(stage: Any, x: Tensor, mode: Recompute) -> tuple[int, Callable[[], None]]:
     """Bytes that autograd and the cache hold after a forward, beside parameters, keys and values and what the stage was
     given; and the backward."""
     held: dict[int, Tensor] = {}
@@ -72,11 +78,20 @@ def slice_of(stage: Any, x: Tensor, *, block: bool) -> tuple[int, Callable[[], N
             held[storage.data_ptr()] = tensor  # held, so that no other takes its address
         return tensor
 
+    recalls: list[Recall] = []
+
+    def recall(*arguments: Any) -> Recall:
+        recalls.append(Recall(*arguments))
+        return recalls[-1]
+
     cache, sliced = stage.make_cache(*x.shape[:2]), SlicedStage(stage)
     cache.begin(0, x.shape[1])
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = sliced.forward(x, cache, block=block)
-    kept = {t.untyped_storage().data_ptr(): t for entry in cache._attention.values() for t in entry[:2]}
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, mock.patch("terapipe.modeling.stage.Recall", recall):
+        out = sliced.forward(x, cache, recompute=mode)
+    entries = [t for entry in cache._attention.values() for t in entry[:3]]
+    entries += [out.tensor for each in recalls for out in each._outputs.values()]
+    kept = {t.untyped_storage().data_ptr(): t for t in entries if t is not None}
     total = sum(tensor.untyped_storage().nbytes() for tensor in (held | kept).values())
     return total, lambda: sliced.backward(cache, out, torch.ones_like(out))
 
@@ -84,16 +99,29 @@ def slice_of(stage: Any, x: Tensor, *, block: bool) -> tuple[int, Callable[[], N
 def test_layers_keep_their_input_and_the_output_of_attention() -> None:
     x = torch.randn(2, 20, TINY.hidden, dtype=torch.float64, requires_grad=True)
     stage = make_model(TINY).stage(1, 4, torch.device("cpu"))
-    kept, _ = slice_of(stage, x, block=True)
+    kept, _ = slice_of(stage, x, "block")
     per_token = 3 * (TINY.hidden + TINY.heads) + 2 * TINY.hidden  # attention of three layers, inputs of two
     assert kept == 40 * per_token * 8
 
 
-def test_attention_and_the_last_product_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_keep_the_outputs_of_products_that_something_is_computed_from() -> None:
+    """Of the projection to queries, keys and values nothing is: attention has the queries."""
+    x = torch.randn(2, 20, TINY.hidden, dtype=torch.float64, requires_grad=True)
+    stage = make_model(TINY).stage(1, 4, torch.device("cpu"))
+    per_layer = 3 * TINY.hidden + TINY.heads + TINY.ffn_hidden  # queries, attention, its projection; the MLP's first
+    kept, _ = slice_of(stage, x, "light")
+    assert kept == 40 * (3 * per_layer + 2 * TINY.hidden) * 8
+    assert kept < 0.6 * slice_of(stage, x, "none")[0]
+
+
+@pytest.mark.parametrize("mode", ["light", "block"])
+def test_attention_and_the_last_product_are_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch, mode: Recompute
+) -> None:
     model, products, attended = make_model(TINY), [], []
     block: Any = model.layers["0"]
     x = torch.randn(1, 16, TINY.hidden, dtype=torch.float64, requires_grad=True)
-    _, backward = slice_of(model.stage(0, 1, torch.device("cpu")), torch.zeros(1, 16, dtype=torch.int64), block=True)
+    _, backward = slice_of(model.stage(0, 1, torch.device("cpu")), torch.zeros(1, 16, dtype=torch.int64), mode)
     del x
     addmm, computed = torch.addmm, attention._compute
 
@@ -104,7 +132,7 @@ def test_attention_and_the_last_product_are_not_computed_again(monkeypatch: pyte
     monkeypatch.setattr(torch, "addmm", noted)
     monkeypatch.setattr(attention, "_compute", lambda *a: attended.append(a) or computed(*a))
     backward()
-    wanted = (block.attention.qkv, block.attention.out, block.up)
+    wanted = () if mode == "light" else (block.attention.qkv, block.attention.out, block.up)
     assert products == [tuple(module.weight.shape) for module in wanted]
     assert not attended
 
@@ -145,8 +173,10 @@ def test_layers_of_a_decoder_are_computed_again(ranks: Callable[[int], Ranks], s
 def test_layers_of_a_decoder_keep_less() -> None:
     x = torch.randn(2, 20, 64, dtype=torch.float64, requires_grad=True)
     stage = decoder("llama").stage(1, 4, torch.device("cpu"))
-    off, on = (slice_of(stage, x, block=block)[0] for block in (False, True))
+    modes: tuple[Recompute, ...] = ("none", "light", "block")
+    off, light, on = (slice_of(stage, x, mode)[0] for mode in modes)
     assert on < off / 4
+    assert light < 0.6 * off
 
 
 @pytest.mark.parametrize(
@@ -170,7 +200,7 @@ def test_a_block_recomputation_that_is_not_exact_is_refused(monkeypatch: pytest.
 
     def wrong(self: SliceCache, layer: Any) -> Any:
         found = kept(self, layer)
-        return found and (found[0] * 1.01, found[1])
+        return found and (found[0] * 1.01, *found[1:])
 
     monkeypatch.setattr(SliceCache, "recall_attention", wrong)
     with pytest.raises(UnsupportedModelError, match=r"gradients differ by .*; take recompute full"):

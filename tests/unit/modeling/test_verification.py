@@ -273,9 +273,9 @@ def test_a_generator_of_its_own_forbids_recomputation_only() -> None:
 def test_what_is_exact_is_accepted(model: Callable[[], Any]) -> None:
     result = tp.verify(model())
     assert result.exact, str(result)
-    assert result.recompute_modes == ("none", "block", "full")
+    assert result.recompute_modes == ("none", "light", "block", "full")
     assert max(result.errors.values()) < 1e-12
-    assert set(result.errors) == {"slices", "block", "full", "stages"}
+    assert set(result.errors) == {"slices", "light", "block", "full", "stages"}
 
 
 def test_gpt_is_checked_once_it_is_changed() -> None:

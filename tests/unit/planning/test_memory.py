@@ -137,7 +137,7 @@ def test_cublas_counts_once_for_a_rank() -> None:
     assert blas_workspaces(8) < blas_workspaces(9)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block", "full"])
+@pytest.mark.parametrize("recompute", ["none", "light", "block", "full"])
 def test_a_step_under_autocast(recompute: str) -> None:
     """Copies of all weights were counted nowhere, and keys and values as if they were float32."""
     config = GPTConfig(layers=6, hidden=256, heads=4, kv_heads=2, vocab=100, max_seq_len=256)

@@ -50,7 +50,7 @@ def test_arguments_of_the_functions() -> None:
         ({"tp": 2**20}, "tp must be at most 65536"),
         ({"shard": 1}, "shard must be true or false, got 1"),
         ({"order": "terapip"}, "unknown order 'terapip'; did you mean 'terapipe'?"),
-        ({"recompute": "some"}, "recompute is one of none, block, full"),
+        ({"recompute": "some"}, "recompute is one of none, light, block, full"),
         ({"memory": "lots"}, "reads like 16GiB"),
         ({"memory": 0}, "memory must be a whole number of at least 1"),
         ({"slice_lengths": (8, 0)}, r"slice_lengths\[1\] must be a whole number of at least 1"),

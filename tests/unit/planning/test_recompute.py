@@ -41,7 +41,7 @@ def test_it_is_saved_and_read() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("some", "recompute is one of none, block, full, got 'some'"),
+        ("some", "recompute is one of none, light, block, full, got 'some'"),
         (1, "recompute is one of none, .*, got 1"),
         (("none",), "each of the 2 stages"),
         ((("none", "full"), "none"), "one for each of the 3 slices, got"),
@@ -62,12 +62,12 @@ def test_other_slices_take_the_mode_that_keeps_least() -> None:
 def test_each_slice_costs_what_its_mode_does() -> None:
     layout, plan = Layout(1, 2, 1), Plan((1,), ((256,) * 8,), (0, 12, 24), "terapipe")
     cost, memory = SOURCE.cost(layout), SOURCE.memory(layout)
-    modes = ("none", "block", "full")
+    modes = ("none", "light", "block", "full")
     uniform = {mode: replace(plan, recompute=mode) for mode in modes}
     times = {mode: makespan(each, cost)[0] for mode, each in uniform.items()}
     bytes_ = {mode: peaks(program(plan), each, memory) for mode, each in uniform.items()}
-    assert times["none"] < times["block"] < times["full"]
-    assert bytes_["none"][0] > bytes_["block"][0] > bytes_["full"][0]
+    assert times["none"] < times["light"] < times["block"] < times["full"]
+    assert bytes_["none"][0] > bytes_["light"][0] > bytes_["block"][0] > bytes_["full"][0]
     mixed = replace(plan, recompute=("full", ("none", "block") * 4))
     mine = seconds(mixed, cost)
     for mode, stage, number in (("full", 0, 0), ("full", 0, 1), ("none", 1, 0), ("block", 1, 1)):

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from terapipe.planning.cost import StageSpec
 from terapipe.planning.device import COLLECTIVES, CONTEXT, GB
-from terapipe.published.simulation import MEASURES, PrefixCopies, Setup, Simulation
+from terapipe.published.simulation import MEASURES, Setup, Simulation
 
 TIMED = Setup.of({"times": [1.0, 1.0, 1.0, 0.0], "layout": [1, 4, 1], "batch_size": 8, "order": "1f1b", "seq_len": 8})
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "vocab": 1000, "max_seq_len": 1}
@@ -57,30 +56,6 @@ def test_slices_of_equal_flops() -> None:
     assert flops == pytest.approx(np.full(4, flops.mean()), rel=1e-3)
 
 
-def test_copies_of_the_prefix_move_the_bytes_that_are_counted_here() -> None:
-    """Three slices of 2, 1 and 1 tokens: the forward joins 3 and 4 tokens of K and V, read and written; the backward
-    adds gradients of 3 and of 2 tokens to a sum: two reads, one write."""
-    setup = Setup.of({**PIPE, "order": "terapipe-1f1b", "prefix_copies": True})
-    simulation = Simulation(setup)
-    copies, plain = simulation.cost, simulation.evaluator.cost
-    assert isinstance(copies, PrefixCopies)
-    stage, context, length = StageSpec(2), np.array([0, 2, 3]), np.array([2, 1, 1])
-    forward = copies.forward(stage, 1, length, context) - plain.forward(stage, 1, length, context)
-    backward = copies.backward(stage, 1, length, context) - plain.backward(stage, 1, length, context)
-    per_token = 2 * 2 * 1024 * 2 / 2 / simulation.cluster.host.device.bandwidth  # layers, K and V, width, bytes, tp
-    assert forward.sum() == pytest.approx(per_token * 2 * (3 + 4))
-    assert backward.sum() == pytest.approx(per_token * 3 * (2 + 3))
-
-
-def test_state_as_another_program_keeps_it() -> None:
-    plain, fixed = (Simulation(Setup.of({**PIPE, **more})) for more in ({}, {"state_bytes": 4.0}))
-    stage = StageSpec(2)
-    count = 2 * plain.source.config.layer_parameters / 2
-    assert fixed.memory.model_state(stage) == pytest.approx(4 * count, rel=1e-2)  # norms are whole on every rank
-    assert fixed.memory.gradients(stage).during == 0
-    assert fixed.memory.activations(stage, 1, 64) == plain.memory.activations(stage, 1, 64)
-
-
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     one = {**PIPE, "layout": [1, 1, 1], "batch_size": 1, "order": "terapipe", "slices": 1}
     longest = Simulation(Setup.of(one)).longest
@@ -96,17 +71,19 @@ def test_a_setup_changes_what_it_says_about_the_cluster() -> None:
     assert simulation.cluster.devices == 8
 
 
-def test_full_recomputation_by_layers_keeps_the_input_of_each() -> None:
-    full = {**PIPE, "recompute": "full", "state_bytes": 4.0}
-    ours, theirs = (Simulation(Setup.of({**full, "layer_checkpoints": each})).memory for each in (False, True))
-    stage = StageSpec(4)
-    token = 1024 * 2 / 2  # hidden size, bytes, tensor parallel ranks
-    assert ours.activations(stage, 1, 64) == 2 * 64 * token  # input and output of the stage
-    assert theirs.activations(stage, 1, 64) == 4 * 64 * token
-    assert theirs.kv_cache(stage, 1, 64) == 0 < ours.kv_cache(stage, 1, 64)
-    assert theirs.workspace(stage, 1, 64, 0)[1] < ours.workspace(stage, 1, 64, 0)[1]
-    whole = Simulation(Setup.of({**full, "layer_checkpoints": True, "sequence_parallel": False})).memory
-    assert whole.activations(stage, 1, 64) == 2 * 4 * 64 * token
+def test_products_that_do_not_add_gradients_take_longer() -> None:
+    """A gradient is written, then read and added: 8 bytes of each weight of a layer in half precision."""
+    fused, apart = (Simulation(Setup.of({**PIPE, "fuses": each})) for each in (True, False))
+    assert not apart.cluster.host.device.fuses
+    assert apart.step_time > fused.step_time
+
+
+def test_sums_over_replicas_pass_during_the_last_backward() -> None:
+    replicas = {**PIPE, "layout": [8, 1, 1], "batch_size": 8, "cluster": "dgx-a100:1"}
+    after, during = (Simulation(Setup.of({**replicas, "overlapped_sums": each})) for each in (False, True))
+    alone = Simulation(Setup.of({**replicas, "layout": [1, 1, 1], "batch_size": 1}))
+    assert during.step_time == pytest.approx(alone.step_time)  # a sum that is shorter than the backward
+    assert after.step_time > during.step_time
 
 
 def test_memory_that_the_driver_shows_has_the_context() -> None:

@@ -154,7 +154,7 @@ def test_in_one_slice_it_is_the_plain_model(kind: str, recompute: bool) -> None:
 def test_layers_that_compute_again_in_their_backward(kind: str) -> None:
     """In the backward autocast is off; torch.utils.checkpoint turns it on again for what it computes."""
     found = []
-    for mode in ("none", "block"):
+    for mode in ("none", "light", "block"):
         plan = Plan((3,), ((9, 20),), (0, 4), "terapipe-deferred", 1, mode)
         if kind == "gpt":
             model: Any = GPT(TINY, seed=3)

@@ -24,6 +24,7 @@ learn = MessageFormat.learn
         pytest.param(1, {"order": "terapipe", "chunks": 1}, marks=pytest.mark.exhaustive),
         (1, {"order": "terapipe-deferred", "chunks": 2}),
         (2, {"order": "terapipe-v"}),
+        (1, {"order": "terapipe", "chunks": 1, "recompute": "light"}),
         (1, {"order": "terapipe", "chunks": 1, "recompute": "block"}),
         pytest.param(1, {"order": "terapipe", "chunks": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
     ],
@@ -62,7 +63,7 @@ def test_bytes_of_windows_are_the_planners() -> None:
     assert terapipe.dry_run(without, result, rank=0).peak > 1.3 * run.peak
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("recompute", ["none", "light", pytest.param("block", marks=pytest.mark.exhaustive)])
 def test_bytes_with_split_operators_are_the_planners(recompute: Any) -> None:
     """Devices shared out what products save, except their inputs: the last rank was taken to need 10 % more."""
     shape = "layers=4,hidden=1024,heads=8,vocab=16384"

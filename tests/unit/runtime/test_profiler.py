@@ -33,7 +33,7 @@ def check(made: profiler.Profiler, layers: int) -> None:
     profile = made.profile()
     assert profile.layers == layers
     assert profile.machine["dtype"] == str(made.dtype).removeprefix("torch.")
-    left_out = set() if made._selects else {"block"}  # where layers cannot be computed again
+    left_out = {"light", "block"} - {*made._again}  # where layers cannot be computed again
     assert {s.kind for s in profile.samples} == set(KINDS) - left_out
     both = [{(s.size, s.length, s.context) for s in profile.samples if s.kind == kind} for kind in KINDS[:2]]
     assert both == [{point[:3] for point in made.points}] * 2

@@ -20,6 +20,7 @@ PLANS = (
     UNEVEN,
     replace(UNEVEN, recompute="full"),
     replace(UNEVEN, recompute="block", order="terapipe-deferred"),
+    replace(UNEVEN, recompute="light"),
     replace(UNEVEN, boundaries=(0, 1, 3, 4), order="gpipe", lengths=((29,), (29,))),
     replace(UNEVEN, boundaries=(0, 1, 2, 3, 4), order="terapipe-v", chunks=2),
 )

@@ -82,6 +82,18 @@ def test_any_plan_obeys_the_rule(plan: Plan, cost: SimpleCost) -> None:
     assert Timeline.from_json(timeline.to_json()) == timeline
 
 
+@settings(max_examples=examples(60))
+@given(plans(), COSTS)
+def test_a_limit_gives_up_only_what_is_slower(plan: Plan, cost: SimpleCost) -> None:
+    """What is not above the limit is exact. What is far above is given up, in most orders while the pipeline fills."""
+    span, idle = makespan(plan, cost)
+    assert makespan(plan, cost, span) == (span, idle)
+    assert makespan(plan, cost, 2 * span) == (span, idle)
+    assert makespan(plan, cost, 0.99 * span) in ((span, idle), (float("inf"), 0.0))
+    if span:
+        assert makespan(plan, cost, span / plan.num_ranks / 2) == (float("inf"), 0.0)
+
+
 def check_rule(timeline: Timeline, cost: SimpleCost) -> None:
     plan = timeline.plan
     ends = {completes(e.action): e.end for e in timeline.events}

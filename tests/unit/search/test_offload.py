@@ -10,7 +10,7 @@ import terapipe
 from terapipe import Plan
 from terapipe.planning.hardware import Cluster, Host
 from terapipe.search.evaluator import PlanEvaluator
-from terapipe.search.offload import offload_few, offload_share
+from terapipe.search.offload import WORTH, offload_few, offload_share
 from terapipe.search.request import Request
 from terapipe.search.source import ClusterSource
 
@@ -73,10 +73,18 @@ def test_auto_computes_less_again() -> None:
     assert again.estimate.host_bytes == auto.estimate.host_bytes > 0
 
 
-def test_without_being_asked_only_if_nothing_fits_otherwise() -> None:
-    """A plan that fits has no copies, unless they are asked for."""
+def test_without_being_asked_where_it_is_faster() -> None:
+    """A plan that fits and computes as little again as it may has no copies. Of a host in words, whose memory is an
+    assumption, plans have copies only where nothing fits without."""
     tight: dict[str, Any] = {"num_slices": 64, "chunks": 1, "recompute": "block"}
     assert not planned(**tight, memory="60GiB").plan.offloads
+    free: dict[str, Any] = {"num_slices": 64, "chunks": 1, "memory": "30GiB"}
+    again, auto = planned(**free, offload="none"), planned(**free)
+    assert auto.plan.offloads
+    assert auto.step_time < again.step_time / WORTH
+    options: dict[str, Any] = {"batch_size": 1, "seq_len": SEQ, "dp": 1, "tp": 1, "pp": 8, "order": "terapipe", **free}
+    assert not terapipe.plan(MODEL, "h100:8", **options).plan.offloads
+    assert terapipe.plan(MODEL, "h100:8", **options, offload="auto").plan.offloads
     least = planned(**tight, offload="none", memory="60GiB").peak_bytes
     small = f"{least / 2**30 - 2:.1f}GiB"
     with pytest.raises(ValueError, match="offload='auto' keeps what slices need in the host's memory"):
@@ -124,6 +132,7 @@ def test_hosts_of_older_files_have_the_usual_copies() -> None:
 def test_keys_and_values_too_if_nothing_fits_without() -> None:
     """Eight stages of one sequence of a million tokens: keys and values are half of what is needed."""
     options: dict[str, Any] = {"batch_size": 1, "seq_len": 1 << 20, "pp": 8, "order": "terapipe", "num_slices": 256}
+    options["memory"] = "60GiB"
     with pytest.raises(ValueError, match="no plan fits"):
         terapipe.plan(MODEL, "dgx-h100:1", offload="auto", offload_kv=False, **options)
     result = terapipe.plan(MODEL, "dgx-h100:1", offload="auto", **options)

@@ -12,9 +12,10 @@ from terapipe.search.source import ClusterSource
 
 SOURCE = ClusterSource(PRESETS["gpt3-1b"], Cluster("dgx-a100:1"))
 REQUEST = Request(8, 2048, dp=1, pp=4, tp=1, order="terapipe", chunks=1, num_slices=8, microbatch_size=1)
+REQUEST = REQUEST.fixed(offload="none")
 
 
-@pytest.mark.parametrize(("light", "heavy"), [("none", "block"), ("block", "full")])
+@pytest.mark.parametrize(("light", "heavy"), [("none", "light"), ("none", "block"), ("block", "full")])
 def test_modes_are_mixed_between_two_budgets(light: str, heavy: str) -> None:
     """The budget is halfway between what two modes need."""
     more, less = (choose(SOURCE, REQUEST.fixed(recompute=mode)).estimate for mode in (light, heavy))
@@ -49,7 +50,7 @@ def test_what_the_request_fixes_is_not_mixed() -> None:
 def test_one_device_within_a_budget() -> None:
     """Slices and recomputation for a single device: less memory, more of both."""
     source = ClusterSource(PRESETS["gpt-small"], Cluster("dgx-a100:1"))
-    request = Request(1, 8192, dp=1, pp=1, tp=1)
+    request = Request(1, 8192, dp=1, pp=1, tp=1, offload="none")
     free = choose(source, request).estimate
     assert free.plan.recompute == "none"
     least = choose(source, request.fixed(recompute="full", num_slices=64)).estimate.peak_bytes

@@ -18,7 +18,7 @@ from tests.unit.trainers.runs import Run
 from tests.unit.trainers.test_trainer import check
 
 pytestmark = pytest.mark.usefixtures("quiet_models")
-MODES = ("none", "block", "full")
+MODES = ("none", "light", "block", "full")
 MORE = pytest.mark.exhaustive
 
 
