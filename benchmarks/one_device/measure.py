@@ -110,10 +110,11 @@ def settings(quick: bool) -> list[tuple[int, int, int, list[Way]]]:
     does in its own process, one after the other."""
     if quick:
         return [(1024, SMALL, 1, [PLAIN, CHECKPOINTING, Way("", 8, "none"), Way("", 8, "block")])]
-    ours = [(8, "none"), (8, "block"), (16, "block"), (16, "full"), (24, "full"), (32, "full")]
-    short = [PLAIN, CHECKPOINTING, *(Way("", n, mode) for n, mode in ours)]
-    large = [CHECKPOINTING, Way("", 8, "block"), Way("", 16, "block"), Way("", 16, "full")]
-    long = [CHECKPOINTING, Way("", 32, "block"), Way("", 64, "full")]
+    ours = [(8, "none"), (8, "light"), (8, "block"), (16, "block"), (24, "full")]
+    away = [Way("", n, mode, True) for n, mode in ((16, "light"), (16, "block"), (24, "block"))]
+    short = [PLAIN, CHECKPOINTING, *(Way("", n, mode) for n, mode in ours), *away]
+    large = [CHECKPOINTING, *(Way("", 16, mode) for mode in ("light", "block", "full")), Way("", 16, "block", True)]
+    long = [CHECKPOINTING, Way("", 32, "block"), Way("", 32, "block", True), Way("", 64, "full")]
     return [(4096, SMALL, 2, short), (4096, LARGE, 2, large), (16384, SMALL, 0, long)]
 
 

@@ -109,6 +109,7 @@ class SimpleSource:
     name: str = "a simple machine"
     budget: int | None = None
     host_budget: int | None = None
+    knows_host: bool = False
     tile: int = 8
     dtype: str = "float32"
 

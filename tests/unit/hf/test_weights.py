@@ -255,11 +255,14 @@ def test_what_is_no_saved_model_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_decoder_takes_public_things_only() -> None:
-    """Names and numbers: other arguments would need types that terapipe.hf does not export."""
+    """Names, numbers, and transformers' and peft's own configurations: no types that terapipe.hf does not export."""
     for make, names in (
         (Decoder, ["model", "backend", "router_loss_over", "router_z_loss"]),
         (Decoder.from_config, ["config", "seed", "dtype", "backend", "options"]),
-        (Decoder.from_pretrained, ["folder", "dtype", "backend", "options"]),
+        (
+            Decoder.from_pretrained,
+            ["folder", "dtype", "backend", "quantization_config", "adapter", "seed", "options"],
+        ),
     ):
         assert list(inspect.signature(make).parameters) == names
 

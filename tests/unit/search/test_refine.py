@@ -21,7 +21,8 @@ def test_modes_are_mixed_between_two_budgets(light: str, heavy: str) -> None:
     more, less = (choose(SOURCE, REQUEST.fixed(recompute=mode)).estimate for mode in (light, heavy))
     budget = (more.peak_bytes + less.peak_bytes) // 2
     mixed = choose(SOURCE, REQUEST.fixed(memory=budget)).estimate
-    assert set(mixed.plan.recompute_modes) >= {light, heavy}
+    assert light in mixed.plan.recompute_modes  # with one that keeps less, which need not be the heavy one
+    assert len(mixed.plan.recompute_modes) > 1
     assert mixed.step_time < less.step_time
     found = peaks(program(mixed.plan), mixed.plan, SOURCE.memory(mixed.layout))
     assert mixed.peak_bytes == max(found) <= budget
@@ -35,6 +36,7 @@ def test_whole_sequences_are_mixed_by_microbatch() -> None:
     microbatch, with which the step ends, keeps its activations on every rank."""
     request = REQUEST.fixed(order="1f1b", num_slices=None, batch_size=16)
     more, less = (choose(SOURCE, request.fixed(recompute=mode)).estimate for mode in ("none", "block"))
+    request = request.fixed(recompute_modes=("none", "block", "full"))
     mixed = choose(SOURCE, request.fixed(memory=(more.peak_bytes + less.peak_bytes) // 2)).estimate
     first = mixed.plan.recompute_of(0)
     assert {*first} == {"none", "block"}

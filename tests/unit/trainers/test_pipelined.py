@@ -228,14 +228,14 @@ def test_losses_of_routers(ranks: Callable[[int], Ranks]) -> None:
 
 
 def test_configurations() -> None:
-    with pytest.raises(ValueError, match="slices is short for a config"):
+    with pytest.raises(ValueError, match="slices are short for a config"):
         pipelined(torch.nn.Linear(2, 2), slices=4, config=PipelineConfig(slices=8))
     with pytest.raises(ValueError, match="give one of them"):
         PipelineConfig(slices=4, plan="auto")
     with pytest.raises(ValueError, match="at least 1"):
         PipelineConfig(slices=0)
     with pytest.raises(ValueError, match="need plan='auto'"):
-        PipelineConfig(memory="1GiB")
+        PipelineConfig(tile=8)
     with pytest.raises(ValueError, match="unknown order 'sideways'"):
         PipelineConfig(order="sideways")
     with pytest.raises(ValueError, match="they need plan='auto'"):
