@@ -7,8 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.harness import report
 from terapipe import GPTConfig, SliceCache, attend
-from terapipe.planning.cost import StageSpec
-from terapipe.planning.memory import ShapeMemory
+from terapipe.planning import ShapeMemory, StageSpec
 
 TOKENS, SLICES, LAYERS, HEADS, SIZE = 8192, 16, 12, 4, 256
 

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from benchmarks.harness import Contender, arguments, best, pin, race, report, ta
 from benchmarks.one_device import trainers
 from terapipe import Pipeline, Plan
 from terapipe.hf import Decoder
-from terapipe.modeling.offload import HostMemory
 from terapipe.planning import Recompute
 from terapipe.runtime import MemoryCounter
 
@@ -55,7 +54,7 @@ def llama(tokens: int, vocab: int) -> PreTrainedModel:
     return model.train()
 
 
-def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, nn.Module, HostMemory | None]:
+def step_of(way: Way, tokens: int, vocab: int) -> tuple[Contender, nn.Module, Any]:
     """Forward and backward of one sequence, to gradients that exist already; the model; where offloaded slices wait."""
     model = llama(tokens, vocab)
     for p in model.parameters():

@@ -301,7 +301,7 @@ def compare(model: Any, costs: Costs, call: CompareCall) -> Comparison:
     source = source_of(spec, costs, request, call)
     rows = tuple(compare_orders(source, request, same_layout=call.same_layout, progress=call.progress))
     others = () if call.same_layout else tuple(rivals(source, request))
-    if not any(row.fits for row in (*rows, *others)):
+    if not any(row.fits for row in rows) and not any(rival.fits for rival in others):
         refuse_budget(rows)
     seconds = time.perf_counter() - began
     return Comparison(rows, request, source, call.same_layout, seconds, others, call.tokens, call.price)
@@ -527,7 +527,8 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
         if options.attention is not None:
             raise ValueError(f"the profile was measured with attention kernel {costs.attention}; leave attention out")
         fixed = (request.dp or 1) * (request.pp or 0) * (request.tp or 1)
-        return ProfileSource(costs, options.devices or fixed or costs.ranks, request.tp or 1, fused, frozen)
+        ranks = options.devices or fixed or costs.ranks
+        return ProfileSource(costs, ranks, request.tp or 1, fused, options.optimizer, frozen)
     if not isinstance(costs, Cluster):
         raise ValueError(f"costs are a Profile, a Cluster or its name, or a CostTable, got {type(costs).__name__}")
     if spec is None:
@@ -540,7 +541,8 @@ def source_of(spec: ModelSpec | None, costs: Costs, request: Request, options: C
     config = spec.config
     if config.max_seq_len > 1:  # else positions are rotated, which takes no parameters
         config = replace(config, max_seq_len=max(config.max_seq_len, request.seq_len))
-    return ClusterSource(config, costs, not options.layers_only, fused, options.autocast, frozen=frozen)
+    ends, autocast = not options.layers_only, options.autocast
+    return ClusterSource(config, costs, ends, fused, autocast, optimizer=options.optimizer, frozen=frozen)
 
 
 def _request(spec: ModelSpec | None, batch_size: int, seq_len: int, **options: Any) -> Request:
@@ -570,6 +572,11 @@ def _model_object(model: Any, seq_len: int, dtype: str | None) -> "PipelineModel
 
     from terapipe.modeling.gpt import GPT
 
-    config = replace(model, max_seq_len=max(seq_len, model.max_seq_len))
+    config, numbers = replace(model, max_seq_len=max(seq_len, model.max_seq_len)), getattr(torch, dtype or "float32")
     with torch.device("meta"):
-        return GPT(config).to(getattr(torch, dtype or "float32"))
+        gpt = GPT(config).to(numbers)
+    if model.max_seq_len == 1:  # positions are rotated, which takes no parameters
+        from terapipe.runtime.dry_run import NoPositions
+
+        gpt.positions = NoPositions(numbers)  # type: ignore[assignment]
+    return gpt

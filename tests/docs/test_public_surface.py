@@ -19,7 +19,7 @@ compare compare_clusters dependencies device_mesh document_planner dry_run estim
 next_token_labels plan profile register schedule simulate split_layers validate verify"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
-HF = "Decoder UnsupportedModelError save_pretrained split_layers"
+HF = "Decoder UnsupportedModelError save_adapter save_pretrained split_layers"
 TRAINERS = "PipelineConfig PipelineMixin PipelineTrainer PipelinedModel pipelined"
 # Knobs are declared in planning/options.py, and a new one is one line there: they are not listed a second time.
 KNOBS = {

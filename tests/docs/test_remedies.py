@@ -17,6 +17,7 @@ HOLE = "\N{REPLACEMENT CHARACTER}"  # stands for what an f-string fills in
 
 # Options, arguments and names of other programs, which messages may name, too.
 OTHERS = {
+    "optim",  # TrainingArguments
     "--force-reinstall", "--nproc-per-node", "--local-dir",  # pip, torchrun, hf download
     "retain_graph",  # Tensor.backward
     "num_labels", "output_router_logits", "router_aux_loss_coef", "trust_remote_code",  # models of transformers

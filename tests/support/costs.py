@@ -118,5 +118,8 @@ class SimpleSource:
     def memory(self, layout: Layout) -> Memory:
         return self.memories
 
+    def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
+        return 0.0
+
     def tensor_degrees(self) -> list[int]:
         return [1]

@@ -203,7 +203,9 @@ class _Attend(torch.autograd.Function):
                 dk.add(part.dk[:, :, before:], inside)
                 dv.add(part.dv[:, :, before:], inside)
         earlier.finish()
-        totals = (own.total(*rest, owed - context) for own, *rest in zip((dk, dv), later, ctx.by_tokens, strict=True))
+        start = owed - context
+        owns = zip((dk, dv), later, ctx.by_tokens, strict=True)
+        totals = (own.total(rest, by_tokens, start) for own, rest, by_tokens in owns)
         return dq.total(), *totals, _sink_gradient(grad, out, lse, sinks), None
 
 

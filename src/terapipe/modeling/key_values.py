@@ -190,6 +190,8 @@ class KeyValueStore:
         before = self._gradients if keep else None
         if before is not None:
             self._gradients = None
+        elif self._gradients is not None and self._gradients.shape[2] != self._tokens:
+            self.give_back_gradients()  # the layer had another window
         self._gradients_start = bounds.oldest
         return before
 
@@ -209,9 +211,13 @@ class KeyValueStore:
         """The tensor of gradients, made when the first slice leaves some: evaluation has none."""
         if self._gradients is None:
             assert self._pair is not None
-            tokens = self._seq_len if self._most is None else min(self._most, self._seq_len)
-            self._gradients = self._source.take(self._pair, tokens)
+            self._gradients = self._source.take(self._pair, self._tokens)
         return self._gradients
+
+    @property
+    def _tokens(self) -> int:
+        """For how many tokens there must be room for gradients."""
+        return self._seq_len if self._most is None else min(self._most, self._seq_len)
 
     def take_pair(self) -> Tensor | None:
         """Gives the keys and values away, to be put back before the next slice reads or writes any."""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -313,8 +312,9 @@ def _written(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _storage_of(x: Tensor) -> int | None:
     """What identifies the memory of a tensor. None of classes that have theirs elsewhere."""
     x = to_local(x)
-    if isinstance(x, AsyncCollectiveTensor):
-        x = x.elem
+    if type(x).__name__ == "AsyncCollectiveTensor":  # of torch.distributed: a result that may be under way
+        x = x.elem  # type: ignore[attr-defined]
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return None
-    return x.untyped_storage()._cdata
+    identity: int = x.untyped_storage()._cdata
+    return identity

@@ -543,7 +543,8 @@ class _Checkpointing(AbstractContextManager[None]):
         if self._learning is not None:
             self._learning.__exit__(*arguments)
             self._learning = None
-        current, current.checkpointed, current.recall, calls = self._before.pop()
+        current, checkpointed, recall, calls = self._before.pop()
+        current.checkpointed, current.recall = checkpointed, recall
         if self._recall is not None:
             self._recall.resume(calls)
 

@@ -15,18 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
+from terapipe.modeling.checkpointing import CheckpointedForward
 from terapipe.modeling.linear import fuse_weight_grads, has_plain_products
 from terapipe.modeling.offload import SavedTensors
-from terapipe.modeling.recall import LayerNeeds, Recall
+from terapipe.modeling.recall import LayerNeeds
 from terapipe.modeling.slice_cache import SliceCache
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.presets import ModelSpec
@@ -514,7 +513,7 @@ class SlicedStage:
         try:
             for i, block in enumerate(blocks):
                 needs = None if traits is None else (self._needs, (i, traits))
-                block.__dict__["forward"] = _Checkpointed(block.forward, cache, needs)
+                block.__dict__["forward"] = CheckpointedForward(block.forward, cache, needs)
             yield
         finally:
             for block, forward in plain:
@@ -532,48 +531,6 @@ class SlicedStage:
         device = next((p.device.type for p in self.stage.parameters()), "cpu")
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return self._traits, dtype, cache.current.start == 0, cache.has_documents
-
-
-class _Checkpointed:
-    """A block's forward under ``torch.utils.checkpoint``. It takes the place of ``block.forward`` while a slice is
-    computed.
-
-    Args:
-        forward: The block's own.
-        cache: That of the slice.
-        needs: Where products are recalled: what is known of all layers' recomputations, and this one's name there.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        cache: SliceCache,
-        needs: tuple[dict[tuple[int, Hashable], LayerNeeds], tuple[int, Hashable]] | None,
-    ) -> None:
-        self._forward, self._cache, self._needs = forward, cache, needs
-
-    def __reduce__(self) -> Any:
-        """A block that is copied while its slice is computed gets the plain forward."""
-        return _itself, (self._forward,)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*arguments, **named)
-        if self._needs is None:
-            contexts = self._cache.checkpoint_contexts
-            return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
-        all_needs, name = self._needs
-        recall = Recall(all_needs.get(name), self._cache.current.saved)
-        contexts = partial(self._cache.checkpoint_contexts, recall)
-        out = checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
-        if name not in all_needs:
-            all_needs[name] = recall.finish()
-            self._cache.drop_queries(all_needs[name].makes_queries)
-        return out
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
 
 
 class Autocast(NamedTuple):

@@ -58,7 +58,7 @@ class Device:
     fuses: bool = True  # whether a product can add to such a sum itself
     element: int = 2  # bytes of a weight, an activation, a gradient
     summed: int = 4  # bytes of a gradient in the all-reduce over replicas, which is in float32
-    state: int = 12  # bytes of optimizer state per parameter: float32 copy and Adam's two moments
+    state: float = 12  # bytes of optimizer state per parameter: float32 copy and Adam's two moments
     tile: int = 8  # tokens; slice lengths that are multiples of it use the device well
     accelerator: bool = True  # whether a context and NCCL take part of its memory, see ``usable_memory``
     architecture: str = ""  # of GPUs, as in ``hardware.ATTENTION``

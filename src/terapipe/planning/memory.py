@@ -95,7 +95,7 @@ class ShapeMemory:
 
     config: GPTConfig
     element: int = 4  # bytes of a weight, an activation, a gradient
-    state: int = 8  # bytes of optimizer state per parameter
+    state: float = 8  # bytes of optimizer state per parameter, on the device
     tp: int = 1
     recompute: Recompute = "none"
     shards: int = 1  # replicas that shard the model state (FSDP2)

@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 from terapipe.planning.device import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4
 from terapipe.planning.limits import LARGEST, check_whole_number
 from terapipe.planning.memory import MOST_BYTES, parse_bytes
+from terapipe.planning.optimizer_state import OPTIMIZERS
 from terapipe.planning.order import ORDERS, order_named
 from terapipe.planning.recompute import MODES, Recompute, parse_recompute
 
@@ -244,4 +245,9 @@ class CostOptions(Options):
         "weights are float32, products are autocast to half precision, as bf16=True of Hugging Face trainers has it "
         "(with a described cluster; a profile knows it)",
         default=False, group=COSTS,
+    )  # fmt: skip
+    optimizer: str | None = knob(
+        "whose state every parameter has: on the device, or with adamw-offload in the host's memory",
+        choices=lambda: OPTIMIZERS, group=COSTS, unit="NAME",
+        unset="adamw, with a float32 copy of parameters in half precision as `terapipe train` has it",
     )  # fmt: skip

@@ -27,7 +27,7 @@ MOST_RANKS = 2**20
 # Bytes per element, and bytes of optimizer state per parameter: AdamW's two moments, and with half precision also the
 # float32 copy that `terapipe train` keeps.
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-STATE = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
+STATE: dict[str, float] = {"float16": 12, "bfloat16": 12, "float32": 8, "float64": 16}
 KINDS = ("forward", "backward", "weights", "light", "block", "embedding", "embedding_backward", "head")
 
 

@@ -168,7 +168,8 @@ def _side_by_side(comparisons: Sequence[Comparison]) -> tuple[tuple[str, ...], l
     """For each cluster the best plan and the best rival. The column ``x`` is relative to the fastest of all."""
     rows: list[tuple[Comparison, Row]] = []
     for c in comparisons:
-        rows += [(c, row) for row in (*([c.fastest] if c.fastest.fits else []), *_best_rivals(c))]
+        rows += [(c, c.fastest)] if c.fastest.fits else []
+        rows += [(c, rival) for rival in _best_rivals(c)]
     first = comparisons[0]
     best = min((c.best for c in comparisons), key=lambda row: row.step_time)
     hidden = ("idle", "fits", "sent in host", "between")  # the tables of the clusters have them

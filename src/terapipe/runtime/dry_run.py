@@ -12,7 +12,7 @@ has no numbers to read, so a few tokens go through the stages before, and their 
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terapipe.losses.tokens import token_log_probs
 from terapipe.modeling.stage import Autocast, PipelineModel, SlicedStage, Stage
 from terapipe.modeling.weight_grads import to_local
 from terapipe.planning.layout import Layout
@@ -36,11 +37,31 @@ from terapipe.planning.slices import Plan
 from terapipe.runtime import memory_counter
 from terapipe.runtime.comm.mesh import TP
 from terapipe.runtime.comm.transport import NullTransport
-from terapipe.runtime.loss_head import Batch
+from terapipe.runtime.loss_head import Batch, TokenValues
 from terapipe.runtime.memory_counter import MemoryCounter
 from terapipe.runtime.pipeline import Pipeline
 
 STEPS = 2  # buffers that the first makes stay for the next
+
+
+class NoPositions(nn.Module):
+    """Stands in a GPT for the table of learned positions where those of the model that is planned are rotated: a table
+    of a million rows would be most of the first stage's weights.
+
+    Args:
+        dtype: Of the hidden states that it adds nothing to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        """Zeros, one for each token."""
+        return torch.zeros_like(places, dtype=self.dtype)[..., None]
+
+    def reset_parameters(self) -> None:
+        """There are none."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +105,17 @@ def fake_device(*, autocast: bool = False) -> torch.device:
 
 
 def dry_run(
-    model: PipelineModel,
+    model: PipelineModel | Callable[[torch.device], PipelineModel],
     plan: Plan,
     layout: Layout,
     rank: int,
     *,
     autocast: torch.dtype | None = None,
-    state: int = 0,
+    state: float = 0,
     attention: str = "",
     blas: int = 0,
+    device: torch.device | None = None,
+    values: bool = False,
 ) -> DryRun:
     """Runs two steps of one rank of the pipeline, forward and backward, on fake tensors.
 
@@ -100,26 +123,30 @@ def dry_run(
     parameters, which fake ones do not allow.
 
     Args:
-        model: on the meta device.
+        model: on the meta device; or a function that makes one of fake tensors, on the device that it is given.
         plan: of the steps.
         layout: of all ranks; not with ``shard``.
         rank: of the pipeline.
         autocast: the dtype of products, as for ``torch.autocast``; by default what the caller has switched on. Messages
             are counted as from the second step on, when both ends know their dtype.
-        state: bytes that the optimizer has for a parameter.
+        state: bytes that the optimizer has for a parameter that is trained.
         attention: the kernel of the device that is planned for.
         blas: bytes of its cuBLAS.
+        device: of the fake tensors, by default a GPU where torch knows GPUs.
+        values: whether one of the two steps is by values of tokens, whose gradients come from outside, as in loops
+            that compute a loss of their own (``Pipeline.token_outputs``).
     """
     if layout.shard:
         raise ValueError(
             "a dry run does not know sharded replicas (FSDP2); take a layout with shard=False, on the command line one "
             "without --shard"
         )
-    began, device = time.perf_counter(), fake_device(autocast=autocast is not None)
+    began, device = time.perf_counter(), device or fake_device(autocast=autocast is not None)
     cast = Autocast.current(device) if autocast is None else Autocast(device.type, autocast)
     waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
+            model = model if isinstance(model, PipelineModel) else model(device)
             transport = NullTransport(device, rank, plan.num_ranks, layout.dp, mesh)
             pipe = Pipeline(model, plan, transport=transport, verify=False)  # there are no numbers to compare
             if cast.dtype is not None:
@@ -129,16 +156,26 @@ def dry_run(
             counter.count(pipe)
             weights = counter.current
             try:
-                for _ in range(STEPS):
+                for step in range(STEPS):
                     with cast.on():  # without the checks of a batch, which read numbers
-                        pipe._train(Batch.made_up(plan, rank, device))
+                        batch = Batch.made_up(plan, rank, device)
+                        _train_by_values(pipe, batch) if values and step else pipe._train(batch)
                     pipe.zero_grad()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 waits = (_line_of(error),)
-        beside = blas + state * sum(to_local(p).numel() for p in pipe.parameters())
+        beside = blas + int(state * sum(to_local(p).numel() for p in pipe.parameters() if p.requires_grad))
     sent = {kind: count // STEPS for kind, count in transport.sent.items()}
     seconds = time.perf_counter() - began
     return DryRun(rank, device.type, weights, counter.peak + beside, seconds, sent, waits)
+
+
+def _train_by_values(pipe: Pipeline, batch: Batch) -> None:
+    """All forwards, values of tokens, and all backwards from gradients of these."""
+    head, executor, outputs = TokenValues(token_log_probs), pipe._executors.get(batch.plan), pipe._token_outputs
+    outputs.forwards(batch, executor, head, train=True)
+    gradients = {name: torch.ones_like(value) for name, value in outputs.broadcast(batch, head).items()}
+    with pipe._accumulate_gradients():
+        outputs.backwards(batch, executor, head, gradients)
 
 
 @contextmanager

@@ -342,6 +342,7 @@ class Pipeline(nn.Module):
         labels: Tensor | None,
         per_token: PerToken = token_log_probs,
         documents: Documents | None = None,
+        plan: Plan | None = None,
     ) -> Any:
         """Values for each token of a batch, as a differentiable operation: any loss may be computed from them, and its
         ``backward()`` runs the backwards of the pipeline. ::
@@ -361,11 +362,12 @@ class Pipeline(nn.Module):
                 default the log-probability of each label. Only the logits of one slice exist at a time, unless they are
                 the values; their head runs again in the backward.
             documents: as for ``step``.
+            plan: as for ``step``.
 
         Returns:
             What ``per_token`` returns, (rows, tokens, ...), on every rank.
         """
-        return self._values("token_outputs", TokenValues(per_token), input_ids, labels, documents)
+        return self._values("token_outputs", TokenValues(per_token), input_ids, labels, documents, plan)
 
     def _values(
         self,
@@ -374,13 +376,14 @@ class Pipeline(nn.Module):
         input_ids: Tensor | None,
         labels: Tensor | None = None,
         documents: Documents | None = None,
+        plan: Plan | None = None,
     ) -> Any:
         """What the head collects, on every rank; None elsewhere than on the last stage if that is hidden states."""
         train, outputs = torch.is_grad_enabled(), self._token_outputs
         if head.per_token is not None:
             of_tokens = method != "token_outputs" or head.per_token is token_log_probs
             outputs.check_logits(self.stages.get(self.plan.num_stages - 1), of_tokens=of_tokens)
-        batch, executor = self._preflight.tokens(method, self, input_ids, labels, documents, train=train)
+        batch, executor = self._preflight.tokens(method, self, input_ids, labels, documents, plan, train=train)
         if train and self._is_cold:
             self.warm_up(batch.plan)
         with self.failing_together(), self._loss_parallel():

@@ -204,6 +204,7 @@ class Inputs:
         input_ids: Tensor | None,
         labels: Tensor | None,
         documents: Documents | None,
+        plan: Plan | None,
         *,
         labeled: bool,
         resize: bool,
@@ -214,12 +215,13 @@ class Inputs:
             input_ids: (rows, tokens), where the first stage is.
             labels: of the same shape, where the last stage is.
             documents: where they begin in each row.
+            plan: how to cut it, with the same stages; by default as the pipeline's own plan.
             labeled: whether labels are needed. Where they are missing and need not be there, targets are empty.
             resize: whether any shape may come. It is then cut as the plan cuts its own, and filled up to a multiple of
                 the tile.
         """
         either = input_ids if input_ids is not None else labels
-        plan, rest = self._plan, 0
+        plan, rest = self._plan if plan is None else self._own_plan(plan), 0
         if resize and either is not None and either.ndim == 2 and either.shape != (plan.batch_size, plan.seq_len):
             rest = -either.shape[1] % self._tile
             plan = plan.resize(either.shape[0], either.shape[1] + rest, self._tile)
@@ -227,13 +229,9 @@ class Inputs:
             labels = None if labels is None else F.pad(labels, (0, rest), value=IGNORE)
         if input_ids is not None and labels is not None:
             _refuse_unshifted(input_ids, labels)
-        targets: Targets = None
-        if self._rank == plan.last_rank:
-            targets = (
-                {}
-                if labels is None and not labeled
-                else self._tokens("labels", labels, plan, IGNORE, self._label_vocabulary)
-            )
+        targets: Targets = None if self._rank != plan.last_rank else {}
+        if targets is not None and (labeled or labels is not None):
+            targets = self._tokens("labels", labels, plan, IGNORE, self._label_vocabulary)
         return Batch(
             plan,
             self._tokens("input_ids", input_ids, plan, 0, self._input_vocabulary) if self._rank == 0 else None,
@@ -529,6 +527,7 @@ class Preflight:
         input_ids: Tensor | None,
         labels: Tensor | None,
         documents: Documents | None,
+        plan: Plan | None,
         *,
         train: bool,
     ) -> tuple[Batch, Executor]:
@@ -537,7 +536,7 @@ class Preflight:
         Args:
             method: that of Pipeline, which says what labels and shapes are allowed.
             module: the Pipeline.
-            input_ids: as for the method, like labels and documents.
+            input_ids: as for the method, like labels, documents and plan.
             train: whether backwards follow later.
         """
         differentiable, is_prompt = method == "token_outputs", method == "next_token_logits"
@@ -548,7 +547,7 @@ class Preflight:
                 batch = self._inputs.prompt(input_ids)
             else:
                 labeled = method == "log_probs"
-                batch = self._inputs.tokens(input_ids, labels, documents, labeled=labeled, resize=resize)
+                batch = self._inputs.tokens(input_ids, labels, documents, plan, labeled=labeled, resize=resize)
             padded = differentiable and batch.tokens is not None
             self._check_model(batch, training=differentiable and self._is_training, padded=padded)
             if train:

@@ -512,10 +512,10 @@ def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     """
     least = min(rows, key=lambda c: c.peak_bytes)
     evaluator = evaluator_of(least)
+    hint = "; offload='auto' keeps what slices need in the host's memory" if evaluator.request.offload == "none" else ""
     raise ValueError(
         f"no plan fits into {(evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
-        "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget"
-        + ("; offload='auto' keeps what slices need in the host's memory" if evaluator.request.offload == "none" else "")
+        "shorter sequences, shard the model state over replicas (shard), fix less, or raise the budget" + hint
     )

@@ -393,8 +393,8 @@ class PlanEvaluator:
         return max_needs(self.needs_by_rank(plan))
 
     def needs_by_rank(self, plan: Plan) -> list["Needs"]:
-        """The memory that each pipeline rank needs. Where the device is the host, what is offloaded stays in the same
-        memory.
+        """The memory that each pipeline rank needs, of its host also for the optimizer. Where the device is the host,
+        what is offloaded stays in the same memory.
 
         Args:
             plan: For one replica in this layout.
@@ -411,7 +411,9 @@ class PlanEvaluator:
         compiled = program(plan)
         device = peaks(compiled, plan, self.memory)
         host = host_peaks(compiled, plan, self.memory) if plan.offloads else [0] * len(device)
-        shared = self.host_budget is None
+        shared, specs = self.host_budget is None, stage_specs(plan.boundaries)
+        for rank in range(plan.num_ranks):
+            host[rank] += int(self.source.host_state(self.layout, [specs[k] for k in plan.stages_of(rank)]))
         return [Needs(peak + away * shared, away * (not shared)) for peak, away in zip(device, host, strict=True)]
 
     def fits(self, needs: "Needs") -> bool:

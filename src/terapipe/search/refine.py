@@ -265,8 +265,8 @@ def with_less_recompute(evaluator: PlanEvaluator, start: PlanEstimate) -> PlanEs
     """The plan in which slices recompute less, if that is faster and fits. Not if the request fixes the mode.
 
     On each rank, as many slices as fit are moved to the lighter mode, starting from the last slice of each microbatch
-    (`_by_gain`): it has the longest context, so its recomputation takes longest. Steps are tried from "full" to "block",
-    and on from there to "light" and to "none". With memory for three of six slices, two microbatches of three::
+    (`_by_gain`): it has the longest context, so its recomputation takes longest. Steps are tried from "full" to
+    "block", and on from there to "light" and to "none". With memory for three of six slices, of two microbatches::
 
         before    full full full | full full full
         after     full full none | full none none

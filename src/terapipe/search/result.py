@@ -428,16 +428,17 @@ def origin(source: Source, file: Path | None = None) -> dict[str, Any]:
         host = source.cluster.host.to_dict()
         cluster = {"cluster": source.cluster.name, "hosts": source.cluster.hosts, "host": host}
         model = {"model": asdict(source.config), "layers_only": not source.ends, "fused_grads": source.fused}
-        return {**cluster, **model, "autocast": source.autocast, **_frozen_origin(source)}
+        return {**cluster, **model, "autocast": source.autocast, **_state_origin(source)}
     assert isinstance(source, ProfileSource)
     measured = {"profile": str(file or ""), "checksum": _checksum(source.profile)}
     of_ranks = {"ranks": source.ranks, "tp": source.tp, "fused_grads": source.fused}
-    return {**measured, **of_ranks, **_frozen_origin(source)}
+    return {**measured, **of_ranks, **_state_origin(source)}
 
 
-def _frozen_origin(source: ClusterSource | ProfileSource) -> dict[str, Any]:
-    """What is saved of frozen layers, if there are any."""
-    return {} if source.frozen is None else {"frozen": asdict(source.frozen)}
+def _state_origin(source: ClusterSource | ProfileSource) -> dict[str, Any]:
+    """What is saved of the optimizer, and of frozen layers if there are any."""
+    frozen = {} if source.frozen is None else {"frozen": asdict(source.frozen)}
+    return {"optimizer": source.optimizer, **frozen}
 
 
 def _frozen_of(costs: Mapping[str, Any]) -> FrozenLayers | None:
@@ -454,7 +455,8 @@ def _cluster_source(costs: Mapping[str, Any]) -> ClusterSource:
         config = GPTConfig(**costs["model"])
         cluster, ends = Cluster(costs["cluster"], host, costs["hosts"]), not costs["layers_only"]
         fused, autocast = costs.get("fused_grads", True), costs.get("autocast", False)
-        return ClusterSource(config, cluster, ends, fused, autocast, frozen=_frozen_of(costs))
+        optimizer, frozen = costs.get("optimizer"), _frozen_of(costs)
+        return ClusterSource(config, cluster, ends, fused, autocast, optimizer=optimizer, frozen=frozen)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the saved description of the cluster lacks or misnames {error}; plan again") from None
 
@@ -469,4 +471,5 @@ def _profile_source(costs: Mapping[str, Any]) -> ProfileSource:
     ranks = costs.get("ranks")
     tp = costs.get("tp", 1)
     ranks = ranks if isinstance(ranks, int) and ranks > 0 else profile.ranks
-    return ProfileSource(profile, ranks, tp, bool(costs.get("fused_grads", True)), _frozen_of(costs))
+    fused = bool(costs.get("fused_grads", True))
+    return ProfileSource(profile, ranks, tp, fused, costs.get("optimizer"), _frozen_of(costs))

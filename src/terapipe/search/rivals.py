@@ -34,7 +34,9 @@ from terapipe.search.source import ClusterSource, Source
 from terapipe.search.throughput import Throughput
 from terapipe.search.traffic import REPEATED, Exchange, Traffic, all_to_all, ring, tensor_traffic
 
-LOSS_TOKENS = 2048  # whose logits are in memory at a time, as fused and chunked losses have it
+# Whose logits are in memory at a time, as fused and chunked losses have it. Hugging Face's default has those of all
+# tokens, in float32, so without such a loss a rival needs more than we say.
+LOSS_TOKENS = 2048
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """Sources of costs: a described cluster, or a measured profile."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from terapipe.planning.analytic import AnalyticCost
-from terapipe.planning.cost import Cost, Memory
+from terapipe.planning.cost import Cost, Memory, StageSpec
 from terapipe.planning.device import usable_memory, usable_of_measured
 from terapipe.planning.hardware import Cluster
 from terapipe.planning.layout import Layout
-from terapipe.planning.memory import ShapeMemory
+from terapipe.planning.memory import ShapeMemory, parameters
+from terapipe.planning.optimizer_state import state_bytes
 from terapipe.planning.presets import FrozenLayers, GPTConfig
 from terapipe.planning.profile import ELEMENT, STATE, FittedCost, Profile
 
@@ -36,6 +38,9 @@ class Source(Protocol):
     def host_budget(self) -> int | None:
         """Bytes of the host's memory that offloaded slices of a device may take. None where the device is the host:
         what is offloaded stays in the same memory."""
+
+    def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
+        """Bytes of the host's memory that the optimizer takes for the parameters of one rank's stages."""
 
     @property
     def knows_host(self) -> bool:
@@ -72,6 +77,7 @@ class ClusterSource:
     sequence_parallel: bool = True  # see AnalyticCost
     scatter: bool = True
     batched: bool = False
+    optimizer: str | None = None  # see planning/optimizer_state.py
     frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
@@ -96,6 +102,14 @@ class ClusterSource:
         return host.memory_per_device if host.device.accelerator else None
 
     @property
+    def _weight(self) -> int:
+        """Bytes of a parameter."""
+        return 4 if self.autocast else self.cluster.host.device.element
+
+    def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
+        return _host_state(self.optimizer, self._weight, self.config, layout, stages)
+
+    @property
     def knows_host(self) -> bool:
         """The types of ``HOSTS`` say how much memory they have; of a host in words it is an assumption."""
         return bool(self.cluster.host.device.accelerator and self.cluster.host.memory)
@@ -118,7 +132,7 @@ class ClusterSource:
         return ShapeMemory(
             self.config,
             device.element,
-            STATE["float32"] if self.autocast else device.state,
+            self._state,
             layout.tp,
             shards=layout.shards,
             replicas=layout.dp,
@@ -128,6 +142,13 @@ class ClusterSource:
             fused=self.fused,
             frozen=self.frozen,
         )
+
+    @property
+    def _state(self) -> float:
+        """Bytes of optimizer state on the device for each parameter."""
+        if self.optimizer is not None:
+            return state_bytes(self.optimizer, self._weight, master=True).device
+        return STATE["float32"] if self.autocast else self.cluster.host.device.state
 
     @property
     def tile(self) -> int:
@@ -156,6 +177,7 @@ class ProfileSource:
     ranks: int
     tp: int = 1
     fused: bool = True  # see ModelSpec.fused_grads
+    optimizer: str | None = None  # see planning/optimizer_state.py
     frozen: FrozenLayers | None = None  # see ModelSpec.frozen
 
     @property
@@ -188,6 +210,9 @@ class ProfileSource:
         memory = int(self.profile.machine.get("memory", 0))
         return memory * 3 // 4 // self.profile.ranks_per_host if self.profile.on_gpu else None
 
+    def host_state(self, layout: Layout, stages: Sequence[StageSpec]) -> float:
+        return _host_state(self.optimizer, self.profile.element, self.profile.config, layout, stages)
+
     @property
     def knows_host(self) -> bool:
         """Older profiles do not say how fast copies are."""
@@ -206,11 +231,13 @@ class ProfileSource:
         return FittedCost(self.profile, layout=replace(layout, tp=1), fused=self.fused)
 
     def memory(self, layout: Layout) -> Memory:
-        profile = self.profile
+        profile, state = self.profile, STATE[self.profile.dtype]
+        if self.optimizer is not None:
+            state = state_bytes(self.optimizer, profile.element, master=True).device
         return ShapeMemory(
             profile.config,
             ELEMENT[profile.autocast or profile.dtype],
-            STATE[profile.dtype],
+            state,
             shards=layout.shards,
             replicas=layout.dp,
             autocast=profile.autocast is not None,
@@ -222,3 +249,11 @@ class ProfileSource:
 
     def tensor_degrees(self) -> list[int]:
         return [self.tp]
+
+
+def _host_state(
+    optimizer: str | None, element: int, config: GPTConfig, layout: Layout, stages: Sequence[StageSpec]
+) -> float:
+    if optimizer is None:
+        return 0.0
+    return state_bytes(optimizer, element, master=True).host * parameters(config, stages) / layout.tp / layout.shards

@@ -7,6 +7,7 @@ from terapipe import api
 from terapipe.hf import Decoder, split_layers
 from terapipe.planning.layout import Layout
 from terapipe.planning.limits import check_whole_number
+from terapipe.planning.optimizer_state import OPTIMIZERS
 from terapipe.planning.options import PlanOptions, values_of, with_default
 from terapipe.planning.order import ORDERS
 from terapipe.planning.recompute import Recompute
@@ -31,9 +32,12 @@ class PipelineConfig(PlanOptions):
         slices: Number of slices of each sequence, of equal length: short for ``num_slices``, here only.
         plan: A plan or a result of ``terapipe.plan`` in place of ``slices``; ``"auto"`` profiles the model and plans,
             for batches of ``seq_len`` tokens within ``memory`` per device. Batches of other shapes are cut in
-            proportion.
-        seq_len: Tokens per sequence to plan for, with ``plan="auto"``.
+            proportion. Without it, ``memory`` on one device plans each shape of batch when it first comes, without
+            measurements, and holds the plan against a dry run: see budget.py.
+        seq_len: Tokens per sequence to plan for, with ``plan="auto"`` or ``memory``.
         profile_seconds: About how long ``plan="auto"`` measures the model, at most.
+        optimizer: Whose state counts within ``memory``: ``"adamw"``, ``"adamw-8bit"``, ``"adamw-offload"`` or
+            ``"sgd"``. By default what ``optim`` of ``TrainingArguments`` says, else AdamW.
         timeout: The longest that a rank waits for another, in seconds; by default ``ddp_timeout`` of transformers, as
             the first rank writes files and generates text while others wait.
     """
@@ -42,6 +46,7 @@ class PipelineConfig(PlanOptions):
     plan: "Plan | PlanResult | Literal['auto'] | None" = None
     seq_len: int | None = None
     profile_seconds: float = 20.0
+    optimizer: str | None = None
     timeout: float | None = None
     dp: int = with_default("dp", 1)
     tp: int = with_default("tp", 1)
@@ -58,9 +63,18 @@ class PipelineConfig(PlanOptions):
             raise ValueError("slices and plan both say how to cut sequences; give one of them")
         limits = {"seq_len": self.seq_len, **values_of(self, PlanOptions)}
         limits = {name: value for name, value in limits.items() if value and name not in WITHOUT_PLANNER}
-        if self.plan != "auto" and limits:
-            raise ValueError(f"{' and '.join(limits)} say what to plan for; they need plan='auto'")
+        if self.plan != "auto" and limits and not self.plans_each_batch:
+            raise ValueError(
+                f"{' and '.join(limits)} say what to plan for; they need plan='auto', or on one device memory=..."
+            )
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         self._refuse_twice()
+
+    @property
+    def plans_each_batch(self) -> bool:
+        """Whether plans are made for batches as they come, within ``memory``."""
+        return self.plan is None and self.memory is not None
 
     def _refuse_twice(self) -> None:
         """Refuses knobs beside a plan that fixes them."""
@@ -90,6 +104,11 @@ class PipelineConfig(PlanOptions):
             raise ValueError(
                 f"{layout} needs {layout.devices} processes, got {processes}; start so many with torchrun, or change "
                 "the layout"
+            )
+        if self.plans_each_batch and layout.devices > 1:
+            raise ValueError(
+                f"memory={self.memory!r} alone plans for one device, got {layout}; with several, give plan='auto' and "
+                "seq_len, too"
             )
         return layout
 
@@ -130,4 +149,5 @@ class PipelineConfig(PlanOptions):
         options = values_of(self, PlanOptions) | values_of(layout, Layout) | {"microbatch_size": size}
         if self.recompute is None and self.memory is None:
             options["recompute"] = recompute
+        options["optimizer"] = self.optimizer
         return api.plan(decoder, profile, batch_size=batch_size * layout.dp, seq_len=seq_len, **options).plan

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from terapipe.runtime.comm.mesh import device_mesh
 from terapipe.runtime.module_states import configurations
 from terapipe.runtime.module_tree import persistent_buffers
 from terapipe.runtime.pipeline import Pipeline
+from terapipe.trainers.budget import BudgetPlanner
 from terapipe.trainers.calls import Call, PipelineOutput, call_of, classify, fused_head
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model_record import ModelRecord
@@ -57,6 +58,7 @@ def pipelined(
     model: nn.Module,
     slices: int | None = None,
     *,
+    memory: str | int | None = None,
     config: PipelineConfig | None = None,
     batch_size: int = 1,
     seq_len: int | None = None,
@@ -80,17 +82,21 @@ def pipelined(
     Args:
         model: A causal LM or a sequence classifier of transformers, or what peft made of one. It is changed in place.
         slices: Of each sequence, short for ``config=PipelineConfig(num_slices=...)``.
+        memory: A budget for weights, gradients, AdamW's state and a step, on one device, such as ``"22GiB"``: slices,
+            recomputation and offload are chosen for it. Short for ``config=PipelineConfig(memory=...)``.
         config: How to split the model and its sequences.
         batch_size: Sequences of a batch to plan for; batches of other shapes are cut alike.
-        seq_len: Tokens of a sequence to plan for.
+        seq_len: Tokens of a sequence to plan for. With ``memory`` what does not fit is then refused now, not in the
+            first step.
         recompute: What backwards compute again, where ``config`` does not say it.
         device: Where this process computes, by default its GPU, or else the CPU.
         mesh: What ``device_mesh`` made, if it was called before.
         timeout: The longest, in seconds, that a rank waits for another, where ``config`` does not say it.
     """
-    if config is not None and slices is not None:
-        raise ValueError(f"slices is short for a config with slices, got slices={slices} and config={config}; give one")
-    config = config or PipelineConfig(slices=slices)
+    short = {name: value for name, value in (("slices", slices), ("memory", memory)) if value is not None}
+    if config is not None and short:
+        raise ValueError(f"{' and '.join(short)} are short for a config with them, got config={config}, too; give one")
+    config = config or PipelineConfig(slices=slices, memory=memory)
     inner = without_wrapper(model)
     keep_unpacked(inner)  # text may be generated between steps, by the model itself
     layout, device = config.layout(rank_and_size()[1]), device_of(device)
@@ -100,9 +106,17 @@ def pipelined(
 
     autocast = Autocast.current(device)
 
-    def make(plan: Plan | None) -> tuple[Pipeline, bool]:
+    @contextmanager
+    def ready() -> Iterator[None]:
         with unpatched(inner), _outside_of_calls(device), _returning_dicts(inner):
+            yield
+
+    def make(plan: Plan | None) -> Made:
+        with ready():
             decoder = Decoder(model, router_loss_over="batch")  # as transformers has it
+            planner = BudgetPlanner(decoder, config, device, autocast, ready) if config.plans_each_batch else None
+            if plan is None and planner is not None and (config.seq_len or seq_len):
+                plan = planner.plan_for(batch_size, config.seq_len or seq_len or 1)
             if plan is None:
                 with autocast.on():  # as steps will be
                     plan = config.plan_for(decoder, layout, batch_size, seq_len, recompute)
@@ -111,9 +125,23 @@ def pipelined(
                 decoder, plan, loss_fn=loss_fn, mesh=mesh, shard=layout.shard, vary="replan", device=device,
                 timeout=config.timeout or timeout,
             )  # fmt: skip
-        return pipe, decoder.has_auxiliary_losses
+        return Made(pipe, decoder.has_auxiliary_losses, planner)
 
     return PipelinedModel(model, inner, make, layout)
+
+
+class Made(NamedTuple):
+    """What was made of a model as it is.
+
+    Args:
+        pipe: With stages that share the model's parameters, if they are on the same device.
+        router_losses: Whether the model's loss has losses of routers beside cross-entropy.
+        planner: Of each batch, where there is a memory budget.
+    """
+
+    pipe: Pipeline
+    router_losses: bool
+    planner: BudgetPlanner | None
 
 
 class PipelinedModel:
@@ -130,8 +158,7 @@ class PipelinedModel:
     Args:
         outer: What peft made of the model, if it did, else the model.
         model: The model itself.
-        make: Makes a pipeline of the model as it is, by a plan or by a new one, and says whether the model's loss has
-            losses of routers beside cross-entropy.
+        make: Makes a pipeline of the model as it is, by a plan or by a new one.
         layout: How many replicas, ranks and devices per rank there are.
     """
 
@@ -139,7 +166,7 @@ class PipelinedModel:
         self,
         outer: nn.Module,
         model: PreTrainedModel,
-        make: Callable[[Plan | None], tuple[Pipeline, bool]],
+        make: Callable[[Plan | None], Made],
         layout: Layout,
     ) -> None:
         self.outer, self.model, self.layout = outer, model, layout
@@ -148,17 +175,14 @@ class PipelinedModel:
         self._original = MethodType(type(model).forward, model)
         self._replaced = model.__dict__.get("forward", self._original)  # may have TRL's fused head
         self._whole = True  # whether the model itself has all weights as they are now
-        self._adopt(*make(None))
+        self._adopt(make(None))
         self._install()
 
-    def _adopt(self, pipe: Pipeline, router_losses: bool) -> None:
-        """Takes a pipeline that was made of the model as it is now.
-
-        Args:
-            pipe: With stages that share the model's parameters, if they are on the same device.
-            router_losses: Whether the model's loss has losses of routers beside cross-entropy.
-        """
-        self.pipe, self.router_losses, self._loss_checked = pipe, router_losses, False
+    def _adopt(self, made: Made) -> None:
+        """Takes what was made of the model as it is now."""
+        pipe = made.pipe
+        self.pipe, self.router_losses, self.planner = made
+        self._loss_checked = False
         own = {*self.model.parameters()}
         self._shares_all = self.layout.pp == 1 and all(p in own for p in pipe.parameters())
         stages = [stage for stage in pipe.stages.values() if isinstance(stage, DecoderStage)]
@@ -275,10 +299,24 @@ class PipelinedModel:
             per_token: Takes logits (rows, tokens of a slice, vocabulary) and labels of the same tokens, and returns a
                 tensor (rows, tokens, ...), or several by name.
         """
-        values = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents)
+        plan = self._plan_of(call)
+        values = self.pipe.token_outputs(call.input_ids, call.labels, per_token, call.documents, plan)
         if isinstance(values, Tensor):
             return call.shift_back(_mean_over(self.layout.dp, values))
         return {name: call.shift_back(_mean_over(self.layout.dp, value)) for name, value in values.items()}
+
+    def _plan_of(self, call: Call) -> Plan | None:
+        """The plan of a batch within the memory budget; None where there is none, and the pipeline's own is resized.
+        What would not fit with gradients may well fit without."""
+        if self.planner is None:
+            return None
+        rows, tokens = call.input_ids.shape
+        try:
+            return self.planner.plan_for(rows, tokens)
+        except ValueError:
+            if torch.is_grad_enabled():
+                raise
+            return None
 
     def _loss(self, call: Call, items: Tensor | int | None) -> Tensor:
         """The loss, as transformers' models for causal LMs compute it.
@@ -334,7 +372,8 @@ class PipelinedModel:
             raise ValueError("the batch has no labels; use a collator that makes them, or a dataset that has them")
         self._check_loss(call)
         counted = int((call.labels != IGNORE).sum())
-        return self.pipe.step(call.input_ids, call.labels, call.documents, total=total(counted))
+        plan = self._plan_of(call)
+        return self.pipe.step(call.input_ids, call.labels, call.documents, plan=plan, total=total(counted))
 
     def _check_loss(self, call: Call) -> None:
         """Refuses losses that would not be the model's own."""
@@ -354,7 +393,7 @@ class PipelinedModel:
         change = self._record.follow()
         if change:
             self._refuse_new_stages(change)
-            self._adopt(*self._make(self.pipe.plan))
+            self._adopt(self._make(self.pipe.plan))
         self._follow_training()
 
     def _follow_training(self) -> None:

@@ -15,24 +15,25 @@ from terapipe.hf.decoder import Decoder
 from terapipe.hf.refusals import find_dropouts, refuse_unfit, untrainable
 from terapipe.hf.routers import with_router_logits
 from terapipe.hf.verify.small_model import shrink_config, small_model
+from terapipe.planning.layout import Layout
 from terapipe.planning.recompute import Recompute
 from terapipe.trainers.config import PipelineConfig
 
 PER_LAYER = ("layerwise", "lomo")  # how the names of optimizers end that update weights as soon as a gradient is there
 
 
-def refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
+def refuse_arguments(trainer: Any, layout: Layout) -> None:
     """Refuses arguments of a trainer that a pipeline would ignore or get wrong, before training.
 
     A table of name, remedy and whether it is asked for; docs/trainers.md has the same table for users. Each is refused
     for one of three reasons: something else does it here (fsdp, deepspeed, recomputation), it changes the forward in a
-    way that stages do not see (NEFTune, Liger kernels, torch.compile), or it counts ranks of a pipeline as replicas.
+    way that slices do not see (NEFTune, Liger kernels, torch.compile), or it counts ranks of a pipeline as replicas.
 
     Args:
         trainer: Which has read its arguments, but made no pipeline yet.
-        ranks_per_replica: Ranks that have the same batch; some arguments are refused only if there are several.
+        layout: Of all ranks. Some arguments are refused only if several ranks have the same batch, or shards.
     """
-    several = ranks_per_replica > 1
+    several = layout.pp * layout.tp > 1
     args = trainer.args
     generates = hasattr(trainer, "_generate_and_score_completions") and not hasattr(trainer, "generates_on_first")
     if several and generates:
@@ -41,7 +42,13 @@ def refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
             "use one process, or PipelineGRPOTrainer"
         )
     best_only = args.load_best_model_at_end and args.save_only_model
-    per_layer = str(getattr(args.optim, "value", args.optim)).endswith(PER_LAYER)
+    optim = str(getattr(args.optim, "value", args.optim))
+    per_layer = optim.endswith(PER_LAYER)
+    if "bit" in optim and (layout.tp > 1 or layout.shard):
+        raise ValueError(
+            f"optim={optim!r} does not go with {layout}: its states are quantized in blocks of whole parameters, and "
+            "shards would have other blocks; take tp=1 and shard=False, or another optimizer"
+        )
     synced = several and getattr(args, "sync_ref_model", False)
     rebalanced = several and args.train_sampling_strategy == "batch_rebalance"
     named = {
@@ -54,15 +61,37 @@ def refuse_arguments(trainer: Any, ranks_per_replica: int) -> None:
         "deepspeed": ("a pipeline takes its place", args.deepspeed),
         "parallelism_config": ("PipelineConfig(dp=..., pp=..., tp=...) says it", args.parallelism_config),
         "fp16": ("use bf16=True", args.fp16),
-        "torch_compile": ("leave it off", args.torch_compile),
+        "torch_compile": (
+            "it would compile the whole model, whose layers slices call one by one; layers that are compiled add up no "
+            "gradients of weights in place, and gain 3 % on a CPU; leave it off", args.torch_compile
+        ),
         "auto_find_batch_size": ("PipelineConfig(plan='auto', memory=...) fits", args.auto_find_batch_size),
-        "neftune_noise_alpha": ("leave it off", args.neftune_noise_alpha),
-        "use_liger_kernel": ("leave it off", args.use_liger_kernel),
+        "neftune_noise_alpha": (
+            "its noise is alpha / sqrt(tokens x width), and a slice would take its own tokens for all of them; leave "
+            "it off", args.neftune_noise_alpha
+        ),
+        "use_liger_kernel": (
+            "it replaces the forward of the whole model by one with a fused head and loss; here only the logits of one "
+            "slice exist anyway; leave it off", args.use_liger_kernel
+        ),
         "activation_offloading": ("use PipelineConfig(recompute=...)", getattr(args, "activation_offloading", None)),
     }  # fmt: skip
     for name, (remedy, value) in named.items():
         if value:
             raise ValueError(f"{name}={getattr(args, name)!r} does not go with a pipeline: {remedy}")
+
+
+def optimizer_of(args: Any) -> str:
+    """Whose state counts within a memory budget. Optimizers that are not named there count as AdamW, which has as much
+    state as any.
+
+    Args:
+        args: The trainer's ``TrainingArguments``.
+    """
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "adam" in optim and "8bit" in optim:
+        return "adamw-8bit"
+    return "sgd" if optim == "sgd" else "adamw"
 
 
 def refuse_untrainable(model: PreTrainedModel) -> None:

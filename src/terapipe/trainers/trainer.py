@@ -55,6 +55,7 @@ from terapipe.trainers.calls import TESTED
 from terapipe.trainers.config import PipelineConfig
 from terapipe.trainers.model import PipelinedModel, pipelined, unpatched
 from terapipe.trainers.refusals import (
+    optimizer_of,
     recompute_of,
     refuse_arguments,
     refuse_recomputation,
@@ -117,7 +118,7 @@ class PipelineMixin:
         self.pipelined: PipelinedModel | None = None
         self._predicting = False
         super().__init__(*arguments, **named)
-        refuse_arguments(self._trainer, self.ranks_per_replica)
+        refuse_arguments(self._trainer, self.layout)
         self._refuse_model()
 
     @property
@@ -160,8 +161,10 @@ class PipelineMixin:
             outer = cast(nn.Module, trainer.model)
             self._stop_checkpointing()
             with trainer.accelerator.autocast():  # which is how steps are to be planned
+                optimizer = self.pipeline_config.optimizer or optimizer_of(args)
                 self.pipelined = pipelined(
-                    outer, config=self.pipeline_config, batch_size=args.per_device_train_batch_size,
+                    outer, config=replace(self.pipeline_config, optimizer=optimizer),
+                    batch_size=args.per_device_train_batch_size,
                     seq_len=getattr(args, "max_length", None), recompute=self._recompute,
                     device=args.device, mesh=self._mesh, timeout=self._timeout,
                 )  # fmt: skip
@@ -178,15 +181,17 @@ class PipelineMixin:
         reference: Any = getattr(trainer, "ref_model", None)
         if type(without_wrapper(reference)) is not type(policy.model) or layout.tp > 1 or layout.shard:
             return
-        names = ("slices", "pp", "microbatch_size", "recompute", "memory", "seq_len")
-        said: dict[str, Any] = dict.fromkeys(names) | {"plan": policy.pipe.plan}  # which says all of it
-        config = replace(self.pipeline_config, **said)
+        own = self.pipeline_config  # the plan says all that is left out
+        config = PipelineConfig(plan=policy.pipe.plan, dp=own.dp, timeout=own.timeout)
         wrapped = reference.__dict__.pop("_original_forward", None)  # accelerate's autocast is put around ours instead
         prepared = reference.__dict__.get("forward")
         if wrapped is not None:
             reference.forward = wrapped
         try:
-            pipelined(reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout)
+            made = pipelined(
+                reference, config=config, device=trainer.args.device, mesh=self._mesh, timeout=self._timeout
+            )
+            made.planner = policy.planner
         except UnsupportedModelError:
             if wrapped is not None:
                 reference.forward, reference._original_forward = prepared, wrapped
@@ -399,7 +404,10 @@ class PipelineMixin:
         scheduler = self._trainer.lr_scheduler
         scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
         for group, rate in zip(self._optimizer().param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate  # Pipeline.load leaves it as it is
+            if isinstance(group["lr"], Tensor):  # torchao's optimizers have one, and count on it
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = rate  # Pipeline.load leaves it as it is
 
     def _load_best_model(self) -> None:
         """Into the stages, and from there into the model."""

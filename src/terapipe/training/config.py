@@ -86,8 +86,8 @@ class ModelConfig:
     recompute: Literal["auto", "none", "light", "block", "full"] = key(
         "auto",
         "activations that the backward pass recomputes to save memory. none; light: all but the outputs of products "
-        "and attention; block: those of each layer but the output of attention; full: all of a stage; auto: what the plan "
-        "needs, by stage and slice",
+        "and attention; block: those of each layer but the output of attention; full: all of a stage; auto: what the "
+        "plan needs, by stage and slice",
     )
     compile: bool = key(False, "apply torch.compile to the layers")
     lora_rank: int = key(
@@ -220,8 +220,13 @@ class PlanConfig(PlanOptions):
 # microbatches are the plan's business and change no result.
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW."""
+    """The optimizer."""
 
+    name: Literal["adamw", "adamw-8bit"] = key(
+        "adamw",
+        "adamw: in half precision with a float32 copy of the weights; adamw-8bit: torchao's, two bytes of state for "
+        "each weight, for float32 weights without tensor parallel or shards",
+    )
     lr: float = key(3e-4, "peak learning rate")
     beta1: float = key(0.9, "decay rate of the running mean of gradients", share=True)
     beta2: float = key(0.95, "decay rate of the running mean of squared gradients", share=True)

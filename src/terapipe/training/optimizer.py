@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
+from terapipe.extras import import_extra
 from terapipe.modeling.weight_grads import to_local
 from terapipe.training.config import LRConfig, OptimizerConfig
 
@@ -36,7 +37,7 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config:
         config: Learning rate, betas and so on.
 
     Returns:
-        torch's AdamW; `MasterAdamW` if a parameter is in half precision.
+        torch's AdamW; `MasterAdamW` if a parameter is in half precision; torchao's if the state is to have 8 bits.
     """
     trained = [p for _, p in named_parameters if p.requires_grad]
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -45,6 +46,8 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config:
     param_groups = [
         {"params": ps, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), ps in groups.items()
     ]
+    if config.name == "adamw-8bit":
+        return _make_8bit(param_groups or [{"params": []}], trained, config)
     kind = MasterAdamW if any(_wide(p) != p.dtype for p in trained) else AdamW
     return kind(
         param_groups or [{"params": []}],  # no parameters to train on this rank
@@ -63,7 +66,31 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         lr: For all groups.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # torchao's are: the compiled update reads the same one
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _make_8bit(param_groups: list[dict[str, Any]], trained: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """torchao's AdamW with a state of 8 bits, which updates parameters in float32.
+
+    Blocks of 256 values in a row share a scale. A pipeline has whole parameters on each rank, so its blocks are those
+    of one process; shards would have others, and give other weights in every layout. Parameters in half precision would
+    need a copy in float32, which torchao does not keep.
+    """
+    halves = {p.dtype for p in trained if _wide(p) != p.dtype}
+    if halves or any(isinstance(p, DTensor) for p in trained):
+        got = f"parameters of {', '.join(map(str, halves))}" if halves else "parameters in shards (tp or shard)"
+        raise ValueError(
+            f"optimizer.name = 'adamw-8bit' needs whole float32 parameters, got {got}; take model.dtype = 'float32' "
+            "without tp and shard, or optimizer.name = 'adamw'"
+        )
+    optim = import_extra("torchao.optim", "quantized", "optimizer.name = 'adamw-8bit'")
+    optimizer: Optimizer = optim.AdamW8bit(
+        param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=0.0
+    )
+    return optimizer
 
 
 def learning_rate(step: int, config: LRConfig, optimizer: OptimizerConfig) -> float:

@@ -87,7 +87,7 @@ def slice_of(stage: Any, x: Tensor, mode: Recompute) -> tuple[int, Callable[[], 
     cache, sliced = stage.make_cache(*x.shape[:2]), SlicedStage(stage)
     cache.begin(0, x.shape[1])
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, mock.patch("terapipe.modeling.stage.Recall", recall):
+    with hooks, mock.patch("terapipe.modeling.checkpointing.Recall", recall):
         out = sliced.forward(x, cache, recompute=mode)
     entries = [t for entry in cache._attention.values() for t in entry[:3]]
     entries += [out.tensor for each in recalls for out in each._outputs.values()]

@@ -175,6 +175,17 @@ def test_without_sequence_parallelism_norms_are_on_every_rank() -> None:
     assert whole == pytest.approx(8 * part, rel=0.1)
 
 
+def test_parts_of_a_message_are_gathered_where_norms_need_all_of_it() -> None:
+    """2,048 tokens of 5,120 numbers of 2 bytes: seven eighths of them come from the other seven ranks."""
+    layout, host = Layout(1, 2, 8), HOSTS["dgx-a100"]
+    divided, older = (cost("gpt3-13b", layout, "dgx-a100:2", sequence_parallel=flag) for flag in (True, False))
+    gathered = older.transfer(0, 1, 1, 2048) - divided.transfer(0, 1, 1, 2048)
+    assert gathered == pytest.approx(host.intra_node.seconds(2048 * 5120 * 2 * 7 / 8))
+    # A message that is sent in one kernel with one that is received takes twice as long.
+    batched = cost("gpt3-13b", layout, "dgx-a100:2", batched=True).transfer(0, 1, 1, 2048)
+    assert batched - divided.transfer(0, 1, 1, 2048) == pytest.approx(2048 * 5120 * 2 / host.inter_node.bandwidth)
+
+
 def test_answers_are_element_wise() -> None:
     c = cost("gpt3-13b", Layout(2, 20, 8))
     sizes, lengths, contexts = np.array([1, 2]), np.array([[64], [128], [512]]), np.array([0, 256])

@@ -78,7 +78,7 @@ def test_without_being_asked_where_it_is_faster() -> None:
     assumption, plans have copies only where nothing fits without."""
     tight: dict[str, Any] = {"num_slices": 64, "chunks": 1, "recompute": "block"}
     assert not planned(**tight, memory="60GiB").plan.offloads
-    free: dict[str, Any] = {"num_slices": 64, "chunks": 1, "memory": "30GiB"}
+    free: dict[str, Any] = {"num_slices": 64, "chunks": 1, "memory": "40GiB"}
     again, auto = planned(**free, offload="none"), planned(**free)
     assert auto.plan.offloads
     assert auto.step_time < again.step_time / WORTH

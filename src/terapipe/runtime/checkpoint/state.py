@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from terapipe.files import sibling
 from terapipe.modeling.quantized import scales_of
@@ -60,12 +62,20 @@ class OptimizerState:
     setter do not serve: they save hyperparameters, as pickles; they make a state, which counts one step, where an
     optimizer has none; they round a state to its parameter's dtype; and they know nothing of tied copies.
 
+    Quantized states are saved as they are, codes and scales of whole parameters. A scale is that of a block of values
+    in a row, and parts of a parameter have other blocks than the whole: states of sharded parameters are refused.
+
     Args:
         optimizer: whose state is saved or loaded.
         parameters: of this rank, by their names in the whole model; those that it does not train are ignored.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        if not hasattr(optimizer, "state"):
+            raise ValueError(
+                f"{type(optimizer).__name__} has no state by parameter, as torch's optimizers have, so it cannot be "
+                "saved for any layout; leave the optimizer out, and save its state_dict() beside"
+            )
         self._optimizer, self._state = optimizer, optimizer.state
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         self._parameters = {name: p for name, p in parameters.items() if p in trained}
@@ -141,8 +151,26 @@ def _leaves(state: dict[Any, Any], name: str) -> Iterator[tuple[str, Place]]:
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{name}.{key}")
+        elif is_quantized(value):
+            if isinstance(value, DTensor):
+                raise ValueError(
+                    f"{name}.{key} is quantized in blocks of this rank's shard, and other layouts have other shards; "
+                    "take an optimizer with whole numbers, or shard=False and tp=1, or save without the optimizer"
+                )
+            for part in value.__tensor_flatten__()[0]:
+                yield f"{name}.{key}.{part}", (vars(value), part)
         elif isinstance(value, Tensor | int | float):
             yield f"{name}.{key}", (state, key)
+
+
+def is_quantized(value: Any) -> bool:
+    """Whether a tensor of a state is made of others, such as codes and scales; also inside of a DTensor.
+
+    Args:
+        value: of the state.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return is_traceable_wrapper_subclass(local)
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:
