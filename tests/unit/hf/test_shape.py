@@ -1,12 +1,15 @@
 """The shape of a Hugging Face decoder, as the planner is told it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from terapipe.hf import Decoder
 from terapipe.planning.presets import PRESETS, GPTConfig
+from tests.support.hf_models import QUANTIZATIONS, quantized, save_base
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
 GATED = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_key_value_heads": 2}
@@ -60,3 +63,32 @@ def test_a_large_model_is_never_made_real() -> None:
     shape = decoder("llama", **sizes, num_attention_heads=32, num_key_value_heads=8).shape
     preset = PRESETS["llama3-8b"]
     assert shape == GPTConfig(32, 4096, 32, 8, preset.ffn, 128256, 1, tied=False)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8"])
+def test_frozen_layers_are_counted_before_they_are_read(kind: str, tmp_path: Path) -> None:
+    """As they will be quantized: the bytes of the model on the meta device are those of the one in memory, but for
+    tables of 4 bits, which are the same for all layers."""
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"])
+    quantization = BitsAndBytesConfig(**QUANTIZATIONS[kind])
+    base = save_base(tmp_path)
+    real = Decoder(quantized(base, kind), backend="attention").planning_spec().frozen
+    meta = (
+        Decoder.from_pretrained(
+            base, torch.float32, backend="attention", adapter=adapter, quantization_config=quantization
+        )
+        .planning_spec()
+        .frozen
+    )
+    assert real is not None
+    assert meta is not None
+    assert (meta.trained, meta.quantized, meta.ends_trained) == (real.trained, True, False)
+    tables = 7 * 4 * {"nf4": 16, "nf4-double": 16 + 256 + 1, "int8": 0}[kind]
+    assert meta.layer_bytes == pytest.approx(real.layer_bytes - tables, rel=0.02)
+
+
+def test_a_model_of_which_all_is_trained_has_no_frozen_layers() -> None:
+    assert decoder("llama", **GATED).planning_spec().frozen is None

@@ -9,6 +9,7 @@ from terapipe import GPT, GPTConfig, Pipeline, Plan, next_token_labels
 from terapipe.planning.cost import StageSpec, stage_specs
 from terapipe.planning.device import blas_workspaces
 from terapipe.planning.memory import ShapeMemory, parameters
+from terapipe.planning.presets import FrozenLayers
 from terapipe.runtime import MemoryCounter
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.simulator import program
@@ -162,3 +163,14 @@ def test_what_cannot_be_deferred_is_not_kept() -> None:
     stage = StageSpec(2)
     assert ShapeMemory(CONFIG).deferred_grads(stage, 1, 64) > 0
     assert ShapeMemory(CONFIG, fused=False).deferred_grads(stage, 1, 64) == 0
+
+
+def test_frozen_layers_have_no_gradients_and_no_optimizer_state() -> None:
+    """A layer in 4 bits with adapters: its bytes, and gradients and state of what is trained."""
+    config = GPTConfig(4, 64, 4, vocab=100)
+    whole, stage = ShapeMemory(config, 2, 12), StageSpec(4)
+    frozen = ShapeMemory(config, 2, 12, frozen=FrozenLayers(layer_bytes=1000.0, trained=10.0, quantized=True))
+    assert frozen.model_state(stage) == 4 * (1000 + 10 * (4 + 12))
+    assert frozen.gradients(stage).during == 4 * 10 * 4
+    first = StageSpec(0, first=True)
+    assert frozen.model_state(first) == pytest.approx(whole.model_state(first) * 2 / 14), "frozen, so without state"

@@ -235,7 +235,6 @@ def on_quantized(folder: Path) -> Any:
     from terapipe.hf.quantized import keep_unpacked
 
     place = folder / str(dist.get_rank() if dist.is_initialized() else 0)
-    runs.model(torch.float32, own_weights=1).save_pretrained(place)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     base = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, quantization_config=quantization)
     keep_unpacked(base)  # the plain trainer's evaluation would end its gradients on some processors
@@ -246,6 +245,10 @@ def on_quantized(folder: Path) -> Any:
 def test_lora_on_a_quantized_base(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """Ranks that quantized other weights take those of the first, with their scales."""
     pytest.importorskip("bitsandbytes")
+    for rank in range(2):
+        base = runs.model(torch.float32)
+        base.model.layers[0].mlp.up_proj.weight.data.mul_(1 + rank)  # the same whole numbers, other scales
+        base.save_pretrained(tmp_path / str(rank))
     model = partial(on_quantized, tmp_path)
     wanted = causal(str(tmp_path / "plain"), None, model=model)
     names = [name for name in wanted.weights if "lora_" in name]

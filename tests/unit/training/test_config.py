@@ -69,6 +69,8 @@ def test_single_keys_are_replaced(tmp_path: Path) -> None:
         ("plan.tp=0", r"\[plan\] tp must be a whole number of at least 1, got 0"),
         ("objective.beta=0.2", r"objective.beta is for kind = dpo, got 'cross_entropy'"),
         ("plan.recompute=full", "unknown key plan.recompute"),
+        ("model.quantize=nf4", r"model.quantize is for adapters; set model\.lora_rank"),
+        ("model.lora_rank=4", r"model.lora_rank adds adapters to a model with weights; set model\.folder"),
         ("plan.dp=2", "plan.dp 2 must divide data.batch_size 1"),
         ("lr", "SECTION.KEY=VALUE"),
     ],
