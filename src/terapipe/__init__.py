@@ -14,7 +14,7 @@ What is here, by the question it answers:
     what do I train?        PipelineModel, Stage, SliceCache, attend, AuxiliaryLoss for a model of your own; GPT; hf
     is it exact?            verify, Verification; ``terapipe verify`` for Hugging Face models
     how long does it take?  profile, Profile (measured); Cluster (data sheets), calibrate; CostTable (your own)
-    how should it be cut?   plan, compare, estimate -> PlanResult, Comparison, PlanEstimate; Plan, Slice, Layout
+    how should it be cut?   plan, longest, compare, estimate -> PlanResult, Comparison, PlanEstimate; Plan, Layout
     is a pipeline right?    compare -> Rival (DDP, FSDP2, ...); which cluster? compare_clusters -> ClusterComparison
     in which order?         ORDERS, Order, register; schedule, Schedule, Action, Op, dependencies, validate
     what does a step do?    simulate -> Timeline, Event; dry_run -> DryRun
@@ -36,6 +36,7 @@ from terapipe.api import (
     document_planner,
     dry_run,
     estimate,
+    longest,
     plan,
     profile,
     simulate,
@@ -129,6 +130,7 @@ __all__ = [
     "dry_run",
     "estimate",
     "fill_batch",
+    "longest",
     "next_token_labels",
     "plan",
     "profile",

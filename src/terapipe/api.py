@@ -26,6 +26,7 @@ from terapipe.planning.cost import with_recompute
 from terapipe.planning.documents import DocumentCosts, DocumentPlanner
 from terapipe.planning.hardware import Cluster, with_attention
 from terapipe.planning.layout import Layout
+from terapipe.planning.limits import LARGEST
 from terapipe.planning.memory import ShapeMemory
 from terapipe.planning.options import CompareOptions, CostOptions, PlanOptions, explain, values_of
 from terapipe.planning.presets import PRESETS, GPTConfig, ModelSpec, gpt_config
@@ -34,7 +35,7 @@ from terapipe.planning.slices import Plan
 from terapipe.scheduling.footprint import peaks
 from terapipe.scheduling.simulator import program
 from terapipe.scheduling.timeline import Timeline
-from terapipe.search.choose import choose, refuse_budget
+from terapipe.search.choose import DoesNotFitError, choose, refuse_budget
 from terapipe.search.choose import compare as compare_orders
 from terapipe.search.evaluator import PlanEvaluator
 from terapipe.search.request import Request
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 Costs = Profile | Cluster | CostTable | str
 Progress = Callable[[float], None]
+BLOCK = 1024  # tokens; `longest` counts in these
+MOST_BLOCKS = LARGEST["max_seq_len"] // BLOCK // 2
 
 P = ParamSpec("P")
 Call = TypeVar("Call")
@@ -276,6 +279,46 @@ def _with_price_of_reserve(result: PlanResult) -> PlanResult:
         return result
     whole = request.fixed(memory=memory, **asdict(layout), order=result.plan.order)
     return replace(result, reserve=max(1.0, result.step_time / choose(source, whole).step_time))
+
+
+def longest(model: Any, costs: Costs, *, batch_size: int = 1, **options: Any) -> PlanResult:
+    """Finds the longest sequences that fit into memory, to a multiple of 1024 tokens and to 2 %, and plans for them.
+
+    More tokens need more memory, so it is a bisection, and takes as long as about ten calls of ``plan``.
+
+    Args:
+        model: As for ``plan``.
+        costs: As for ``plan``; not a CostTable, which knows no memory.
+        batch_size: Sequences per step, over all replicas.
+        **options: As for ``plan``, without ``seq_len``.
+
+    Returns:
+        The fastest plan for the longest sequences; ``result.plan.seq_len`` says how long they are.
+
+    Raises:
+        ValueError: Not even 1024 tokens fit.
+    """
+
+    def fit(blocks: int) -> PlanResult | None:
+        try:
+            return plan(model, costs, batch_size=batch_size, seq_len=blocks * BLOCK, **options)
+        except DoesNotFitError:
+            if blocks == 1:
+                raise
+            return None
+
+    if isinstance(costs, CostTable):
+        raise ValueError("a cost table knows no memory, so nothing is too long for it; give a Cluster or a Profile")
+    fits, best = 1, fit(1)
+    while fits < MOST_BLOCKS and (larger := fit(2 * fits)) is not None:
+        fits, best = 2 * fits, larger
+    too_many = 2 * fits
+    while too_many - fits > max(1, fits // 50):
+        middle = (fits + too_many) // 2
+        between = fit(middle)
+        fits, best, too_many = (fits, best, middle) if between is None else (middle, between, too_many)
+    assert best is not None
+    return best
 
 
 @takes(CompareCall)

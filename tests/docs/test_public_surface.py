@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = """Action AuxiliaryLoss Cluster ClusterComparison Comparison CostTable DocumentPlanner DryRun Event GPT
 GPTConfig Layout ModelSpec ORDERS Op Order PRESETS Pipeline PipelineError PipelineModel Plan PlanEstimate
 PlanResult Profile Rival Schedule Slice SliceCache Stage Timeline Verification attend balance calibrate
-compare compare_clusters dependencies device_mesh document_planner dry_run estimate fill_batch
+compare compare_clusters dependencies device_mesh document_planner dry_run estimate fill_batch longest
 next_token_labels plan profile register schedule simulate split_layers validate verify"""
 LOSSES = """HiddenLoss SequenceLoss classification cross_entropy distillation dpo grpo interleave kto last_tokens orpo
 ppo_clip reward_pairs sequence_mean simpo token_log_probs"""
@@ -33,7 +33,7 @@ VERBS = {
     "train": "--print-config",
     "profile": "--model --dtype --seq-len --ranks --sizes --seconds --out",
     "calibrate": "--cluster --seconds --out",
-    "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --sensitivity --save --dry-run",
+    "plan": f"{SOURCE} --cost-table {REQUEST} {LAUNCH} --json --longest --sensitivity --save --dry-run",
     "compare": f"{SOURCE} {REQUEST} --same-layout --tokens --price --json --html --svg --png",
     "simulate": f"{SOURCE} {REQUEST} --measured --html --svg --png --trace --width --json",
     "reproduce": None,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,3 +165,20 @@ def test_long_sequences_have_no_more_parameters() -> None:
     result = tp.plan("llama3-8b", "dgx-h100:8", batch_size=1, seq_len=1 << 20, dp=1, pp=8, tp=8, order="terapipe")
     assert result.model_config == tp.PRESETS["llama3-8b"]
     assert result.estimate.fits
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    options: dict[str, Any] = {"dp": 1, "pp": 2, "tp": 1, "num_slices": 16, "order": "terapipe", "offload": "none"}
+    best = terapipe.longest("gpt3-1b", "dgx-a100:1", memory="12GiB", **options)
+    tokens = best.plan.seq_len
+    assert best.estimate.fits
+    assert tokens % 1024 == 0
+    with pytest.raises(ValueError, match="no plan fits"):
+        terapipe.plan("gpt3-1b", "dgx-a100:1", batch_size=1, seq_len=tokens * 5 // 4, memory="12GiB", **options)
+    more = terapipe.longest("gpt3-1b", "dgx-a100:1", memory="16GiB", **options)
+    assert more.plan.seq_len > tokens
+
+
+def test_a_model_for_which_nothing_is_short_enough() -> None:
+    with pytest.raises(ValueError, match="no plan fits into"):
+        terapipe.longest("gpt3-13b", "dgx-a100:1", memory="1GiB", pp=1, tp=1, dp=1)

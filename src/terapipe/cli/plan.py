@@ -70,6 +70,7 @@ compared by simulating one step with the costs of your model: measured by
 EXAMPLES = """\
 examples:
   terapipe plan --model llama3-8b --cluster dgx-h100:2 --batch-size 16 --seq-len 8192
+  terapipe plan --model llama3-8b --cluster dgx-h100:1 --batch-size 1 --longest
   terapipe plan --profile profile.json --batch-size 8 --seq-len 2048 --save plan.json
   terapipe train run.toml plan.file=plan.json      (start the saved plan)
   terapipe simulate plan.json --html step.html     (look at its step)
@@ -90,7 +91,12 @@ def add(verbs: Verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_source(parser, table=True)
-    add_request(parser)
+    add_request(parser, required=False)
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="instead of --seq-len: find the longest sequences that fit (takes ten times as long)",
+    )
     add_launch(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -128,7 +134,11 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.dry_run and parsed.shard is None:
         parsed.shard = False  # a dry run does not know shards: what was not asked for must not make it fail
     with progress_of("planning") as progress:
-        result = api.plan(parsed.model, costs_of(parsed), **request_of(parsed), progress=progress)
+        result = (
+            _longest(parsed)
+            if parsed.longest
+            else api.plan(parsed.model, costs_of(parsed), **request_of(parsed), progress=progress)
+        )
     dry = api.dry_run(parsed.model or result.model_config, result) if parsed.dry_run else None
     hosts = hosts_of(_machine(result.source), result.layout.devices)
     launch = _launch(parsed, result, hosts)
@@ -145,6 +155,15 @@ def run(parsed: argparse.Namespace) -> int:
     _show_launch(parsed, result, launch, hosts)
     _show_sensitivity(sensitivities)
     return 0
+
+
+def _longest(parsed: argparse.Namespace) -> PlanResult:
+    """Plans for the longest sequences that fit. Progress is not shown: nobody knows how many plans it takes."""
+    refuse_with("--longest", parsed, "seq_len", "slice_lengths")
+    parsed.seq_len = 1  # so that the other options can be read
+    options = request_of(parsed)
+    del options["seq_len"]
+    return api.longest(parsed.model, costs_of(parsed), **options)
 
 
 def _refuse_ignored(parsed: argparse.Namespace) -> None:

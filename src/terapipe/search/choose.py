@@ -504,6 +504,10 @@ def _refuse_orders(source: Source, request: Request) -> NoReturn:
     )
 
 
+class DoesNotFitError(ValueError):
+    """No plan fits into memory. Its message says what the smallest that was tried needs."""
+
+
 def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     """Says that no plan fits, and which one is the smallest.
 
@@ -513,7 +517,7 @@ def refuse_budget(rows: Sequence[PlanEstimate]) -> NoReturn:
     least = min(rows, key=lambda c: c.peak_bytes)
     evaluator = evaluator_of(least)
     hint = "; offload='auto' keeps what slices need in the host's memory" if evaluator.request.offload == "none" else ""
-    raise ValueError(
+    raise DoesNotFitError(
         f"no plan fits into {(evaluator.budget or 0) / 2**30:.2f} GiB per device: the smallest found needs "
         f"{least.peak_bytes / 2**30:.2f} GiB ({least.layout}, order {least.plan.order}, "
         f"recomputation {recompute_title(least.plan.recompute)}); take more devices, a smaller batch or "
