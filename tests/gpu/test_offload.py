@@ -17,8 +17,13 @@ from terapipe.planning.recompute import MODES
 from tests.pretend.waits import counting_waits
 
 GPU = torch.device("cuda", 0)
-TOKENS = 4096
+TOKENS = 2048
 CONFIG = GPTConfig(4, 128, 8, 2, 512, vocab=64, max_seq_len=TOKENS)  # few weights, so that activations show
+# A step takes seconds here: the modes that keep most and least are for `make test-all`.
+each_mode = pytest.mark.parametrize(
+    "recompute",
+    [pytest.param(mode, marks=[] if mode in ("light", "block") else [pytest.mark.exhaustive]) for mode in MODES],
+)
 
 
 def plan_of(recompute: str, offload: bool) -> Plan:
@@ -45,7 +50,7 @@ def peak_of_a_step(plan: Plan) -> int:
     return torch.cuda.max_memory_allocated(GPU) - before
 
 
-@pytest.mark.parametrize("recompute", MODES)
+@each_mode
 def test_device_bytes_are_the_planners(recompute: str) -> None:
     peak_of_a_step(plan_of(recompute, False))  # makes cuBLAS's workspaces, if nobody has
     kernel = kernel_for(KernelRequest(GPU, torch.bfloat16, CONFIG.head_size)).name
@@ -57,7 +62,7 @@ def test_device_bytes_are_the_planners(recompute: str) -> None:
     assert peaks[True] < peaks[False]
 
 
-@pytest.mark.parametrize("recompute", MODES)
+@each_mode
 def test_the_host_never_waits_and_its_memory_is_made_once(recompute: str) -> None:
     pipe = make_pipe(plan_of(recompute, True))
     step(pipe)
@@ -96,7 +101,7 @@ def gradients_with(copier: Callable[[torch.device], offload.Copier], plan: Plan)
     return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("recompute", MODES)
+@each_mode
 def test_every_use_waits_for_its_copy(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pretend device copies at once, so a wait that is missing would not show."""
     plan = plan_of(recompute, True)
