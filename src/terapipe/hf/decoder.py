@@ -194,7 +194,7 @@ class Decoder(PipelineModel):
 
     @cached_property
     def _refused_modes(self) -> dict[Recompute, str]:
-        """What was verified so far."""
+        """Why each mode that was verified is refused, empty if it is not: one verification serves all plans."""
         return {}
 
     def check_step(self, *, documents: bool, training: bool, padded: bool) -> None:

@@ -247,7 +247,7 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet in _EMPTY:
             origin = frozenset(self._inputs)
         if function._schema.is_mutable:
-            results += _written(function._schema, args, kwargs or {})
+            results += _changed_arguments(function._schema, args, kwargs or {})
         for x in results:
             is_mask = packet in _DRAWN and (packet is torch.ops.aten.bernoulli_ or x.dtype is torch.bool)
             self._set(x, frozenset() if is_mask else origin)
@@ -271,7 +271,7 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._set(out, frozenset({name}))
 
     def note_attention(self, layer: Hashable, q: Tensor, results: Iterable[Tensor]) -> None:
-        """As ``Recall.note_attention``."""
+        """Notes from which products queries were computed. What attention returns is kept, so it comes from none."""
         self._queries[layer] = self._origin([q])
         storage = _storage_of(q)
         if storage is not None:
@@ -287,7 +287,7 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._needed |= self._origin([tensor])
 
     def needs(self, changed: set[ProductName]) -> LayerNeeds:
-        """What was found out.
+        """Concludes what the layer's second forward needs.
 
         Args:
             changed: Products whose outputs were changed in place. They are computed again, from their inputs.
@@ -302,8 +302,8 @@ class _Lineage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return LayerNeeds(frozenset(self._inputs) - needed, frozenset(changed & needed), makes_queries)
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Those of an operator's arguments that it changes."""
+def _changed_arguments(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Lists the tensors among an operator's arguments that it writes to."""
     names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     values = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | kwargs
     return [x for name in names for x in tree_leaves(values.get(name)) if isinstance(x, Tensor)]

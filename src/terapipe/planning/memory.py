@@ -175,9 +175,9 @@ class ShapeMemory:
         hidden = self._hidden(size, length)
         if self.recompute == "full":
             return np.asarray(2 * hidden, dtype=np.float64)
-        return hidden * (1 + stage.last) + stage.layers * self._kept(size, length)
+        return hidden * (1 + stage.last) + stage.layers * self._layer_keeps(size, length)
 
-    def _kept(self, size: Numbers, length: Numbers) -> Array:
+    def _layer_keeps(self, size: Numbers, length: Numbers) -> Array:
         """What a slice keeps of one layer, unless the whole stage is computed again."""
         if self.recompute == "light":
             return self._layer_products(size, length)

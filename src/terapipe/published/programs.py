@@ -111,31 +111,31 @@ class PrefixCopies:
         return replace(self, cost=with_recompute(self.cost, mode))
 
     def forward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """As the other's, and a read and a write of all that the slice sees, unless it is the first."""
+        """Adds to the wrapped cost a read and a write of all that the slice sees, unless it is the first."""
         seen = np.where(np.asarray(context) > 0, np.add(context, length), 0)
         return self.cost.forward(stage, size, length, context) + self._copies(stage, size, seen, 2)
 
     def backward(self, stage: StageSpec, size: Numbers, length: Numbers, context: Numbers) -> Array:
-        """As the other's, and two reads and a write of the gradients before the slice."""
+        """Adds to the wrapped cost two reads and a write of the gradients before the slice."""
         return self.cost.backward(stage, size, length, context) + self._copies(stage, size, np.asarray(context), 3)
 
     def _copies(self, stage: StageSpec, size: Numbers, tokens: Array, times: int) -> Array:
         return np.asarray(stage.layers * times * np.multiply(size, tokens) * self.per_token, dtype=np.float64)
 
     def weights(self, stage: StageSpec, size: Numbers, length: Numbers) -> Array:
-        """As the other's."""
+        """The wrapped cost's: products copy no prefix."""
         return self.cost.weights(stage, size, length)
 
     def transfer(self, source: int, target: int, size: Numbers, length: Numbers) -> Array:
-        """As the other's."""
+        """The wrapped cost's: messages have hidden states of the slice only."""
         return self.cost.transfer(source, target, size, length)
 
     def link_behavior(self, source: int, target: int) -> LinkBehavior:
-        """As the other's."""
+        """The wrapped cost's."""
         return self.cost.link_behavior(source, target)
 
     def per_step(self, stages: Any) -> float:
-        """As the other's."""
+        """The wrapped cost's."""
         return self.cost.per_step(stages)
 
 
@@ -208,7 +208,7 @@ class OtherProgram(ShapeMemory):
         return np.asarray(np.multiply(size, length) * width * (stage.layers + stage.last), dtype=np.float64)
 
     def _layer(self, size: Numbers, length: Numbers) -> Array:
-        """What autograd saves in one layer, by ``saved``."""
+        """Counts what autograd saves in one layer: ``saved`` for each token, scores and masks for each pair."""
         if not self.saved:
             return super()._layer(size, length)
         c = self.config

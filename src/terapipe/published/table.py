@@ -106,7 +106,7 @@ class Score:
 
     @classmethod
     def of(cls, cells: Iterable[Cell]) -> Self | None:
-        """Of these cells; None if none of them has an error."""
+        """Summarizes the errors of these cells; None if none of them has one."""
         pairs = [(cell.error, cell) for cell in cells if cell.error is not None]
         if not pairs:
             return None

@@ -143,7 +143,6 @@ def dry_run(
         )
     began, device = time.perf_counter(), device or fake_device(autocast=autocast is not None)
     cast = Autocast.current(device) if autocast is None else Autocast(device.type, autocast)
-    waits: tuple[str, ...] = ()
     with _tensor_parallel(layout.tp, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with _replaceable_parameters():
             model = model if isinstance(model, PipelineModel) else model(device)
@@ -155,18 +154,34 @@ def dry_run(
         with counter:
             counter.count(pipe)
             weights = counter.current
-            try:
-                for step in range(STEPS):
-                    with cast.on():  # without the checks of a batch, which read numbers
-                        batch = Batch.made_up(plan, rank, device)
-                        _train_by_values(pipe, batch) if values and step else pipe._train(batch)
-                    pipe.zero_grad()
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                waits = (_line_of(error),)
+            waits = _run_steps(pipe, lambda: Batch.made_up(plan, rank, device), cast, values=values)
         beside = blas + int(state * sum(to_local(p).numel() for p in pipe.parameters() if p.requires_grad))
     sent = {kind: count // STEPS for kind, count in transport.sent.items()}
     seconds = time.perf_counter() - began
     return DryRun(rank, device.type, weights, counter.peak + beside, seconds, sent, waits)
+
+
+def _run_steps(pipe: Pipeline, make_batch: Callable[[], Batch], cast: Autocast, *, values: bool) -> tuple[str, ...]:
+    """Runs the steps, without the checks of a batch, which read numbers.
+
+    Args:
+        pipe: On fake tensors.
+        make_batch: Makes up what a step is given.
+        cast: Under which it computes.
+        values: Whether the steps after the first are by values of tokens.
+
+    Returns:
+        The line that would make the host wait for the device, if there is one; the steps end there.
+    """
+    try:
+        for step in range(STEPS):
+            with cast.on():
+                batch = make_batch()
+                _train_by_values(pipe, batch) if values and step else pipe._train(batch)
+            pipe.zero_grad()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        return (_line_of(error),)
+    return ()
 
 
 def _train_by_values(pipe: Pipeline, batch: Batch) -> None:
